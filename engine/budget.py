@@ -49,10 +49,7 @@ class Budget:
         return self.total_bytes - self.weight_bytes - self.kv_bytes
 
     def declare(self, size: int, row: int, model: str) -> None:
-        """Count the weights of a new model; `row` is bytes of K/V of one row of full context.
-
-        Raises what `check` does.
-        """
+        """Count a new model's weights, and `row` bytes for one row of full context; see `check`."""
         with self._lock:
             self._check(size, row, model, 0)
             self.declared_bytes += size
@@ -138,11 +135,10 @@ class Budget:
         with self._lock:
             self.kv_bytes -= size
 
-    def could_hold_kv(self, size: int, weights: int) -> bool:
-        """Whether `size` bytes of K/V fit beside `weights` bytes in an engine that is idle."""
-        return size <= self.total_bytes - weights
-
-    def explain_kv(self, size: int, weights: int) -> str:
+    def kv_problem(self, size: int, weights: int) -> str | None:
+        """Why `size` bytes of K/V never fit beside `weights` bytes; None if they may."""
+        if size <= self.total_bytes - weights:
+            return None
         return (
             f"the request's K/V cache needs {size / MIB:.0f} MiB, but the engine has"
             f" {self.total_bytes / MIB:.0f} MiB, of which its model takes {weights / MIB:.0f}"

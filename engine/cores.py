@@ -25,7 +25,8 @@ class Cores:
 
     def _find(self, key: Hashable, is_adapter: bool) -> Core | None:
         cores = (core for core in self.by_name.values() if core.key == key)
-        return next((core for core in cores if is_adapter or core.has_adapters), None)
+        shared = (c for c in cores if is_adapter or any(m.adapter is not None for m in c.models))
+        return next(shared, None)
 
     def take_name(self, name: str) -> str:
         """Reserve a name like this one that no other core has, until `forget` or `free_name`."""
@@ -77,10 +78,7 @@ class Cores:
         return model
 
     def remove(self, model: Model) -> bool:
-        """Remove a model from its core. Returns whether that has no other models.
-
-        Then no further model gets the core, and the caller closes it.
-        """
+        """Remove a model from its core; returns whether that is empty, for the caller to close."""
         with self._changed:
             core = model.core
             core.models.remove(model)

@@ -9,7 +9,6 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from pathlib import Path
 from typing import Any, TypeVar
 
 from common.errors import (
@@ -91,7 +90,7 @@ class Engine:
         `ArtifactError`, `OutOfMemory`, `InvalidRequest`, `Cancelled`, and `ModelAlreadyLoaded` if
         the name has another folder, backend or precision. A failed load leaves nothing behind.
         """
-        wanted = self._request(name, model_dir, backend, precision, max_rows, base)
+        wanted = self._loader.request(name, model_dir, backend, precision, max_rows, base)
         reading = reading or Reading()
         while True:
             reading.check()
@@ -142,29 +141,10 @@ class Engine:
         `promised` has the bytes of models that will be loaded, by name. A load reads nothing again
         that was read here. Raises what `load` raises for a lack of memory or a faulty artifact.
         """
-        wanted = self._request(name, model_dir, backend, precision, None, base)
+        wanted = self._loader.request(name, model_dir, backend, precision, None, base)
         needed, row = self._loader.needs(wanted, reading or Reading())
         self.budget.check(needed, row, name, promised)
         return needed
-
-    def _request(
-        self,
-        name: str,
-        model_dir: str,
-        backend: str | None,
-        precision: str | None,
-        max_rows: int | None,
-        base: str | None,
-    ) -> Request:
-        backend, precision = self._loader.resolve(backend, precision)
-        return Request(
-            name,
-            Path(model_dir).resolve(),
-            backend,
-            precision,
-            max_rows or self.settings.max_rows,
-            None if base is None else Path(base).resolve(),
-        )
 
     @staticmethod
     def _same(model: Model, wanted: Request) -> Model:
@@ -267,17 +247,11 @@ class Engine:
         check_bytes(length, self._find(name).config.max_length)
 
     def parameters(self, name: str, given: Any) -> Parameters:
-        """Parse a request's parameters, with the model's defaults.
-
-        Raises `ModelNotFound`, `InvalidRequest`.
-        """
+        """A request's parameters, with the model's defaults. Raises `ModelNotFound`."""
         return self._find(name).texts.parameters(given)
 
     def with_texts(self, name: str, task: Callable[[Texts], Result]) -> Future[Result]:
-        """Run `task` on the thread of the model's text process.
-
-        Raises `ModelNotFound`, `Overloaded`.
-        """
+        """Run `task` on the model's text thread. Raises `ModelNotFound`, `Overloaded`."""
         texts = self._find(name).texts
         return texts.soon(lambda: task(texts))
 
@@ -339,7 +313,9 @@ class Engine:
             self._queue(model, sequences)
             return sequences
 
-        self._acquire(model)
+        with self._changed:
+            model.submitting += 1
+            self._residency.acquire(model.core)
         try:
             future = model.texts.soon(submit)
         except BaseException:
@@ -347,11 +323,6 @@ class Engine:
             raise
         future.add_done_callback(lambda _: self._release(model))
         return future
-
-    def _acquire(self, model: Model) -> None:
-        with self._changed:
-            model.submitting += 1
-            self._residency.acquire(model.core)
 
     def _release(self, model: Model) -> None:
         with self._changed:

@@ -13,15 +13,11 @@ from engine.sampling import Logits, TokenLogprobs, Weights, logprobs_of
 
 @dataclass(frozen=True)
 class Way:
-    """One sequence of tokens that writes a text.
+    """One sequence of tokens that writes a text."""
 
-    text: which one, by its place
-    ends: ids of which one must follow, because another text goes on after the same tokens
-    """
-
-    text: int
+    text: int  # which one, by its place
     ids: list[int]
-    ends: frozenset[int] = frozenset()
+    ends: frozenset[int] = frozenset()  # one must follow: another text goes on behind `ids`
 
     @property
     def path(self) -> list[int]:
@@ -106,10 +102,7 @@ def _score(way: Way, logits: Logits, top: int) -> tuple[float, list[TokenLogprob
 def labels_of(
     texts: tuple[str, ...], ways: Seq[Seq[list[int]]], stop_ids: frozenset[int]
 ) -> Labels:
-    """Makes labels of texts and, for each, the sequences of tokens that write it.
-
-    Raises `InvalidRequest` for a text without tokens.
-    """
+    """Labels of texts and, for each, the tokens that write it. Raises `InvalidRequest`."""
     all_ways = []
     for i, text in enumerate(texts):
         if not ways[i]:

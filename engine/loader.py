@@ -78,20 +78,26 @@ class Loader:
         self._manifests = Manifests(self._cache_dir)
         self._text_processes = TextProcesses()
 
-    def resolve(self, backend: str | None, precision: str | None) -> tuple[str, str]:
-        """Backend and precision, by default the settings'. Raises `InvalidRequest`."""
-        backend = backend or self._settings.backend
-        default = self._settings.precision if backend == self._settings.backend else ""
-        known = backends.precisions(backend, self._settings.device)
-        precision = precision or default or known[0]
-        backends.check(backend, precision, self._settings.device)
-        return backend, precision
+    def request(
+        self,
+        name: str,
+        model_dir: str,
+        backend: str | None,
+        precision: str | None,
+        max_rows: int | None,
+        base: str | None,
+    ) -> Request:
+        """What to load, with the settings' options by default. Raises `InvalidRequest`."""
+        settings = self._settings
+        backend = backend or settings.backend
+        default = settings.precision if backend == settings.backend else ""
+        precision = precision or default or backends.precisions(backend, settings.device)[0]
+        backends.check(backend, precision, settings.device)
+        path, base_path = Path(model_dir).resolve(), None if base is None else Path(base).resolve()
+        return Request(name, path, backend, precision, max_rows or settings.max_rows, base_path)
 
     def needs(self, request: Request, reading: Reading) -> tuple[int, int]:
-        """Bytes of weights that are not loaded yet, and K/V bytes of a row of full context.
-
-        A load reads nothing again that was read here. Raises `ArtifactError`.
-        """
+        """Bytes of weights that are not loaded yet, and of K/V of a row of full context."""
         source = self._source(request, reading)
         needed, row = self._bytes(source.artifact, request.precision)
         if source.adapter is not None:
@@ -125,10 +131,7 @@ class Loader:
         return weights, backends.row_bytes(config, precision)
 
     def load(self, request: Request, reading: Reading) -> Model:
-        """Load a model, or leave nothing behind.
-
-        Raises `ArtifactError`, `OutOfMemory`, `Cancelled`.
-        """
+        """Load a model, or leave nothing behind. Raises `EngineError`."""
         started = time.monotonic()
         source = self._source(request, reading)
         artifact = source.artifact
@@ -144,7 +147,12 @@ class Loader:
             packed, described = None, artifact
             if (adapter := source.adapter) is not None:
                 packed = self._pack(request, adapter, artifact, undo, reading)
-                described = described_by(adapter, artifact)
+                own = adapter.path / TOKENIZER_FILE
+                described = dataclasses.replace(
+                    artifact,
+                    generation=adapter.generation.over(artifact.generation),
+                    tokenizer_file=own if own.is_file() else artifact.tokenizer_file,
+                )
 
             @functools.cache
             def texts() -> Texts:
@@ -184,11 +192,7 @@ class Loader:
         undo: ExitStack,
         reading: Reading,
     ) -> NativeAdapter:
-        """Load an adapter's matrices.
-
-        They are page cache and count as loaded, not as resident. Raises `ArtifactError`,
-        `OutOfMemory`.
-        """
+        """Load an adapter's matrices: page cache, which counts as loaded, not as resident."""
         size = num_bytes(adapter, request.precision)
         row = backends.row_bytes(base.config, request.precision)
         self._budget.declare(size, row, request.name)
@@ -199,11 +203,7 @@ class Loader:
         return packed
 
     def _open_core(
-        self,
-        request: Request,
-        source: Source,
-        texts: Callable[[], Texts],
-        reading: Reading,
+        self, request: Request, source: Source, texts: Callable[[], Texts], reading: Reading
     ) -> Core:
         artifact = source.artifact
         backend, precision = request.backend, request.precision
@@ -283,13 +283,3 @@ class Loader:
             )
 
         return load
-
-
-def described_by(adapter: adapters.Adapter, base: Artifact) -> Artifact:
-    """The base with the adapter's generation settings and, if it has one, its tokenizer."""
-    own = adapter.path / TOKENIZER_FILE
-    return dataclasses.replace(
-        base,
-        generation=adapter.generation.over(base.generation),
-        tokenizer_file=own if own.is_file() else base.tokenizer_file,
-    )

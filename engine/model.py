@@ -52,10 +52,6 @@ class Core:
         return self.artifact.config
 
     @property
-    def has_adapters(self) -> bool:
-        return any(model.adapter is not None for model in self.models)
-
-    @property
     def row_bytes(self) -> int:
         """K/V bytes of a row of full context."""
         return row_bytes(self.config, self.precision)
@@ -80,10 +76,7 @@ class Core:
 
 @dataclass(eq=False)
 class Model:
-    """A loaded model, as requests name it: texts, counters, and a core.
-
-    `adapter` is what distinguishes it from other models on the core.
-    """
+    """A loaded model, as requests name it. `adapter` is what it has beside the core."""
 
     name: str
     path: Path
@@ -114,10 +107,7 @@ class Model:
         return not self.submitting and not self.batch.unfinished(self) and self.texts.idle
 
     def held(self) -> dict[str, Any]:
-        """Residency and bytes of the budget, cheap to compute.
-
-        Shared weights are divided by the number of models that share them.
-        """
+        """Residency and bytes of the budget; shared weights are divided by the number of models."""
         core = self.core
         return {
             "name": self.name,

@@ -10,7 +10,6 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -63,11 +62,7 @@ class Prefixes:
             return sum(prefix.row.num_bytes for prefix in self._of(owner))
 
     def add(self, prefix: Prefix) -> bool:
-        """Cache a row, in place of those that are a prefix of it.
-
-        Returns False where it is not cached: it does not fit, or a cached row begins with all of
-        it.
-        """
+        """Cache a row instead of its prefixes; returns False if it does not fit or is a prefix."""
         size = prefix.row.num_bytes
         if not len(prefix.ids) or size > self._limit():
             return False
@@ -98,10 +93,7 @@ class Prefixes:
             return prefix.model.open_row(prefix.row, length)
 
     def shrink(self, wanted: int = 0) -> int:
-        """Evict rows beyond the limit, and `wanted` bytes if there are so many.
-
-        Returns the bytes that were evicted.
-        """
+        """Evict rows beyond the limit, and `wanted` bytes; returns the bytes that were evicted."""
         with self._lock:
             before = self.num_bytes
             if before:
@@ -132,8 +124,3 @@ class Prefixes:
 
     def _limit(self) -> int:
         return min(self.limit_bytes, self._available())
-
-
-def prefix_of(owner: Any, model: BackendModel, row: Row, ids: Sequence[int]) -> Prefix:
-    """The prefix that a finished sequence's row holds: the computed ones of its `ids`."""
-    return Prefix(owner, to_ids(ids[: row.length]), row, model)

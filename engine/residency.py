@@ -82,10 +82,7 @@ class Residency:
             self.open_waiting()
 
     def open_new(self, core: Core, reading: Reading) -> None:
-        """Wait for space and open a new core, on this thread.
-
-        Raises `Cancelled` once `reading` is cancelled, and what opening the core does.
-        """
+        """Wait for space and open a new core, on this thread. Raises `Cancelled`, `EngineError`."""
         granted: list[list[Core]] = []
 
         def grant(victims: list[Core]) -> None:
@@ -186,15 +183,12 @@ class Residency:
         return missing
 
     def _choose_victims(self, missing: int) -> list[Core] | None:
-        """Choose idle cores with at least `missing` bytes of weights, least recently used first.
-
-        Returns None where all idle cores have less. The caller closes them; their memory is free
-        after that.
-        """
+        """The least recently used idle cores with `missing` bytes, to close; None if too few."""
         held = {
             core.name: Held(core.held_bytes, 1)
             for core in self._cores.values()
-            if core.can_step and (core.idle or _has_drained(core))
+            # A draining core has space for others once it has finished its last sequence.
+            if core.can_step and (core.idle or not (core.batch.admits or core.batch.running))
         }
         if sum(entry.bytes for entry in held.values()) < missing:
             return None
@@ -209,13 +203,11 @@ class Residency:
         return victims
 
     def _drain(self, missing: int) -> None:
-        """Stop admission to cores in use with `missing` bytes, longest resident first.
-
-        A core is not drained before the first request that it was opened for has begun.
-        """
+        """Stop admission to cores with `missing` bytes, those that are resident for longest."""
         now = self._clock()
         resident = [core for core in self._cores.values() if core.can_step]
         for core in sorted(resident, key=lambda core: core.resident_since):
+            # Not before the first request that it was opened for has begun.
             begun = core.batch.running or not core.batch.waiting
             if (
                 missing > 0
@@ -288,8 +280,3 @@ class Residency:
                 self._set_held_bytes(core, 0)
             self._changed.notify_all()
             self.open_waiting()
-
-
-def _has_drained(core: Core) -> bool:
-    """Whether a draining core has finished its last sequence."""
-    return not (core.batch.admits or core.batch.running)

@@ -51,10 +51,7 @@ def rules_of(
 
 
 class MinNewTokens:
-    """Bans end tokens before there are `length` ids.
-
-    As transformers' MinNewTokensLengthLogitsProcessor.
-    """
+    """Bans end tokens below `length` ids, as transformers' MinNewTokensLengthLogitsProcessor."""
 
     def __init__(self, stop_ids: Iterable[int], length: int) -> None:
         self._ends = np.array(sorted(stop_ids), np.int64)
@@ -66,10 +63,7 @@ class MinNewTokens:
 
 
 class NoRepeatNgrams:
-    """Bans tokens that would repeat an n-gram of `size` tokens of prompt or answer.
-
-    As transformers' NoRepeatNGramLogitsProcessor.
-    """
+    """Bans repeated n-grams of `size` tokens, as transformers' NoRepeatNGramLogitsProcessor."""
 
     def __init__(self, size: int) -> None:
         self._before = size - 1
@@ -87,10 +81,7 @@ class NoRepeatNgrams:
 
 
 class BadWordsIds:
-    """Bans tokens that would complete one of some lists of ids; an end token alone is allowed.
-
-    As transformers' NoBadWordsLogitsProcessor.
-    """
+    """Bans lists of ids, but an end token alone, as transformers' NoBadWordsLogitsProcessor."""
 
     def __init__(self, lists: Iterable[tuple[int, ...]], stop_ids: Iterable[int]) -> None:
         ends = {(i,) for i in stop_ids}

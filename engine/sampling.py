@@ -34,21 +34,14 @@ MIN_DIVISOR = 1e-6
 
 @dataclass(frozen=True)
 class TokenLogprobs:
-    """Log-probabilities of a step, before temperature and truncation.
-
-    chosen: of the chosen token
-    top: of the most likely tokens, best first
-    """
+    """Log-probabilities of a step, before temperature and truncation."""
 
     chosen: float
-    top: list[tuple[int, float]]
+    top: list[tuple[int, float]]  # of the most likely tokens, best first
 
 
 class Sampler:
-    """Draws the tokens of one sequence. The same parameters and logits give the same tokens.
-
-    `rules` are those of the parameters, see `engine.rules.rules_of`.
-    """
+    """Draws the tokens of one sequence: with the same parameters and logits the same ones."""
 
     def __init__(self, parameters: Parameters, index: int = 0, rules: Seq[Rule] = ()) -> None:
         self._p, self._rules = parameters, rules
@@ -68,10 +61,7 @@ class Sampler:
     def choose(
         self, logits: Logits, ids: Seq[int], constraint: Constraint | None = None
     ) -> tuple[int, TokenLogprobs | None]:
-        """Return the next token after `ids`, and its log-probabilities if `logprobs` is set.
-
-        The token is one that `constraint` allows. The ids of a call begin with those of the last.
-        """
+        """The next token that `constraint` allows, and its log-probabilities if wanted."""
         p = self._p
         raw = logits
         if p.repetition_penalty != 1.0 or self._counts or self._biased.size or self._rules:
@@ -137,7 +127,7 @@ class Sampler:
             # The others have less than 1 - top_p together.
             candidates = np.flatnonzero(~(weights < (1 - p.top_p) * whole / size))
         logits = logits[candidates]
-        few = _weights(logits, self._temperature)
+        few: Weights = np.exp((logits - logits.max()).astype(np.float64) / self._temperature)
         if len(candidates) > FEW:
             ranking = Ranking(logits, few)
             mass_in_reach = ranking.mass(top_k, p.top_p, whole, p.min_p)
@@ -162,14 +152,11 @@ class Sampler:
         return int(candidates[order[_at(cumulative, uniform)]])
 
 
-def _weights(logits: Logits, temperature: float) -> Weights:
-    """Weights in proportion to the probabilities; the most likely token has 1."""
-    weights: Weights = np.exp((logits - logits.max()).astype(np.float64) / temperature)
-    return weights
-
-
 def _all_weights(logits: Logits, temperature: float) -> tuple[Logits, float]:
-    """The weights in single precision, in a tenth of the time, and their sum."""
+    """Weights in proportion to the probabilities, 1 of the likeliest token; and their sum.
+
+    They are in single precision, which takes a tenth of the time.
+    """
     logits, weights = np.ascontiguousarray(logits), np.empty(len(logits), np.float32)
     addresses = logits.ctypes.data, weights.ctypes.data
     total = library.softmax_weights(addresses[0], len(logits), temperature, addresses[1])
@@ -271,10 +258,7 @@ class Ranking:
         return mass
 
     def reach(self, mass: float, side: Literal["left", "right"] = "left") -> tuple[int, float]:
-        """The first token whose cumulative weight is at least `mass`, and that weight.
-
-        With side `right` it is more than `mass`.
-        """
+        """The first token at which weights sum to `mass` (`right`: exceed it), and the sum."""
         if self._alike:
             weight = float(self._weights[0])
             steps = mass / weight if weight > 0 else 0.0

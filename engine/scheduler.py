@@ -12,7 +12,7 @@ from engine.backends.interface import BackendModel, Piece, Row
 from engine.budget import Budget
 from engine.labels import Labels
 from engine.native.library import PAGE_TOKENS
-from engine.prefixes import Prefixes, prefix_of, shared_length, to_ids
+from engine.prefixes import Prefix, Prefixes, shared_length, to_ids
 from engine.sequence import Sequence, State
 
 # Prompt tokens of a sequence in a pass where each of them needs logits: 200 KB a token with a
@@ -191,14 +191,11 @@ class Batch:
         self.model.truncate(self._rows[sequence], length)
 
     def _admit(self) -> Sequence | None:
-        """Give the first waiting sequence a row, if there is memory for the row at its longest.
-
-        So a running sequence never stops for lack of memory.
-        """
+        """Give the first waiting sequence a row, if there is memory for it at its longest."""
         while self.admits and self.waiting and len(self.running) < self.max_rows:
             sequence = self.waiting[0]
-            if self._is_prefilled_now(sequence):
-                return None
+            if any(s.prompt is sequence.prompt and not s.num_new for s in self.running):
+                return None  # another answer of the same request is computing the prompt
             needed = self._kv_bytes([*self.running, sequence]) - self._reserved_bytes
             if self._budget.reserve_kv(needed, self):
                 self._reserved_bytes += needed
@@ -212,23 +209,16 @@ class Batch:
                     self.close_finished()
                     continue
                 return sequence
-            least = self._kv_bytes([sequence])
-            if self._budget.could_hold_kv(least, self._weight_bytes):
+            problem = self._budget.kv_problem(self._kv_bytes([sequence]), self._weight_bytes)
+            if problem is None:
                 return None
             self.waiting.popleft()
             self._budget.withdraw_claim(self)
-            sequence.fail(OutOfMemory(self._budget.explain_kv(least, self._weight_bytes)))
+            sequence.fail(OutOfMemory(problem))
         return None
 
-    def _is_prefilled_now(self, sequence: Sequence) -> bool:
-        """Whether another answer of the same request is computing the prompt."""
-        return any(s.prompt is sequence.prompt and not s.num_new for s in self.running)
-
     def _open_row(self, sequence: Sequence) -> Row:
-        """Open a row with the longest prefix that a running row or the prefix cache has.
-
-        The last token is always computed, for its logits.
-        """
+        """Open a row with the longest known prefix; the last token is always computed."""
         ids = to_ids(sequence.ids[:-1])
         nearest, length = None, 0
         sharing = self.model.caches_rows and self._prefixes.limit_bytes > 0
@@ -291,7 +281,8 @@ class Batch:
     def _cache_prefix(self, sequence: Sequence, row: Row) -> bool:
         if sequence.failed or not self.model.caches_rows or not self._prefixes.limit_bytes:
             return False
-        return self._prefixes.add(prefix_of(self._owner(sequence), self.model, row, sequence.ids))
+        ids = to_ids(sequence.ids[: row.length])  # the computed ones
+        return self._prefixes.add(Prefix(self._owner(sequence), ids, row, self.model))
 
     def _owner(self, sequence: Sequence) -> Any:
         """The owner of the prefixes that a sequence may begin with: its model."""
@@ -327,9 +318,3 @@ class Batch:
         self._budget.release_kv(self._reserved_bytes)
         self._reserved_bytes = 0
         return unfinished
-
-
-def next_deadline(batches: list[Batch]) -> float | None:
-    """The earliest deadline of a waiting sequence, on time.monotonic()."""
-    deadlines = [s.deadline for batch in batches for s in batch.waiting if s.deadline is not None]
-    return min(deadlines, default=None)

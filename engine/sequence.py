@@ -56,11 +56,11 @@ class Token:
         likeliest tokens in its place.
         """
         sent = [*self.prefill, *([(self.id, self.logprobs)] if self.logprobs else [])]
-        return [i for token, logprobs in sent for i in (token, *(t for t, _ in _top(logprobs)))]
-
-
-def _top(logprobs: TokenLogprobs | None) -> list[tuple[int, float]]:
-    return [] if logprobs is None else logprobs.top
+        return [
+            i
+            for token, logprobs in sent
+            for i in (token, *(t for t, _ in (logprobs.top if logprobs else ())))
+        ]
 
 
 # Tokens that are sent at once for an answer that is not streamed. Larger: fewer wakes of the text
@@ -137,10 +137,7 @@ class Sequence:
             self._prefill.append(logprobs_of(logits, self.prompt[at], self.parameters.logprobs))
 
     def score_label(self, logits: Logits) -> bool:
-        """Score a path of the labels by the logits (1 + T, V) of the prompt's last token and its.
-
-        After the last path the whole answer is chosen. Returns whether that was the last.
-        """
+        """Score a path of the labels by its logits (1 + T, V); returns whether it was the last."""
         assert self.labels is not None
         self.labels.score(logits, self.parameters.logprobs or 0)
         if not self.labels.complete:
@@ -164,10 +161,7 @@ class Sequence:
         return self.cancelled or self._ended
 
     def advance(self, logits: Logits) -> bool:
-        """Append the next token, chosen from the logits (V,), and those that its form forces.
-
-        Returns whether the tokens are to be sent now.
-        """
+        """Append the next token and those that its form forces; returns whether to send now."""
         chosen = self._sampler.choose(logits, self.ids, self.constraint)
         due = self._append(*chosen)
         # With log-probabilities each token needs a pass.
@@ -210,10 +204,7 @@ class Sequence:
         return [self._tokens.popleft() for _ in range(len(self._tokens))]
 
     def send(self, item: Token | EngineError) -> None:
-        """Call `emit`, unless the answer has ended. Never raises.
-
-        An answer whose `emit` raises, because its client's event loop is closed, ends.
-        """
+        """Call `emit`, unless the answer has ended; where that raises, the answer ends."""
         with self._emit_lock:
             if self.over:
                 return

@@ -45,11 +45,7 @@ class Settings:
         "how many times that memory the weights of all loaded models may come to: those that are"
         " not in use stay on the disk until they are",
     )
-    max_rows: int = setting(
-        "ENGINE_MAX_ROWS",
-        16,
-        "sequences of one model that share a step",
-    )
+    max_rows: int = setting("ENGINE_MAX_ROWS", 16, "sequences of one model that share a step")
     max_queue: int = setting(
         "ENGINE_MAX_QUEUE", 256, "requests of one model that may wait; beyond it 503"
     )

@@ -16,7 +16,7 @@ from common.errors import EngineError, EngineUnavailable, InvalidRequest, OutOfM
 from engine.backends import nvidia
 from engine.backends.interface import BackendModel, Logits
 from engine.model import Core, Model
-from engine.scheduler import Scheduled, next_deadline
+from engine.scheduler import Scheduled
 from engine.sequence import Sequence, State
 
 # Prompt tokens of all models in a turn while sequences decode. Larger: their next tokens come later
@@ -69,10 +69,7 @@ class Loop:
         self.changed.notify_all()
 
     def call(self, command: Callable[[], None]) -> None:
-        """Run `command` between two turns and wait for it.
-
-        Raises what it raises, and `EngineUnavailable` where the thread has ended.
-        """
+        """Run `command` between two turns. Raises what it does, and `EngineUnavailable`."""
         done: Future[None] = Future()
 
         def run() -> None:
@@ -115,7 +112,7 @@ class Loop:
         released = False
         while True:
             with self.changed:
-                if not self._changed_within(self._wait_s(released)):
+                if not self.changed.wait_for(self._has_work, self._wait_s(released)):
                     self._drop_late()
                 commands, self._commands = self._commands, deque()
                 busy = bool(self._busy())
@@ -136,15 +133,13 @@ class Loop:
 
     def _wait_s(self, released: bool) -> float | None:
         """How long to wait for work: at most until the next deadline of a queued sequence."""
-        deadline = next_deadline([core.batch for core in self._active])
-        if deadline is not None:
-            return max(0.0, deadline - time.monotonic())
+        waiting = (sequence for core in self._active for sequence in core.batch.waiting)
+        if deadlines := [s.deadline for s in waiting if s.deadline is not None]:
+            return max(0.0, min(deadlines) - time.monotonic())
         return None if released else IDLE_BEFORE_RELEASE_S
 
-    def _changed_within(self, timeout_s: float | None) -> bool:
-        return self.changed.wait_for(
-            lambda: bool(self._closed or self._commands or self._busy()), timeout_s
-        )
+    def _has_work(self) -> bool:
+        return bool(self._closed or self._commands or self._busy())
 
     def _drop_late(self) -> None:
         """Fail queued sequences past their deadlines, of cores that are not resident."""
@@ -167,10 +162,7 @@ class Loop:
             self.longest_step_s = max(self.longest_step_s, time.monotonic() - began)
 
     def _turn(self) -> bool:
-        """Compute a pass of each core with work, also of those that get some meanwhile.
-
-        Returns whether there was anything to compute.
-        """
+        """Compute a pass of each core with work; returns whether there was anything to compute."""
         self._turns += 1
         with self.changed:
             self._drop_late()
@@ -207,7 +199,7 @@ class Loop:
             if not part.sequence.begun:
                 part.sequence.begun = True
                 waited_s = time.monotonic() - part.sequence.queued_at
-                _model(part.sequence).statistics.queue_s.observe(waited_s)
+                part.sequence.model.statistics.queue_s.observe(waited_s)
         if scheduled:
             logits = self._compute(core, compute, scheduled)
             if logits is not None:
@@ -228,7 +220,7 @@ class Loop:
             # If memory was short and no row has changed, a pass without the newest may succeed.
             fewer = unchanged and isinstance(error, OutOfMemory | MemoryError)
             sequences = [part.sequence for part in scheduled]
-            for sequence in [max(sequences, key=_queued_at)] if fewer else sequences:
+            for sequence in [max(sequences, key=lambda s: s.queued_at)] if fewer else sequences:
                 sequence.fail(failure)
             return None
 
@@ -258,7 +250,7 @@ class Loop:
                 if not part.completes:
                     continue
                 if sequence.state is State.DECODE:
-                    decoded[_model(sequence)] += 1
+                    decoded[sequence.model] += 1
                 sequence.state = State.DECODE
                 if not sequence.num_new:
                     self._begin(core, sequence, rows[-1], ready)
@@ -267,7 +259,7 @@ class Loop:
         for owner, count in decoded.items():
             owner.statistics.steps += 1
             owner.statistics.rows += count
-        for owner in dict.fromkeys(map(_model, ready)):
+        for owner in dict.fromkeys(s.model for s in ready):
             owner.texts.write([s for s in ready if s.model is owner])
 
     @staticmethod
@@ -286,7 +278,7 @@ class Loop:
                 sequence.ids[known + accepted] == guesses[accepted]
             ):
                 accepted += 1
-        owner = _model(sequence)
+        owner = sequence.model
         if guesses and sequence.guesser is not None:
             core.batch.truncate(sequence, known + accepted)
             sequence.guesser.check(len(guesses), accepted)
@@ -297,10 +289,7 @@ class Loop:
         return due
 
     def _begin(self, core: Core, first: Sequence, logits: Logits, ready: list[Sequence]) -> None:
-        """Choose the first token of a sequence and of its siblings from the same logits (V,).
-
-        Siblings are other answers to the same prompt; they get rows of their own afterwards.
-        """
+        """Choose the first tokens of a sequence and its siblings from the same logits (V,)."""
         with self.changed:  # the queue is shared with `submit`
             siblings = core.batch.siblings(first)
         for sequence in (first, *siblings):
@@ -314,7 +303,7 @@ class Loop:
     @staticmethod
     def _count_first(sequence: Sequence) -> None:
         """Count the first token of a sequence."""
-        counters = _model(sequence).statistics
+        counters = sequence.model.statistics
         counters.cached_tokens += sequence.cached_tokens
         counters.time_to_first_token_s.observe(time.monotonic() - sequence.queued_at)
 
@@ -343,12 +332,3 @@ class Loop:
 def _order(core: Core) -> tuple[bool, int]:
     """Sort key: cores with prompts first, of these the one that prefilled the longest ago."""
     return not core.batch.has_prompts, core.prefilled_at
-
-
-def _model(sequence: Sequence) -> Model:
-    model: Model = sequence.model
-    return model
-
-
-def _queued_at(sequence: Sequence) -> float:
-    return sequence.queued_at

@@ -67,10 +67,7 @@ def _holds_tensors(model_dir: str | os.PathLike[str]) -> bool:
 
 
 def handler_for(model_dir: str, handler: str | None = None) -> Handler | Script:
-    """The model's own script, or else the built-in handler for its files.
-
-    `handler` is the name in the load request. Raises `ArtifactError` if the model has no such file.
-    """
+    """The model's own script, or the built-in handler for its files. Raises `ArtifactError`."""
     return find_script(model_dir, handler) or built_in(model_dir)
 
 

@@ -102,10 +102,7 @@ class Host:
         self._thread_error_logged = False
 
     def serve(self) -> None:
-        """Accepts owners for ever, in this thread, however many requests are in flight.
-
-        A connection that sends no socket is closed: the entrypoint's check that the host works.
-        """
+        """Accept owners for ever; a connection without a socket, a health check, is closed."""
         with self._lock:
             self._start_threads(MAX_IDLE_THREADS)
         self._listener.settimeout(POLL_INTERVAL_S)
@@ -171,13 +168,9 @@ class Host:
                 self._models.add(model)
             # The owner last: if it has ended already, its event closes both sockets at once.
             self._poller.add(listener, lambda: self._connect(model))
-            self._poller.add(owner, lambda: self._owner_ended(model))
+            self._poller.add(owner, lambda: self._drop(model))
             return
         owner.close()
-
-    def _owner_ended(self, model: HostedModel) -> bool:
-        self._drop(model)
-        return False
 
     def _connect(self, model: HostedModel) -> bool:
         try:
@@ -212,11 +205,14 @@ class Host:
         connection.close()
         return False
 
-    def _drop(self, model: HostedModel) -> None:
-        """Unloads a model and closes its sockets; connections end after their current message."""
+    def _drop(self, model: HostedModel) -> bool:
+        """Unloads a model and closes its sockets; connections end after their current message.
+
+        Returns False: its owner is not polled any more.
+        """
         with self._lock:
             if model not in self._models:
-                return
+                return False
             self._models.remove(model)
             connections = list(model.connections)
         for source in (model.owner, model.listener):
@@ -226,6 +222,7 @@ class Host:
             with contextlib.suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)
         model.loaded.close()
+        return False
 
 
 def main() -> None:

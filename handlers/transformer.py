@@ -12,15 +12,9 @@ from typing import Any
 
 from sagemaker_inference.transformer import Transformer
 
+from common import worker_protocol as protocol
 from common.errors import EngineError
 from common.media_types import JSON
-from common.worker_protocol import (
-    PROBE_HEADER,
-    REQUEST_HEADER,
-    REQUEST_ID,
-    TIMEOUT_HEADER,
-    TOKENS_HEADER,
-)
 from engine.http.client import ModelHandle
 from handlers.dispatch import Handler, handler_for
 from handlers.model_spec import ModelSpec
@@ -34,7 +28,7 @@ from handlers.user_code.pool import ScriptPool
 
 logger = logging.getLogger(__name__)
 
-INTERNAL_HEADERS = (TIMEOUT_HEADER, REQUEST_HEADER, PROBE_HEADER)
+INTERNAL_HEADERS = (protocol.TIMEOUT_HEADER, protocol.REQUEST_HEADER, protocol.PROBE_HEADER)
 
 
 class ModelTransformer(Transformer):  # type: ignore[misc]
@@ -98,7 +92,7 @@ def _answer(
     try:
         answer = Answer(*handler.transform_fn(model, request.body, content_type, accept, timeout_s))
         if (counts := token_counts.get()) is not None:
-            answer.headers[TOKENS_HEADER] = f"{counts[0]} {counts[1]}"
+            answer.headers[protocol.TOKENS_HEADER] = f"{counts[0]} {counts[1]}"
         return answer
     except Exception as error:
         return _to_engine_error(error, [request])
@@ -112,8 +106,8 @@ def _request(i: int, values: Mapping[str, Any], context: Any) -> tuple[Request, 
             headers[str(name).lower()] = value
         else:  # headers of a part, under the part's name
             content_types[str(name)] = str(value.get("content-type", ""))
-    timeout_s = float(headers.get(TIMEOUT_HEADER, 0)) or None
-    id = headers.get(REQUEST_HEADER) or str(context.get_request_id(i))
+    timeout_s = float(headers.get(protocol.TIMEOUT_HEADER, 0)) or None
+    id = headers.get(protocol.REQUEST_HEADER) or str(context.get_request_id(i))
     for name in INTERNAL_HEADERS:
         headers.pop(name, None)
     parts = [
@@ -125,7 +119,7 @@ def _request(i: int, values: Mapping[str, Any], context: Any) -> tuple[Request, 
 def _to_engine_error(error: Exception, requests: Sequence[Request]) -> EngineError:
     if isinstance(error, EngineError):
         return error
-    ids = ", ".join(request.headers.get(REQUEST_ID, "") for request in requests)
+    ids = ", ".join(request.headers.get(protocol.REQUEST_ID, "") for request in requests)
     logger.error("request %s failed", ids, exc_info=error)
     return EngineError("the model's handler failed; the log has the reason")
 

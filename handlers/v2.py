@@ -69,10 +69,7 @@ def split(body: bytes, header_size: str) -> tuple[bytes, bytes]:
 def raw_request(
     name: str, datatype: str, shape: Sequence[int], data: bytes
 ) -> tuple[dict[str, Any], bytes]:
-    """Converts Triton's raw binary request, which has no JSON, to a request and a binary tensor.
-
-    `data` is the model's only input; all outputs are sent as bytes.
-    """
+    """Triton's raw request, without JSON, as a request and the bytes of the model's only input."""
     if datatype == "BYTES":
         data = struct.pack("<I", len(data)) + data
     size = {"binary_data_size": len(data)}

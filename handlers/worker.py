@@ -113,10 +113,7 @@ class Worker:
 
 
 def confine(spec: ModelSpec) -> None:
-    """Confines this process like a script's if it computes tensors. Raises `OSError`.
-
-    ONNX Runtime and MXNet parse untrusted files in C++. Must be called before threads start.
-    """
+    """Confines this process if it computes tensors, before threads start. Raises `OSError`."""
     isolated = read_settings(Settings).script_isolation
     if not isolated or not computes_tensors(spec.path, spec.handler):
         return

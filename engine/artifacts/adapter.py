@@ -14,23 +14,12 @@ from typing import Any
 
 from common.errors import ArtifactError
 from common.model_files import ADAPTER
-from engine.artifacts.artifact import (
-    ATTENTION_OUT,
-    DTYPES,
-    EMBEDDING,
-    FFN_HIDDEN,
-    FFN_OUT,
-    OUTPUT,
-    POSITIONS,
-    QKV,
-    MappedWeights,
-    list_files,
-    shapes,
-)
+from engine.artifacts import artifact
+from engine.artifacts.artifact import EMBEDDING, OUTPUT, POSITIONS, list_files
 from engine.artifacts.config import GPT2Config
 from engine.artifacts.files import read_json
 from engine.artifacts.generation_config import Generation, read_generation
-from engine.artifacts.hugging_face import HEAD, our_name
+from engine.artifacts.hugging_face import HEAD, index_weights, our_name
 from engine.artifacts.tensor_index import Index, Tensor
 
 WEIGHT_FILES = ("adapter_model.safetensors", "adapter_model.bin")
@@ -42,10 +31,10 @@ PRODUCTS = {
     "mlp.c_proj": "ffn_out",
 }
 BASE_NAMES = {
-    "qkv": QKV,
-    "attention_out": ATTENTION_OUT,
-    "ffn_hidden": FFN_HIDDEN,
-    "ffn_out": FFN_OUT,
+    "qkv": artifact.QKV,
+    "attention_out": artifact.ATTENTION_OUT,
+    "ffn_hidden": artifact.FFN_HIDDEN,
+    "ffn_out": artifact.FFN_OUT,
 }
 PARTS = {
     "lora_A.weight": "down",
@@ -63,12 +52,8 @@ MERGE = "merge it into its base (peft: merge_and_unload, then save_pretrained)"
 # Options that are not supported, with the values that have no effect.
 NOT_DONE: Mapping[str, tuple[Any, ...]] = {
     "use_qalora": (False,),
-    "layer_replication": ([],),
-    "target_parameters": ([],),
-    "alora_invocation_tokens": ([],),
-    "arrow_config": (),
-    "use_bdlora": (),
-    "kasa_config": (),
+    **dict.fromkeys(("layer_replication", "target_parameters", "alora_invocation_tokens"), ([],)),
+    **dict.fromkeys(("arrow_config", "use_bdlora", "kasa_config"), ()),
     "megatron_config": ({},),
 }
 # Initializations that also change the weights of the base.
@@ -76,7 +61,7 @@ CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 
 
 @dataclass(frozen=True)
-class Adapter(MappedWeights):
+class Adapter(artifact.MappedWeights):
     """A checked adapter.
 
     index: matrices as `3.qkv.down` (rank, inputs) and `3.qkv.up` (outputs, rank); trained biases as
@@ -108,23 +93,17 @@ class Adapter(MappedWeights):
     def check_fits(self, config: GPT2Config) -> None:
         """Raise `ArtifactError` unless the matrices fit the layers of a base."""
         self._check_whole(config)
-        c = config
-        sizes = {
-            "qkv": (3 * c.units, c.units),
-            "attention_out": (c.units, c.units),
-            "ffn_hidden": (c.hidden_size, c.units),
-            "ffn_out": (c.units, c.hidden_size),
-        }
+        shapes = dict(artifact.shapes(config))
         for name, tensor in self.index.items():
             if name.startswith(WHOLE):
                 continue
             layer, product, part = name.split(".")
-            outputs, inputs = sizes[product]
-            if int(layer) >= c.num_layers:
+            if int(layer) >= config.num_layers:
                 raise ArtifactError(
                     f"the adapter {self.path.name} has matrices for layer {layer}, but its base has"
-                    f" {c.num_layers} layers (from 0)"
+                    f" {config.num_layers} layers (from 0)"
                 )
+            outputs, inputs = shapes[f"{BASE_NAMES[product].format(layer)}.weight"]
             rank = self.index[f"{layer}.{product}.down"].shape[0]
             expected = {"down": (rank, inputs), "up": (outputs, rank)}.get(part, (outputs,))
             if tensor.shape != expected:
@@ -132,15 +111,15 @@ class Adapter(MappedWeights):
                     f"the adapter {self.path.name} does not fit its base: {part} of {product} in"
                     f" layer {layer} is {tensor.shape}, must be {expected}"
                 )
-            if rank > c.units:
+            if rank > config.units:
                 raise ArtifactError(
                     f"the adapter {self.path.name} has rank {rank} in layer {layer}, more than the"
-                    f" {c.units} units of its base: serve a whole model instead ({MERGE})"
+                    f" {config.units} units of its base: serve a whole model instead ({MERGE})"
                 )
 
     def _check_whole(self, config: GPT2Config) -> None:
         """Check replaced parameters; embedding and head may have more or fewer rows."""
-        expected = dict(shapes(replace(config, tie_word_embeddings=False)))
+        expected = dict(artifact.shapes(replace(config, tie_word_embeddings=False)))
         for name, tensor in self.index.items():
             if not name.startswith(WHOLE):
                 continue
@@ -185,7 +164,9 @@ def read(path: str | Path) -> Adapter:
     called: dict[str, str] = {}  # what the modules are to PEFT
     for name, tensor in weights.items():
         if (whole := _whole(name)) is not None:
-            index[WHOLE + whole] = _checked(name, tensor, file, _transposed(whole))
+            index[WHOLE + whole] = _checked(name, tensor, file)
+            if whole.endswith(".weight") and whole not in (EMBEDDING, POSITIONS, OUTPUT):
+                index[WHOLE + whole] = index[WHOLE + whole].T  # transformers has [in, out]
             if whole.endswith(ROWS):
                 matrix = whole.removesuffix(ROWS)
                 # The rows of a head that is the embedding are saved once more where both are whole.
@@ -237,12 +218,9 @@ def _check_kind(config: Mapping[str, Any]) -> None:
 
 
 def _read_weights(folder: Path) -> tuple[Index, str]:
-    from engine.artifacts.read_safetensors import index_safetensors
-    from engine.artifacts.read_torch import index_torch
-
-    for name, index_file in zip(WEIGHT_FILES, (index_safetensors, index_torch), strict=True):
+    for name in WEIGHT_FILES:
         if (folder / name).exists():
-            return index_file(folder / name), name
+            return index_weights(folder / name), name
     raise ArtifactError(
         f"{folder.name} holds {ADAPTER}, but no {WEIGHT_FILES[0]} beside it"
         f" (found: {list_files(folder)})"
@@ -267,10 +245,7 @@ def _place(name: str, file: str) -> tuple[str, str, str]:
 
 
 def _whole(name: str) -> str | None:
-    """Our name of a parameter that an adapter replaces; None for matrices and biases of one.
-
-    Such are in `modules_to_save`, a resized vocabulary, and `bias` `all`.
-    """
+    """Our name of a whole parameter that an adapter replaces; None for its matrices and biases."""
     own = name.removeprefix("base_model.model.").replace(".modules_to_save.", ".")
     if own.endswith(TRAINED_TOKENS):
         matrix = _whole(f"{own.removesuffix(TRAINED_TOKENS)}.weight")
@@ -288,10 +263,7 @@ def _whole(name: str) -> str | None:
 
 
 def _tokens(config: Mapping[str, Any]) -> dict[str, list[int]]:
-    """The ids of `trainable_token_indices`, by our names of the matrices.
-
-    A list is for the embedding, an object has modules. Raises `ArtifactError`.
-    """
+    """The ids of `trainable_token_indices` by our names of the matrices. Raises `ArtifactError`."""
     given = config.get("trainable_token_indices") or {}
     tokens = {}
     for module, ids in (given if isinstance(given, dict) else {"wte": given}).items():
@@ -306,19 +278,14 @@ def _tokens(config: Mapping[str, Any]) -> dict[str, list[int]]:
     return tokens
 
 
-def _transposed(name: str) -> bool:
-    """Whether transformers stores a parameter as [in, out]."""
-    return name.endswith(".weight") and name not in (EMBEDDING, POSITIONS, OUTPUT)
-
-
-def _checked(name: str, tensor: Tensor, file: str, transposed: bool = False) -> Tensor:
-    if tensor.dtype not in DTYPES:
+def _checked(name: str, tensor: Tensor, file: str) -> Tensor:
+    if tensor.dtype not in artifact.DTYPES:
         raise ArtifactError(
             f"{file}: {name} is {tensor.dtype}, must be float16, bfloat16 or float32"
         )
     if tensor.ndim not in (1, 2) or not tensor.size:
         raise ArtifactError(f"{file}: {name} has the shape {tensor.shape}, which no adapter's has")
-    return tensor.T if transposed and tensor.ndim == 2 else tensor
+    return tensor
 
 
 def _check_pair(index: Index, module: str, file: str) -> None:

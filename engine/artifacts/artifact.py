@@ -53,17 +53,14 @@ class MappedWeights:
 
 @dataclass(frozen=True)
 class Artifact(MappedWeights):
-    """A checked model folder: its configuration and where its weights are.
-
-    content: the hash of the weights, once they have been read (`engine.prepared.manifest`)
-    """
+    """A checked model folder: its configuration and where its weights are."""
 
     path: Path
     config: GPT2Config
     index: Index
     tokenizer_file: Path  # `*.spiece` or `tokenizer.json`
     generation: Generation = field(default_factory=Generation)
-    content: str = ""
+    content: str = ""  # the hash of the weights, once they have been read
 
     @property
     def fp32_bytes(self) -> int:
@@ -163,10 +160,7 @@ class ConfigFile:
 
 
 def shared_prefix(weights: Index, embedding: str, positions: str, otherwise: str) -> str:
-    """The prefix that wrappers have put in front of every name.
-
-    Raises `ArtifactError` with the message `otherwise` where there is none.
-    """
+    """The prefix that wrappers put in front of names. Raises `ArtifactError` without one."""
     prefixes = [name.removesuffix(positions) for name in weights if name.endswith(positions)]
     fitting = [prefix for prefix in prefixes if prefix + embedding in weights]
     if not fitting:

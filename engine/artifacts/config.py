@@ -44,15 +44,11 @@ class GPT2Config:
 
     @property
     def num_parameters(self) -> int:
-        per_layer = (
-            4 * self.units
-            + 3 * self.units * (self.units + 1)
-            + self.units * (self.units + 1)
-            + self.hidden_size * (self.units + 1)
-            + self.units * (self.hidden_size + 1)
-        )
+        units, hidden = self.units, self.hidden_size
+        norms, products = 4 * units, 4 * units * (units + 1)  # qkv and attention's output
+        products += hidden * (units + 1) + units * (hidden + 1)
         tables = self.vocab_size * (1 if self.tie_word_embeddings else 2) + self.max_length
-        return tables * self.units + self.num_layers * per_layer + 2 * self.units
+        return tables * units + self.num_layers * (norms + products) + 2 * units
 
 
 KOGPT2 = GPT2Config(50_000, 768, 12, 12, 3072)

@@ -21,21 +21,20 @@ LFS, MAX_POINTER_BYTES = b"version https://git-lfs.github.com/spec/v1", 1024
 
 
 def open_file(path: Path) -> BinaryIO:
-    """Open a file for reading.
-
-    Raises `FileNotFoundError`, and `ArtifactError` for anything but a plain file: opening a pipe
-    would block.
-    """
+    """Open a plain file: a pipe would block. Raises `FileNotFoundError`, `ArtifactError`."""
     try:
         status = os.stat(path)
         if not stat.S_ISREG(status.st_mode):
             raise ArtifactError(f"{path.name} is no plain file, but must be")
-        if status.st_size < MAX_POINTER_BYTES and _has_prefix(path, LFS):
+        file = open(str(path), "rb", opener=_open_nonblocking)  # noqa: SIM115
+        if status.st_size < MAX_POINTER_BYTES and file.read(len(LFS)) == LFS:
+            file.close()
             raise ArtifactError(
                 f"{path.name} is a pointer of Git LFS, not the file itself: fetch that with"
                 " git lfs pull"
             )
-        return open(str(path), "rb", opener=_open_nonblocking)
+        file.seek(0)
+        return file
     except FileNotFoundError:
         raise
     except OSError as error:
@@ -43,21 +42,13 @@ def open_file(path: Path) -> BinaryIO:
 
 
 def why(error: OSError) -> str:
-    """The reason of an error, with advice for files of another user.
-
-    `save_pretrained` writes weights that only their owner may read.
-    """
+    """The reason of an error, with advice for files that only another user may read."""
     if error.errno != errno.EACCES:
         return str(error.strerror or error)
     return (
         f"{error.strerror} for user {os.geteuid()}: let others read it (chmod -R a+rX on the"
         " model's folder), or run the server as its owner (docker run --user)"
     )
-
-
-def _has_prefix(path: Path, text: bytes) -> bool:
-    with open(str(path), "rb", opener=_open_nonblocking) as file:
-        return file.read(len(text)) == text
 
 
 def _open_nonblocking(path: str, flags: int) -> int:
@@ -85,16 +76,21 @@ def map_file(path: Path, advice: int = mmap.MADV_NORMAL) -> NDArray[np.uint8]:
 def read_json(path: Path) -> dict[str, Any]:
     """The object in a file, empty without a file. Raises `ArtifactError`."""
     try:
-        with open_file(path) as file:
-            size = os.fstat(file.fileno()).st_size
-            if size > MAX_JSON_BYTES:
-                raise ArtifactError(f"{path.name} is longer than {MAX_JSON_BYTES >> 20} MiB")
-            content = file.read(size)
+        return parse_json(read_file(path), path.name)
     except FileNotFoundError:
         return {}
-    except OSError as error:
-        raise ArtifactError(f"{path.name} cannot be read: {why(error)}") from None
-    return parse_json(content, path.name)
+
+
+def read_file(path: Path, max_bytes: int = MAX_JSON_BYTES) -> bytes:
+    """A file's content. Raises `ArtifactError`, and `FileNotFoundError`."""
+    with open_file(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        if size > max_bytes:
+            raise ArtifactError(f"{path.name} is longer than {max_bytes >> 20} MiB")
+        try:
+            return file.read(size)
+        except OSError as error:
+            raise ArtifactError(f"{path.name} cannot be read: {why(error)}") from None
 
 
 def parse_json(content: bytes, file: str) -> dict[str, Any]:

@@ -37,19 +37,12 @@ MAX_STRIPS = 16
 MAX_STRIP_CHARACTERS = 64
 # Fields of generation_config.json that are not supported, with the values that have no effect.
 NOT_DONE: Mapping[str, tuple[Any, ...]] = {
-    "num_beams": (1,),
-    "num_beam_groups": (1,),
-    "penalty_alpha": (0,),
+    **dict.fromkeys(("num_beams", "num_beam_groups", "guidance_scale"), (1,)),
     "encoder_repetition_penalty": (1,),
-    "min_length": (0,),
-    "epsilon_cutoff": (0,),
-    "eta_cutoff": (0,),
-    "suppress_tokens": ([],),
-    "begin_suppress_tokens": ([],),
-    "forced_bos_token_id": (),
-    "forced_eos_token_id": (),
+    **dict.fromkeys(("penalty_alpha", "min_length", "epsilon_cutoff", "eta_cutoff"), (0,)),
+    **dict.fromkeys(("suppress_tokens", "begin_suppress_tokens"), ([],)),
+    **dict.fromkeys(("forced_bos_token_id", "forced_eos_token_id"), ()),
     "sequence_bias": ({},),
-    "guidance_scale": (1,),
 }
 
 logger = logging.getLogger(__name__)
@@ -76,10 +69,7 @@ class Template:
         return list(dict.fromkeys(part.text for part in self.parts if part.is_field))
 
     def fill(self, inputs: str | Mapping[str, str]) -> list[Part]:
-        """Return the parts with the fields' texts in their places, still marked as fields.
-
-        A text alone is for the first field without a default. Raises `InvalidRequest`.
-        """
+        """The parts with the fields filled in; a text alone is for the first without a default."""
         open_fields = [name for name in self.fields if name not in self.defaults]
         if isinstance(inputs, str):
             if not open_fields:
@@ -102,19 +92,13 @@ class Template:
 
 @dataclass(frozen=True)
 class Generation:
-    """The generation settings of an artifact.
-
-    parameters: defaults of a request's parameters
-    stop_tokens: tokens at which an answer ends, beside the end token
-    end_ids: the end token's ids; None: those of the tokenizer
-    strip: texts that are stripped from both ends of an answer
-    """
+    """The generation settings of an artifact."""
 
     template: Template | None = None
-    parameters: Mapping[str, Any] = field(default_factory=dict)
-    stop_tokens: tuple[str, ...] = ()
-    strip: tuple[str, ...] = ()
-    end_ids: tuple[int, ...] | None = None
+    parameters: Mapping[str, Any] = field(default_factory=dict)  # defaults of a request's
+    stop_tokens: tuple[str, ...] = ()  # at which an answer ends, beside the end token
+    strip: tuple[str, ...] = ()  # from both ends of an answer
+    end_ids: tuple[int, ...] | None = None  # of the end token; None: those of the tokenizer
 
     def over(self, other: Generation) -> Generation:
         """These settings, with those of `other` for what is not set."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,29 +17,13 @@ import numpy as np
 
 from common.errors import ArtifactError
 from common.model_files import ADAPTER, PARAMS, WEIGHT_FILES
-from engine.artifacts.artifact import (
-    ATTENTION_NORM,
-    ATTENTION_OUT,
-    CONFIG_FILE,
-    EMBEDDING,
-    FFN_HIDDEN,
-    FFN_NORM,
-    FFN_OUT,
-    FINAL_NORM,
-    OUTPUT,
-    POSITIONS,
-    QKV,
-    Artifact,
-    ConfigFile,
-    check_plain,
-    check_weights,
-    list_files,
-    shared_prefix,
-    sizes,
-)
+from engine.artifacts import artifact
+from engine.artifacts.artifact import CONFIG_FILE, EMBEDDING, OUTPUT, POSITIONS, list_files
 from engine.artifacts.config import KOGPT2, GPT2Config
 from engine.artifacts.files import read_json
 from engine.artifacts.generation_config import Generation, read_generation_config
+from engine.artifacts.read_safetensors import index_safetensors
+from engine.artifacts.read_torch import index_torch
 from engine.artifacts.tensor_index import Index, Tensor, check_count, map_index
 
 logger = logging.getLogger(__name__)
@@ -47,10 +32,9 @@ ROWS = 4096  # of two matrices that are compared at once
 TOKENIZER_FILE = "tokenizer.json"
 ACTIVATION_ALIASES = {
     "gelu_python": "gelu",
-    "gelu_fast": "gelu_new",
-    "gelu_accurate": "gelu_new",
-    "gelu_pytorch_tanh": "gelu_new",
-    "gelu_python_tanh": "gelu_new",
+    **dict.fromkeys(
+        ("gelu_fast", "gelu_accurate", "gelu_pytorch_tanh", "gelu_python_tanh"), "gelu_new"
+    ),
 }
 ARCHITECTURES = ("GPT2LMHeadModel", "GPT2Model", "GPT2DoubleHeadsModel")
 # Options that would change the computation, with the value that does not.
@@ -60,16 +44,22 @@ UNSUPPORTED = {
     "is_encoder_decoder": False,
 }
 
+NORM, PRODUCT = {"gamma": "weight", "beta": "bias"}, {"weight": "weight", "bias": "bias"}
+# Our names of a block's parameters and theirs behind `h.0.`.
 BLOCK = {
-    ATTENTION_NORM: "ln_1",
-    QKV: "attn.c_attn",
-    ATTENTION_OUT: "attn.c_proj",
-    FFN_NORM: "ln_2",
-    FFN_HIDDEN: "mlp.c_fc",
-    FFN_OUT: "mlp.c_proj",
+    f"{ours}.{kind}": f"{theirs}.{their_kind}"
+    for ours, theirs, kinds in (
+        (artifact.ATTENTION_NORM, "ln_1", NORM),
+        (artifact.QKV, "attn.c_attn", PRODUCT),
+        (artifact.ATTENTION_OUT, "attn.c_proj", PRODUCT),
+        (artifact.FFN_NORM, "ln_2", NORM),
+        (artifact.FFN_HIDDEN, "mlp.c_fc", PRODUCT),
+        (artifact.FFN_OUT, "mlp.c_proj", PRODUCT),
+    )
+    for kind, their_kind in kinds.items()
 }
-NORM = {"gamma": "weight", "beta": "bias"}
-NORMS = (ATTENTION_NORM, FFN_NORM)
+LAST = {f"{artifact.FINAL_NORM}.{kind}": f"ln_f.{theirs}" for kind, theirs in NORM.items()}
+OUR_NAMES = {theirs: ours for ours, theirs in (BLOCK | LAST).items()}
 HEAD = "lm_head.weight"
 TRUNK = "transformer."
 # Masks that older versions saved beside the weights.
@@ -112,20 +102,14 @@ def names(config: GPT2Config) -> Iterator[tuple[str, str, bool]]:
     yield POSITIONS, f"{TRUNK}wpe.weight", False
     for i in range(config.num_layers):
         for ours, theirs in BLOCK.items():
-            name = f"{TRUNK}h.{i}.{theirs}"
-            if ours in NORMS:
-                for kind, their_kind in NORM.items():
-                    yield f"{ours.format(i)}.{kind}", f"{name}.{their_kind}", False
-            else:
-                yield f"{ours.format(i)}.weight", f"{name}.weight", True
-                yield f"{ours.format(i)}.bias", f"{name}.bias", False
-    for kind, their_kind in NORM.items():
-        yield f"{FINAL_NORM}.{kind}", f"{TRUNK}ln_f.{their_kind}", False
+            yield ours.format(i), f"{TRUNK}h.{i}.{theirs}", ours.endswith(".weight")
+    for ours, theirs in LAST.items():
+        yield ours, TRUNK + theirs, False
     if not config.tie_word_embeddings:
         yield OUTPUT, HEAD, False
 
 
-def read(folder: Path, generation: Generation) -> Artifact:
+def read(folder: Path, generation: Generation) -> artifact.Artifact:
     """Read and check the folder. Raises `ArtifactError` with what is missing or wrong."""
     for needed in (CONFIG_FILE, TOKENIZER_FILE):
         if not (folder / needed).is_file():
@@ -136,7 +120,7 @@ def read(folder: Path, generation: Generation) -> Artifact:
             )
     fields = read_json(folder / CONFIG_FILE)
     _refuse_unsupported(fields)
-    given, untied = ConfigFile(fields), fields.get("tie_word_embeddings") is False
+    given, untied = artifact.ConfigFile(fields), fields.get("tie_word_embeddings") is False
     weights, file = _read_weights(folder)
     canonical, prefix = canonical_names(weights, file)
     head = prefix.removesuffix(TRUNK) + HEAD
@@ -153,7 +137,7 @@ def read(folder: Path, generation: Generation) -> Artifact:
         untied = True
     if untied:
         canonical[OUTPUT] = weights[head]
-    measured = sizes(canonical, file, _their_names(1, prefix))
+    measured = artifact.sizes(canonical, file, _their_names(1, prefix))
     config = GPT2Config(
         **measured,
         num_heads=given.heads(measured["units"], 12),
@@ -165,10 +149,10 @@ def read(folder: Path, generation: Generation) -> Artifact:
     )
     # reorder_and_upcast_attn only says in what precision to compute: here it is always fp32.
     given.must_agree(config, file)
-    check_weights(canonical, config, file, _their_names(config.num_layers, prefix))
-    defaults = read_generation_config(folder, fields)
-    tokenizer_file = check_plain(folder / TOKENIZER_FILE)
-    return Artifact(folder, config, canonical, tokenizer_file, generation.over(defaults))
+    artifact.check_weights(canonical, config, file, _their_names(config.num_layers, prefix))
+    tokenizer_file = artifact.check_plain(folder / TOKENIZER_FILE)
+    settings = generation.over(read_generation_config(folder, fields))
+    return artifact.Artifact(folder, config, canonical, tokenizer_file, settings)
 
 
 def _tokenizer_advice(folder: Path) -> str:
@@ -201,25 +185,27 @@ def _refuse_unsupported(fields: dict[str, Any]) -> None:
 
 def _read_weights(folder: Path) -> tuple[Index, str]:
     """All tensors under their own names, and the name of the (first) file."""
-    from engine.artifacts.read_safetensors import index_safetensors
-    from engine.artifacts.read_torch import index_torch
-
-    for name, index_file in zip(WEIGHT_FILES, (index_safetensors, index_torch), strict=True):
+    for name in WEIGHT_FILES:
         if (folder / name).exists():
-            return index_file(folder / name), name
+            return index_weights(folder / name), name
         index = folder / f"{name}.index.json"
         if not index.exists():
             continue
         files = _shards(index)
         weights: Index = {}
         for file in files:
-            weights |= index_file(file)
+            weights |= index_weights(file)
             check_count(len(weights), index.name)
         missing = set(read_json(index)["weight_map"]) - set(weights)
         if missing:
             raise ArtifactError(f"{index.name} names {min(missing)}, which no shard holds")
         return weights, files[0].name
     raise AssertionError("is_in has found one")
+
+
+def index_weights(path: Path) -> Index:
+    """The places of the tensors in a file of safetensors or torch. Raises `ArtifactError`."""
+    return index_safetensors(path) if path.suffix == ".safetensors" else index_torch(path)
 
 
 def _shards(index: Path) -> tuple[Path, ...]:
@@ -261,12 +247,9 @@ def _their_names(num_layers: int, prefix: str) -> dict[str, tuple[str, bool]]:
 
 
 def canonical_names(weights: Index, file: str) -> tuple[Index, str]:
-    """The weights under our names, Conv1D matrices transposed, and the prefix of their names.
-
-    Wrappers put a prefix in front of all names.
-    """
+    """Weights under our names, Conv1D matrices transposed; and the prefix of their names."""
     wte, wpe = "wte.weight", "wpe.weight"
-    prefix = shared_prefix(weights, wte, wpe, f"{file} is not a GPT-2")
+    prefix = artifact.shared_prefix(weights, wte, wpe, f"{file} is not a GPT-2")
     canonical = {EMBEDDING: weights[prefix + wte], POSITIONS: weights[prefix + wpe]}
     for name, value in weights.items():
         own = name.removeprefix(prefix)
@@ -283,16 +266,8 @@ def canonical_names(weights: Index, file: str) -> tuple[Index, str]:
 
 def our_name(theirs: str) -> str | None:
     """Our name of `h.0.attn.c_attn.weight`; None for what is no parameter of a block."""
-    blocks = {theirs: ours for ours, theirs in BLOCK.items()}
-    block, _, kind = theirs.rpartition(".")
-    kinds = {their_kind: kind for kind, their_kind in NORM.items()}
-    if block == "ln_f":
-        return f"{FINAL_NORM}.{kinds[kind]}" if kind in kinds else None
-    h, _, rest = block.partition(".")
-    layer, _, part = rest.partition(".")
-    ours = blocks.get(part)
-    if h != "h" or ours is None or kind not in kinds:
+    layer = re.match(r"h\.(\d{1,4})\.", theirs)  # as many as `sizes` can count
+    ours = OUR_NAMES.get(theirs[layer.end() :] if layer else theirs)
+    if ours is None or (ours in BLOCK) != (layer is not None):
         return None
-    if not layer.isdecimal() or len(layer) > 4:  # as many as `sizes` can count
-        return None
-    return f"{ours.format(int(layer))}.{kinds[kind] if ours in NORMS else kind}"
+    return ours.format(int(layer[1])) if layer else ours

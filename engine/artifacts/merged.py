@@ -22,10 +22,7 @@ Floats = NDArray[np.float32]
 
 @dataclass(frozen=True, kw_only=True)
 class Merged(Artifact):
-    """A whole model made of a base and an adapter.
-
-    `path` is the adapter's folder, `index` the base's.
-    """
+    """A base and an adapter as one model: `path` is the adapter's folder, `index` the base's."""
 
     base: Artifact
     adapter: Adapter

@@ -13,10 +13,7 @@ from engine.artifacts.generation_config import read_generation
 
 
 def open_artifact(path: str | os.PathLike[str]) -> Artifact:
-    """Checks a folder with a KoGPT2 v1 model or one of Hugging Face's GPT-2.
-
-    Raises `ArtifactError` with what is missing or does not fit.
-    """
+    """Check the folder of a KoGPT2 v1 model or Hugging Face's GPT-2. Raises `ArtifactError`."""
     folder = Path(path)
     try:
         if not folder.is_dir():

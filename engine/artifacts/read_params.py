@@ -13,18 +13,9 @@ import struct
 from pathlib import Path
 
 from common.errors import ArtifactError
+from engine.artifacts import tensor_index
 from engine.artifacts.files import map_file
-from engine.artifacts.tensor_index import (
-    DTYPES,
-    MAX_DIMENSIONS,
-    Index,
-    Tensor,
-    Weights,
-    check_count,
-    check_name,
-    contiguous,
-    map_index,
-)
+from engine.artifacts.tensor_index import DTYPES, Index, Tensor, Weights
 
 LIST_MAGIC = 0x112
 ARRAY_MAGIC = {0xF993FAC9, 0xF993FACA}
@@ -60,11 +51,8 @@ class _Reader:
 
 
 def read_params(path: Path) -> Weights:
-    """The arrays of a file by `Block.save_parameters` or `mx.nd.save`, by name.
-
-    `arg:` and `aux:` in front of names (symbol checkpoints) are dropped. Raises `ArtifactError`.
-    """
-    return map_index(path.parent, index_params(path))
+    """A file's arrays by name, without `arg:` and `aux:` in front. Raises `ArtifactError`."""
+    return tensor_index.map_index(path.parent, index_params(path))
 
 
 def index_params(path: Path) -> Index:
@@ -78,7 +66,7 @@ def index_params(path: Path) -> Index:
     if len(names) != len(arrays):
         raise ArtifactError(f"{path.name} holds {len(arrays)} arrays but {len(names)} names")
     return {
-        check_name(name.removeprefix("arg:").removeprefix("aux:"), path.name): array
+        tensor_index.check_name(name.removeprefix("arg:").removeprefix("aux:"), path.name): array
         for name, array in zip(names, arrays, strict=True)
     }
 
@@ -86,7 +74,7 @@ def index_params(path: Path) -> Index:
 def _count(r: _Reader) -> int:
     count = r.number("Q")
     if count <= len(r.data):  # otherwise it is cut short
-        check_count(count, r.file)
+        tensor_index.check_count(count, r.file)
     return count
 
 
@@ -96,7 +84,7 @@ def _index_array(r: _Reader) -> Tensor:
     if r.number("i") != 0:
         raise ArtifactError(f"{r.file} holds a sparse array; only dense ones can be served")
     dimensions = r.number("i")
-    if not 0 <= dimensions <= MAX_DIMENSIONS:
+    if not 0 <= dimensions <= tensor_index.MAX_DIMENSIONS:
         raise ArtifactError(f"{r.file}: an array has {dimensions} dimensions (damaged file)")
     shape = tuple(r.number("q") for _ in range(dimensions))
     if any(size < 0 for size in shape):
@@ -106,4 +94,5 @@ def _index_array(r: _Reader) -> Tensor:
     if code not in CODES:
         raise ArtifactError(f"{r.file}: unknown number type {code}")
     begin = r.skip(math.prod(shape) * DTYPES[CODES[code]].itemsize)
-    return contiguous(r.file, begin, CODES[code], shape).check("an array", len(r.data))
+    array = tensor_index.contiguous(r.file, begin, CODES[code], shape)
+    return array.check("an array", len(r.data))

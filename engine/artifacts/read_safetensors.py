@@ -11,27 +11,13 @@ from typing import Any
 
 from common.errors import ArtifactError
 from engine.artifacts.files import map_file, parse_json
-from engine.artifacts.tensor_index import (
-    Index,
-    Tensor,
-    check_count,
-    check_name,
-    contiguous,
-)
+from engine.artifacts.tensor_index import Index, Tensor, check_count, check_name, contiguous
 
 MAX_HEADER_BYTES = 16 << 20  # the format allows 100 MB; a tensor takes 100 bytes of it
 DTYPES = {
-    "F64": "float64",
-    "F32": "float32",
-    "F16": "float16",
-    "BF16": "bfloat16",
-    "I64": "int64",
-    "I32": "int32",
-    "I16": "int16",
-    "I8": "int8",
-    "U8": "uint8",
-    "BOOL": "bool",
-}
+    "F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "I64": "int64",
+    "I32": "int32", "I16": "int16", "I8": "int8", "U8": "uint8", "BOOL": "bool",
+}  # fmt: skip
 
 
 def index_safetensors(path: Path) -> Index:

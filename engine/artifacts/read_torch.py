@@ -19,15 +19,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from common.errors import ArtifactError
+from engine.artifacts import tensor_index
 from engine.artifacts.files import map_file, open_file, why
-from engine.artifacts.tensor_index import (
-    DTYPES,
-    MAX_DIMENSIONS,
-    Index,
-    Tensor,
-    check_count,
-    check_name,
-)
+from engine.artifacts.tensor_index import DTYPES, Index, Tensor
 
 MAX_PICKLE_BYTES = 64 << 20
 # Of torch before 1.6: a number, pickled, that is in torch/serialization.py.
@@ -39,17 +33,13 @@ _NONSENSE = (
 )  # fmt: skip
 MAX_GLOBAL = 200  # characters of a class's or function's name
 STORAGES = {
-    "torch DoubleStorage": "float64",
-    "torch FloatStorage": "float32",
-    "torch HalfStorage": "float16",
-    "torch BFloat16Storage": "bfloat16",
-    "torch LongStorage": "int64",
-    "torch IntStorage": "int32",
-    "torch ShortStorage": "int16",
-    "torch CharStorage": "int8",
-    "torch ByteStorage": "uint8",
-    "torch BoolStorage": "bool",
-}
+    f"torch {kind}Storage": dtype
+    for kind, dtype in {
+        "Double": "float64", "Float": "float32", "Half": "float16", "BFloat16": "bfloat16",
+        "Long": "int64", "Int": "int32", "Short": "int16", "Char": "int8", "Byte": "uint8",
+        "Bool": "bool",
+    }.items()
+}  # fmt: skip
 
 
 class _Storage(NamedTuple):
@@ -68,10 +58,7 @@ def is_torch(path: Path) -> bool:
 
 
 def index_torch(path: Path) -> Index:
-    """The places of the tensors of a state_dict that `torch.save` wrote.
-
-    Raises `ArtifactError` for anything else, for example a whole pickled model.
-    """
+    """The places of the tensors of a state_dict by `torch.save`. Raises `ArtifactError`."""
     try:
         with open_file(path) as file:
             old = file.read(len(OLD_MAGIC)) == OLD_MAGIC
@@ -108,7 +95,7 @@ def index_torch(path: Path) -> Index:
         raise ArtifactError(f"{path.name} is damaged: its pickle makes no sense") from None
     if not isinstance(state, dict) or not all(isinstance(name, str) for name in state):
         raise ArtifactError(f"{path.name} holds no state_dict, which is a dict of named tensors")
-    check_count(len(state), path.name)
+    tensor_index.check_count(len(state), path.name)
     for name, value in state.items():
         if isinstance(value, dict) and any(isinstance(v, Tensor) for v in value.values()):
             raise ArtifactError(
@@ -116,7 +103,7 @@ def index_torch(path: Path) -> Index:
                 f" {', '.join(state)}): save them alone, torch.save(torch.load(...)[{name!r}], ...)"
             )
     return {
-        check_name(name, path.name): tensor.check(name, len(data))
+        tensor_index.check_name(name, path.name): tensor.check(name, len(data))
         for name, tensor in state.items()
         if isinstance(tensor, Tensor)
     }
@@ -159,10 +146,7 @@ class _Storages:
 
 
 class _OldStorages:
-    """The same of a file by torch before 1.6, where the numbers follow the pickle.
-
-    Their places are known only after the pickle was read, so it is read twice.
-    """
+    """The same for torch before 1.6, read twice: places are known only after the pickle."""
 
     def __init__(self, file: str) -> None:
         self.file = file
@@ -220,9 +204,10 @@ def _tensor(storage: Any, offset: Any, shape: Any, strides: Any, *rest: Any) -> 
         raise ValueError("no storage")
     if not isinstance(strides, tuple) or len(shape) != len(strides):
         raise ValueError("no strides")
-    if len(shape) > MAX_DIMENSIONS:
+    if len(shape) > tensor_index.MAX_DIMENSIONS:
         raise ArtifactError(
-            f"{storage.file}: a tensor has {len(shape)} dimensions, at most {MAX_DIMENSIONS} can be"
+            f"{storage.file}: a tensor has {len(shape)} dimensions, at most"
+            f" {tensor_index.MAX_DIMENSIONS} can be"
         )
     if not all(type(n) is int and n >= 0 for n in (offset, *shape, *strides)):
         raise ValueError("no natural numbers")

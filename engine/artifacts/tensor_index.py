@@ -20,18 +20,9 @@ from engine.artifacts.files import map_file
 
 Weights = dict[str, NDArray[Any]]
 
-DTYPES: dict[str, np.dtype[Any]] = {
-    "float64": np.dtype("<f8"),
-    "float32": np.dtype("<f4"),
-    "float16": np.dtype("<f2"),
-    "bfloat16": np.dtype(ml_dtypes.bfloat16),
-    "int64": np.dtype("<i8"),
-    "int32": np.dtype("<i4"),
-    "int16": np.dtype("<i2"),
-    "int8": np.dtype("i1"),
-    "uint8": np.dtype("u1"),
-    "bool": np.dtype("?"),
-}
+_NAMES = ("float64", "float32", "float16", "int64", "int32", "int16", "int8", "uint8", "bool")
+DTYPES: dict[str, np.dtype[Any]] = {name: np.dtype(name).newbyteorder("<") for name in _NAMES}
+DTYPES["bfloat16"] = np.dtype(ml_dtypes.bfloat16)
 MAX_DIMENSIONS = 32  # numpy's own
 MAX_NUMBERS = 1 << 48
 MAX_TENSORS = 20_000

@@ -8,19 +8,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from common.errors import ArtifactError
-from engine.artifacts.artifact import (
-    CONFIG_FILE,
-    EMBEDDING,
-    OUTPUT,
-    POSITIONS,
-    Artifact,
-    ConfigFile,
-    check_plain,
-    check_weights,
-    list_files,
-    shared_prefix,
-    sizes,
-)
+from engine.artifacts import artifact
+from engine.artifacts.artifact import EMBEDDING, OUTPUT, POSITIONS, Artifact, ConfigFile
 from engine.artifacts.config import GPT2Config
 from engine.artifacts.files import read_json
 from engine.artifacts.generation_config import Generation
@@ -39,15 +28,19 @@ def read(folder: Path, generation: Generation) -> Artifact:
     if is_torch(params_file):
         weights, _ = canonical_names(index_torch(params_file), file)
     else:
-        weights = _canonical(index_params(params_file), file)
-    config = _config(weights, ConfigFile(read_json(folder / CONFIG_FILE)), file)
+        weights = index_params(params_file)
+        # A fine-tune that was saved from a wrapper block has a prefix in front of all keys.
+        otherwise = f"{file} is not a KoGPT2 model"
+        prefix = artifact.shared_prefix(weights, EMBEDDING, POSITIONS, otherwise)
+        weights = {n.removeprefix(prefix): w for n, w in weights.items() if n.startswith(prefix)}
+    config = _config(weights, ConfigFile(read_json(folder / artifact.CONFIG_FILE)), file)
     # v1 files carry the tied output projection a second time.
     if OUTPUT in weights and weights[OUTPUT].shape != weights[EMBEDDING].shape:
         raise ArtifactError(
             f"{file}: {OUTPUT} does not have the shape of the embedding it is tied to"
         )
-    check_weights(weights, config, file)
-    return Artifact(folder, config, weights, check_plain(spiece_file), generation)
+    artifact.check_weights(weights, config, file)
+    return Artifact(folder, config, weights, artifact.check_plain(spiece_file), generation)
 
 
 def _only(folder: Path, pattern: str) -> Path:
@@ -56,20 +49,14 @@ def _only(folder: Path, pattern: str) -> Path:
         count = "no" if not paths else f"{len(paths)}"
         raise ArtifactError(
             f"{folder.name} holds {count} {pattern} files, must hold exactly one"
-            f" (found: {list_files(folder)})"
+            f" (found: {artifact.list_files(folder)})"
         )
     return paths[0]
 
 
-def _canonical(weights: Index, file: str) -> Index:
-    """Strip the prefix that all keys share, of a fine-tune saved from a wrapper block."""
-    prefix = shared_prefix(weights, EMBEDDING, POSITIONS, f"{file} is not a KoGPT2 model")
-    return {n.removeprefix(prefix): w for n, w in weights.items() if n.startswith(prefix)}
-
-
 def _config(weights: Index, given: ConfigFile, file: str) -> GPT2Config:
     """Sizes from the weights; heads and activation from config.json."""
-    measured = sizes(weights, file)
+    measured = artifact.sizes(weights, file)
     config = GPT2Config(
         **measured,
         num_heads=given.heads(measured["units"], max(measured["units"] // DEFAULT_HEAD_SIZE, 1)),

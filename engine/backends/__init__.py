@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 from pathlib import Path
+from typing import Any
 
 from common.errors import InvalidRequest
 from engine.artifacts.artifact import Artifact
@@ -12,28 +13,28 @@ from engine.backends.interface import BackendModel
 from engine.native import library, prepared
 from engine.prepared.manifest import Run, directly
 
-DEVICES = ("cpu", "gpu")
-_CPU_PRECISIONS = ("int8", "fp32")
-_GPU_PRECISIONS = {"mxnet": ("fp32",), "onnxruntime": ("fp16",)}
-_MODULES = {
-    ("mxnet", "cpu"): "engine.native.mxnet_operator",
-    ("native", "cpu"): "engine.native.model",
-    ("mxnet", "gpu"): "engine.backends.mxnet.model",
-    ("onnxruntime", "gpu"): "engine.backends.onnx.gpu",
+# By device and backend: the module with `run_pass` on a CPU, with `load` on a GPU; the precisions.
+_BACKENDS: dict[str, dict[str, tuple[str, tuple[str, ...]]]] = {
+    "cpu": {
+        "mxnet": ("engine.native.mxnet_operator", ("int8", "fp32")),
+        "native": ("engine.native.library", ("int8", "fp32")),
+    },
+    "gpu": {
+        "mxnet": ("engine.backends.mxnet.model", ("fp32",)),
+        "onnxruntime": ("engine.backends.onnx.gpu", ("fp16",)),
+    },
 }
+DEVICES = tuple(_BACKENDS)
 
 
 def precisions(backend: str, device: str) -> tuple[str, ...]:
-    """The precisions of a backend on a device, its default first.
-
-    Raises `InvalidRequest` for a backend that does not exist on the device.
-    """
-    known = [name for name, of_device in _MODULES if of_device == device]
-    if backend not in known:
+    """The precisions of a backend on a device, the default first. Raises `InvalidRequest`."""
+    known = _BACKENDS[device]
+    if backend not in list(known):  # it may be any JSON value, also of no hash
         raise InvalidRequest(
             f"backend is {backend!r}, must be one of {', '.join(known)} on the {device}"
         )
-    return _CPU_PRECISIONS if device == "cpu" else _GPU_PRECISIONS[backend]
+    return known[backend][1]
 
 
 def check(backend: str, precision: str, device: str) -> None:
@@ -60,14 +61,11 @@ def row_bytes(config: GPT2Config, precision: str) -> int:
     return fp32 if precision == "fp32" else fp32 // 2
 
 
-def import_backend(backend: str, device: str) -> None:
-    """Import a backend's library before its first use: MXNet costs 1.2 s and 276 MB.
-
-    Raises `InvalidRequest` where a library that it needs is missing.
-    """
+def import_backend(backend: str, device: str) -> Any:
+    """Import and return a backend's module: MXNet takes 1.2 s. Raises `InvalidRequest`."""
     precisions(backend, device)
     try:
-        importlib.import_module(_MODULES[backend, device])
+        return importlib.import_module(_BACKENDS[device][backend][0])
     except OSError as error:  # a shared library; MXNet's GPU build wants the driver on a CPU, too
         raise InvalidRequest(
             f"backend {backend} cannot be used here: {error}; where it is a build for GPUs, is"
@@ -84,24 +82,12 @@ def load(
     cache_dir: Path | None = None,
     run: Run = directly,
 ) -> BackendModel:
-    """Load a model; `run` runs the long or risky work on its files.
-
-    Raises `ArtifactError`, `OutOfMemory`, and what `check` does.
-    """
+    """Load a model; `run` does the long or risky work on its files. Raises `EngineError`."""
     check(backend, precision, device)
+    module = import_backend(backend, device)
     if device == "cpu":
         from engine.native.model import NativeModel
 
-        run_pass = library.run_pass
-        if backend == "mxnet":
-            from engine.native import mxnet_operator
-
-            run_pass = mxnet_operator.run_pass
-        return NativeModel(prepared.prepared(artifact, precision, cache_dir, run), run_pass)
-    if backend == "mxnet":
-        from engine.backends.mxnet import model as mxnet_model
-
-        return mxnet_model.load(artifact)
-    from engine.backends.onnx import gpu
-
-    return gpu.load(artifact)
+        return NativeModel(prepared.prepared(artifact, precision, cache_dir, run), module.run_pass)
+    model: BackendModel = module.load(artifact)
+    return model

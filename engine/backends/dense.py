@@ -5,14 +5,15 @@ Such a graph computes the next token of rows 0..B-1, or several tokens of one ro
 
 from __future__ import annotations
 
-from abc import abstractmethod
+import math
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from engine.artifacts.config import GPT2Config
 from engine.backends.interface import BackendModel, Logits, Piece, Row, check_ids
 
 Ids = NDArray[np.int64]
@@ -31,21 +32,50 @@ def grown_shape(now: tuple[int, int], rows: int, length: int, max_length: int) -
     return max(now[0], 1 << (rows - 1).bit_length()), capacity
 
 
-class DenseCache(Protocol):
-    """Keys and values of rows 0..len(lengths)-1, and of a free row behind them."""
+class DenseCache(ABC):
+    """Keys and values of rows 0..len(lengths)-1, and of a free row behind them.
 
-    lengths: list[int]  # of each row, in tokens
+    All rows have the capacity of the longest; it grows by `grown_shape` until no row is left.
+    """
+
+    def __init__(self, config: GPT2Config, token_bytes: int) -> None:
+        self.config, self.token_bytes = config, token_bytes
+        self.lengths: list[int] = []  # of each row, in tokens
 
     @property
-    def num_bytes(self) -> int: ...
+    @abstractmethod
+    def shape(self) -> tuple[int, int]:
+        """The rows and the capacity that there is memory for."""
 
-    def num_bytes_for(self, lengths: Sequence[int]) -> int: ...
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * self.token_bytes
 
-    def add_row(self) -> int: ...
+    def shape_for(self, rows: int, length: int) -> tuple[int, int]:
+        return grown_shape(self.shape, rows, length, self.config.max_length)
 
-    def copy_row(self, source: int, target: int, length: int) -> None: ...
+    def num_bytes_for(self, lengths: Sequence[int]) -> int:
+        """Bytes with rows of these lengths."""
+        if not lengths:
+            return 0
+        return math.prod(self.shape_for(len(lengths), max(lengths))) * self.token_bytes
 
-    def remove_last_row(self) -> None: ...
+    def add_row(self) -> int:
+        self.lengths.append(0)
+        return len(self.lengths) - 1
+
+    @abstractmethod
+    def copy_row(self, source: int, target: int, length: int) -> None:
+        """Copy the first `length` tokens of a row. Raises `OutOfMemory`."""
+
+    def remove_last_row(self) -> None:
+        self.lengths.pop()
+        if not self.lengths:
+            self.clear()
+
+    @abstractmethod
+    def clear(self) -> None:
+        """Free all memory; there are no rows."""
 
 
 @dataclass(eq=False)

@@ -17,18 +17,10 @@ LIBRARY = "libcuda.so.1"
 # CUDA errors after which every call of the process fails, until it ends.
 # https://docs.nvidia.com/cuda/cuda-runtime-api/group__CUDART__TYPES.html
 FATAL = (
-    "illegal memory access",
-    "illegal instruction",
-    "illegal address",
-    "misaligned address",
-    "invalid program counter",
-    "unspecified launch failure",
-    "hardware stack error",
-    "uncorrectable ecc",
-    "device-side assert",
-    "launch timed out",
-    "gpu is lost",
-)
+    "illegal memory access", "illegal instruction", "illegal address", "misaligned address",
+    "invalid program counter", "unspecified launch failure", "hardware stack error",
+    "uncorrectable ecc", "device-side assert", "launch timed out", "gpu is lost",
+)  # fmt: skip
 # For CUDA's context, working memory of cuBLAS and cuDNN, and activations. Less: steps fail.
 MIN_RESERVE_BYTES = 1536 * MIB
 

@@ -48,11 +48,7 @@ def read_in(spans: Iterable[Span]) -> int:
 
 
 def advise_cold(spans: Iterable[Span]) -> None:
-    """Advise the kernel to evict these pages first.
-
-    Otherwise it would evict pages that were just read for another model, which are used less often
-    so far.
-    """
+    """Advise the kernel to evict these pages first, not those just read for another model."""
     for span in spans:
         _libc.madvise(*span, MADV_COLD)
 

@@ -34,14 +34,9 @@ class AsyncEngineClient:
         promised: Mapping[str, int] | None = None,
         base: str | None = None,
     ) -> int:
-        """Return the bytes that a model's weights will take, if they fit.
-
-        `promised` has the bytes of other models that will be loaded, by name. Raises what a load
-        would raise for a lack of memory or a faulty artifact.
-        """
-        body: dict[str, Any] = {"name": name, "model_dir": model_dir}
-        body |= {"backend": backend, "precision": precision}
-        body |= {"base": base, "promised": dict(promised or {})}
+        """The bytes of a model's weights, if they fit beside those `promised`. Raises as a load."""
+        body: dict[str, Any] = {"name": name, "model_dir": model_dir, "base": base}
+        body |= {"backend": backend, "precision": precision, "promised": dict(promised or {})}
         answer = await self._call("POST", "/room", body, CHECK_TIMEOUT_S)
         needed = int(answer["weight_bytes"])
         if "missing_bytes" in answer:
@@ -55,12 +50,10 @@ class AsyncEngineClient:
 
     async def models(self) -> list[dict[str, Any]]:
         """The loaded models: their names and what each holds of the budget."""
-        models: list[dict[str, Any]] = (await self._call("GET", "/models", None, 10.0))["models"]
-        return models
+        return list((await self._call("GET", "/models", None, 10.0))["models"])
 
     async def statistics(self, timeout_s: float = 10.0) -> dict[str, Any]:
-        statistics: dict[str, Any] = await self._call("GET", "/statistics", None, timeout_s)
-        return statistics
+        return await self._call("GET", "/statistics", None, timeout_s)
 
     async def is_healthy(self) -> bool:
         try:
@@ -83,9 +76,7 @@ class AsyncEngineClient:
         (`engine.http.server`). Cancelling the call frees the row of the request.
         """
         body = {kind: inputs, "parameters": parameters, "timeout_s": timeout_s}
-        url = _url(name, "/generate")
-        answer: dict[str, Any] = await self._call("POST", url, body, timeout_s + GRACE_S)
-        return answer
+        return await self._call("POST", _url(name, "/generate"), body, timeout_s + GRACE_S)
 
     async def tokenize(
         self, name: str, inputs: Any, kind: str, special: bool, timeout_s: float
@@ -95,8 +86,7 @@ class AsyncEngineClient:
         With `special`, the tokens of a prompt include those that the tokenizer puts in front.
         """
         body = {kind: inputs, "special": special}
-        tokens: dict[str, Any] = await self._call("POST", _url(name, "/tokenize"), body, timeout_s)
-        return tokens
+        return await self._call("POST", _url(name, "/tokenize"), body, timeout_s)
 
     async def detokenize(self, name: str, tokens: list[int], timeout_s: float) -> str:
         url = _url(name, "/detokenize")
@@ -148,7 +138,7 @@ class AsyncEngineClient:
 
     async def _call(
         self, method: str, url: str, body: Mapping[str, Any] | None, timeout_s: float
-    ) -> Any:
+    ) -> dict[str, Any]:
         content = None if body is None else json.dumps(body).encode()
         try:
             status, headers, answer = await self._http.request(
@@ -156,7 +146,8 @@ class AsyncEngineClient:
             )
             if status >= 400:
                 raise error_of(status, answer, headers.get("retry-after"))
-            return json.loads(answer) if answer else None
+            parsed: dict[str, Any] = json.loads(answer) if answer else {}
+            return parsed
         except (OSError, asyncio.TimeoutError) as error:
             raise EngineUnavailable("the engine is not there") from error
         except ValueError as error:

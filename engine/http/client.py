@@ -129,19 +129,14 @@ class EngineClient:
             self._local.connection = None
 
     def lease(
-        self,
-        name: str,
-        model_dir: str,
-        backend: str | None = None,
-        precision: str | None = None,
-        max_rows: int | None = None,
-        base: str | None = None,
-        timeout_s: float = LOAD_TIMEOUT_S,
+        self, name: str, model_dir: str, timeout_s: float = LOAD_TIMEOUT_S, **options: Any
     ) -> Lease:
-        """Load a model that stays loaded while the lease is open and this process lives."""
+        """Load a model that stays loaded while the lease is open and this process lives.
+
+        options: `backend`, `precision`, `max_rows`, `base`, see `engine.http.server`
+        """
         connection = UnixConnection(self._path, timeout_s)
-        body = {"name": name, "model_dir": model_dir, "lease": True}
-        body |= {"backend": backend, "precision": precision, "max_rows": max_rows, "base": base}
+        body = {"name": name, "model_dir": model_dir, "lease": True, **options}
         try:
             headers = {"Content-Type": "application/json"}
             connection.request("POST", "/models", json.dumps(body).encode(), headers)

@@ -49,17 +49,9 @@ from starlette.routing import Route
 from common.errors import Cancelled, EngineError, InvalidRequest, NeverFits, OutOfMemory
 from common.parameters import Parameters
 from engine.engine import Engine
-from engine.http import leases
+from engine.http import leases, protocol
 from engine.http.answer import Answer
-from engine.http.protocol import (
-    LARGE_BYTES,
-    inputs_of,
-    json_line,
-    json_object,
-    prompt_body,
-    text_of,
-    token_body,
-)
+from engine.http.protocol import json_line, text_of
 from engine.http.stream import NdjsonStream, disconnected
 from engine.sandbox.reading import Reading
 from engine.sequence import Sequence, Token
@@ -103,21 +95,17 @@ class EngineApp:
     # Models
 
     async def _load(self, request: Request) -> Response:
-        body = await json_object(request)
-        name, model_dir = text_of(body, "name"), text_of(body, "model_dir")
-        backend, precision, base = body.get("backend"), body.get("precision"), _base_of(body)
-        max_rows = body.get("max_rows")
+        body = await protocol.json_object(request)
+        options, max_rows = _load_options(body), body.get("max_rows")
         if max_rows is not None and (type(max_rows) is not int or max_rows < 1):
             raise InvalidRequest("max_rows must be an integer of at least 1")
-        lease = bool(body.get("lease"))
+        name, lease = options["name"], bool(body.get("lease"))
         if lease:
             self._leases.take(name)
         try:
             model = await self._unless_gone(
                 request,
-                lambda reading: self._engine.load(
-                    name, model_dir, backend, precision, max_rows, reading, base
-                ),
+                lambda reading: self._engine.load(**options, max_rows=max_rows, reading=reading),
             )
             loaded = self._engine.describe(model)
         except BaseException:
@@ -151,18 +139,14 @@ class EngineApp:
                 end.cancel()
 
     async def _check_load(self, request: Request) -> Response:
-        body = await json_object(request)
-        name, model_dir = text_of(body, "name"), text_of(body, "model_dir")
-        backend, precision, base = body.get("backend"), body.get("precision"), _base_of(body)
-        promised = body.get("promised") or {}
+        body = await protocol.json_object(request)
+        options, promised = _load_options(body), body.get("promised") or {}
         if not isinstance(promised, dict) or not all(type(n) is int for n in promised.values()):
             raise InvalidRequest("promised must be an object of integers")
         try:
             needed = await self._unless_gone(
                 request,
-                lambda reading: self._engine.check(
-                    name, model_dir, backend, precision, reading, promised, base
-                ),
+                lambda reading: self._engine.check(**options, promised=promised, reading=reading),
             )
         except NeverFits:
             raise
@@ -188,16 +172,16 @@ class EngineApp:
     # Generation
 
     async def _object(self, name: str, request: Request) -> dict[str, Any]:
-        if (length := len(await request.body())) > LARGE_BYTES:
+        if (length := len(await request.body())) > protocol.LARGE_BYTES:
             self._engine.check_bytes(name, length)
-        return await json_object(request)
+        return await protocol.json_object(request)
 
     async def _tokenize(self, request: Request) -> Response:
         name = request.path_params["name"]
         body = await self._object(name, request)
         special = body.get("special") is not False
         what: str | list[dict[str, str]]
-        match inputs_of(body):
+        match protocol.inputs_of(body):
             case Raw(str(what)) | Chat(what):
                 pass
             case _:
@@ -220,7 +204,7 @@ class EngineApp:
     async def _generate(self, request: Request) -> Response:
         name = request.path_params["name"]
         body = await self._object(name, request)
-        inputs = inputs_of(body)
+        inputs = protocol.inputs_of(body)
         parameters = self._engine.parameters(name, body.get("parameters"))
         timeout_s = body.get("timeout_s")
         if timeout_s is not None and (
@@ -266,19 +250,16 @@ class EngineApp:
                 del self._running[request_id]
             failed = not answer.is_complete or answer.error is not None
             if failed and not submitted.cancel():
-                submitted.add_done_callback(self._cancel_sequences)
+                submitted.add_done_callback(lambda f: self._engine.cancel(_sequences(f) or []))
         if not answer.is_complete:
             if not submitted.cancelled() and submitted.done():
                 submitted.result()  # raises what is wrong with the prompt
             raise Cancelled("the request was cancelled")
 
         def build() -> Response:
-            return JSONResponse({**prompt_body(submitted.result()[0]), **answer.result()})
+            return JSONResponse({**protocol.prompt_body(submitted.result()[0]), **answer.result()})
 
         return await run_in_threadpool(build) if answer.entries > LARGE_ENTRIES else build()
-
-    def _cancel_sequences(self, submitted: Future[list[Sequence]]) -> None:
-        self._engine.cancel(_sequences(submitted) or [])
 
     async def _cancel(self, request: Request) -> Response:
         request_id = request.path_params["id"]
@@ -307,19 +288,21 @@ class EngineApp:
                 if isinstance(item, EngineError):
                     yield json_line({"error": item.to_body()})
                     return
-                body = token_body(item)
+                body = protocol.token_body(item)
                 if item.index not in begun:
                     begun.add(item.index)
-                    body |= prompt_body(sequences[0])
+                    body |= protocol.prompt_body(sequences[0])
                 unfinished -= item.finish_reason is not None
                 yield json_line(body)
 
         return NdjsonStream(lines(), lambda: self._engine.cancel(sequences))
 
 
-def _base_of(body: dict[str, Any]) -> str | None:
-    """The folder of an adapter's base; None for a whole model."""
-    return None if body.get("base") is None else text_of(body, "base")
+def _load_options(body: dict[str, Any]) -> dict[str, Any]:
+    """The fields that a load and its check share. Raises `InvalidRequest`."""
+    texts = [n for n in ("name", "model_dir", "base") if n != "base" or body.get(n) is not None]
+    options = {name: body.get(name) for name in ("backend", "precision")}
+    return options | {name: text_of(body, name) for name in texts}
 
 
 def _sequences(submitted: Future[list[Sequence]]) -> list[Sequence] | None:

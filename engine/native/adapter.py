@@ -6,7 +6,6 @@ LoRA: https://arxiv.org/abs/2106.09685
 from __future__ import annotations
 
 import ctypes
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,16 +21,9 @@ from engine.artifacts.artifact import Artifact
 from engine.artifacts.config import GPT2Config
 from engine.backends.page_cache import Span
 from engine.native import library
-from engine.native.prepared import PreparedFile, file_name, open_prepared, put, write_file
-from engine.prepared.manifest import (
-    NICENESS,
-    Run,
-    adapter_from_manifest,
-    adapter_to_manifest,
-    directly,
-    from_manifest,
-    to_manifest,
-)
+from engine.native.prepared import PreparedFile, Stored, file_name, open_prepared, put, write_file
+from engine.prepared import manifest as manifests
+from engine.prepared.manifest import Run, directly, to_manifest
 from engine.sandbox import Limits
 
 Module = tuple[int, str]  # a layer, and one of `library.PRODUCTS`
@@ -47,19 +39,6 @@ class LowRank:
     bias: NDArray[np.float32] | None = None  # (rank,)
 
 
-@dataclass(frozen=True)
-class Entry:
-    """A tensor of a prepared adapter: matrices are in groups of columns, see product.h."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: str
-
-    @property
-    def num_bytes(self) -> int:
-        return math.prod(self.shape) * (2 if self.dtype == "F16" else 4)
-
-
 class NativeAdapter:
     """The matrices of all layers: fp16 for a model in int8, fp32 for one in fp32."""
 
@@ -67,12 +46,12 @@ class NativeAdapter:
         self,
         config: GPT2Config,
         ranks: Mapping[Module, int],
-        address: Callable[[str], int | None],
+        addresses: Mapping[str, int],
         num_bytes: int,
         mapped: Sequence[Span] = (),
         close: Callable[[], object] = lambda: None,
     ) -> None:
-        """`address` returns where a tensor such as `3.qkv.down` lies; it is valid until `close`."""
+        """`addresses` say where tensors such as `3.qkv.down` lie; valid until `close`."""
         self._layers = (library.AdapterLayer * config.num_layers)()
         self.address = ctypes.addressof(self._layers)
         self.num_bytes, self.mapped, self._close = num_bytes, mapped, close
@@ -80,24 +59,18 @@ class NativeAdapter:
             entry = getattr(self._layers[layer], product)
             entry.rank = rank
             for part in ("down", "up", "bias"):
-                setattr(entry, part, address(f"{layer}.{product}.{part}"))
+                setattr(entry, part, addresses.get(f"{layer}.{product}.{part}"))
 
     @classmethod
     def of(
         cls, config: GPT2Config, precision: str, matrices: Mapping[Module, LowRank]
     ) -> NativeAdapter:
         """One in memory. Raises `ArtifactError` for numbers that fp16 does not hold."""
-        arrays = {}
-        for (layer, product), matrix in matrices.items():
-            for part, array in _packed(matrix, precision):
-                arrays[f"{layer}.{product}.{part}"] = array
-
-        def address(name: str) -> int | None:
-            return arrays[name].ctypes.data if name in arrays else None
-
+        arrays = _packed_arrays(matrices, precision)
+        addresses = {name: array.ctypes.data for name, array in arrays.items()}
         ranks = {module: len(matrix.down) for module, matrix in matrices.items()}
         size = sum(array.nbytes for array in arrays.values())
-        return cls(config, ranks, address, size, close=arrays.clear)  # which keeps them until then
+        return cls(config, ranks, addresses, size, close=arrays.clear)  # keeps them until then
 
     def close(self) -> None:
         """No pass may use it any more."""
@@ -112,11 +85,7 @@ def load_adapter(
     cache_dir: Path | None = None,
     run: Run = directly,
 ) -> NativeAdapter:
-    """Maps an adapter's prepared file, which `run` builds where it is not there yet.
-
-    Raises `ArtifactError` where it does not fit its base, and what
-    `engine.native.prepared.prepared` does.
-    """
+    """Map an adapter's prepared file, which `run` builds if needed. Raises as `prepared`."""
     adapter.check_fits(base.config)
     entries = list(layout(adapter, precision))
     changes_biases = any(entry.name.endswith(".bias") for entry in entries)
@@ -126,10 +95,7 @@ def load_adapter(
         size = sum(tensor.nbytes for tensor in adapter.index.values())
         return run(
             build,
-            str(adapter.path),
-            adapter_to_manifest(adapter),
-            str(base.path),
-            to_manifest(base),
+            *(str(adapter.path), to_manifest(adapter), str(base.path), to_manifest(base)),
             str(file),
             precision,
             content,
@@ -138,7 +104,7 @@ def load_adapter(
                 memory_mib=BUILD_MIB + 16 * size // MIB,
                 cpu_s=BUILD_CPU_S,
                 write_mib=64 + 4 * size // MIB,
-                niceness=NICENESS,
+                niceness=manifests.NICENESS,
             ),
         )
 
@@ -153,7 +119,7 @@ def load_adapter(
     return NativeAdapter(
         base.config,
         ranks,
-        lambda name: file.address(name) if name in file else None,
+        file.addresses,
         sum(entry.num_bytes for entry in entries),
         [file.span],
         file.close,
@@ -165,18 +131,18 @@ def num_bytes(adapter: Adapter, precision: str) -> int:
     return sum(entry.num_bytes for entry in layout(adapter, precision))
 
 
-def layout(adapter: Adapter, precision: str) -> Iterator[Entry]:
-    """The tensors of its prepared file, in order."""
+def layout(adapter: Adapter, precision: str) -> Iterator[Stored]:
+    """The tensors of its prepared file, in order; matrices in groups of columns, see product.h."""
     dtype, line = "F16" if precision == "int8" else "F32", library.LINE
     for module in sorted(adapter.scales):
         rank, inputs = adapter.index[f"{module}.down"].shape
         outputs = adapter.index[f"{module}.up"].shape[0]
         biased = adapter.changes_bias(module)
         rank += biased  # see _low_rank
-        yield Entry(f"{module}.down", (-(-rank // line), inputs, line), dtype)
-        yield Entry(f"{module}.up", (-(-outputs // line), rank, line), dtype)
+        yield Stored(f"{module}.down", (-(-rank // line), inputs, line), dtype)
+        yield Stored(f"{module}.up", (-(-outputs // line), rank, line), dtype)
         if biased:
-            yield Entry(f"{module}.bias", (-(-rank // line) * line,), "F32")
+            yield Stored(f"{module}.bias", (-(-rank // line) * line,), "F32")
 
 
 def _module(name: str) -> Module:
@@ -196,18 +162,11 @@ def build(
     precision: str,
     content: str,
 ) -> str | None:
-    """Writes the prepared file of an adapter. Returns what is wrong with its folder, if anything.
-
-    Raises `ArtifactError` for numbers that fp16 does not hold.
-    """
-    adapter = adapter_from_manifest(Path(path), manifest)
-    base = from_manifest(Path(base_path), base_manifest)
+    """Write an adapter's prepared file; returns what is wrong with its folder, if anything."""
+    adapter = manifests.adapter_from_manifest(Path(path), manifest)
+    base = manifests.from_manifest(Path(base_path), base_manifest)
     entries = list(layout(adapter, precision))
-    arrays = {
-        f"{layer}.{product}.{part}": array
-        for (layer, product), matrix in low_ranks(adapter, base).items()
-        for part, array in _packed(matrix, precision)
-    }
+    arrays = _packed_arrays(low_ranks(adapter, base), precision)
 
     def fill(data: NDArray[np.uint8]) -> None:
         at = 0
@@ -246,13 +205,17 @@ def _low_rank(adapter: Adapter, base: Artifact, module: str, scale: float) -> Lo
     return LowRank(down, np.concatenate([up, more[:, None]], axis=1), ones)
 
 
-def _packed(matrix: LowRank, precision: str) -> Iterator[tuple[str, NDArray[Any]]]:
-    """The parts of an adapter's product as the library reads them."""
+def _packed_arrays(matrices: Mapping[Module, LowRank], precision: str) -> dict[str, NDArray[Any]]:
+    """The parts of adapters' products as the library reads them, such as `3.qkv.down`."""
+    arrays: dict[str, NDArray[Any]] = {}
     dtype = np.float16 if precision == "int8" else np.float32
-    yield "down", _grouped(matrix.down, dtype)
-    yield "up", _grouped(matrix.up, dtype)
-    if matrix.bias is not None:
-        yield "bias", np.pad(matrix.bias, (0, -len(matrix.bias) % library.LINE))
+    for (layer, product), matrix in matrices.items():
+        arrays[f"{layer}.{product}.down"] = _grouped(matrix.down, dtype)
+        arrays[f"{layer}.{product}.up"] = _grouped(matrix.up, dtype)
+        if matrix.bias is not None:
+            padding = (0, -len(matrix.bias) % library.LINE)
+            arrays[f"{layer}.{product}.bias"] = np.pad(matrix.bias, padding)
+    return arrays
 
 
 def _grouped(matrix: NDArray[np.float32], dtype: Any) -> NDArray[Any]:

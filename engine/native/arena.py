@@ -109,10 +109,7 @@ class NativeRow:
         return pages
 
     def begin_with(self, source: NativeRow, length: int) -> None:
-        """Share the pages of another row's first `length` tokens.
-
-        The last page, unless it is full, is copied: both rows append to it.
-        """
+        """Share the pages of another row's first `length` tokens; copy one that is not full."""
         whole, rest = divmod(length, PAGE_TOKENS)
         shared = source.pages[:whole]
         self._arena.share(shared)

@@ -32,33 +32,18 @@ class Norm(Structure):
 
 class Layer(Structure):
     _fields_ = (
-        ("attention_norm", Norm),
-        ("qkv", Matrix),
-        ("attention_out", Matrix),
-        ("ffn_norm", Norm),
-        ("ffn_hidden", Matrix),
-        ("ffn_out", Matrix),
-        ("attention_scale", c_float),
-    )
+        ("attention_norm", Norm), ("qkv", Matrix), ("attention_out", Matrix), ("ffn_norm", Norm),
+        ("ffn_hidden", Matrix), ("ffn_out", Matrix), ("attention_scale", c_float),
+    )  # fmt: skip
 
 
 class Model(Structure):
     _fields_ = (
-        ("num_layers", c_int32),
-        ("units", c_int32),
-        ("heads", c_int32),
-        ("hidden", c_int32),
-        ("vocab", c_int32),
-        ("max_length", c_int32),
-        ("block", c_int32),
-        ("gelu_tanh", c_int32),
-        ("epsilon", c_float),
-        ("layers", POINTER(Layer)),
-        ("final_norm", Norm),
-        ("embedding", Pointer),
-        ("positions", Pointer),
-        ("head", Matrix),
-    )
+        ("num_layers", c_int32), ("units", c_int32), ("heads", c_int32), ("hidden", c_int32),
+        ("vocab", c_int32), ("max_length", c_int32), ("block", c_int32), ("gelu_tanh", c_int32),
+        ("epsilon", c_float), ("layers", POINTER(Layer)), ("final_norm", Norm),
+        ("embedding", Pointer), ("positions", Pointer), ("head", Matrix),
+    )  # fmt: skip
 
 
 class LowRank(Structure):
@@ -71,13 +56,9 @@ class AdapterLayer(Structure):
 
 class Piece(Structure):
     _fields_ = (
-        ("ids", Pointer),
-        ("pages", Pointer),
-        ("count", c_int32),
-        ("position", c_int32),
-        ("num_logits", c_int32),
-        ("adapter", Pointer),
-    )
+        ("ids", Pointer), ("pages", Pointer), ("count", c_int32), ("position", c_int32),
+        ("num_logits", c_int32), ("adapter", Pointer),
+    )  # fmt: skip
 
 
 def _open() -> ctypes.CDLL:
@@ -121,10 +102,7 @@ def page_bytes(model: Model) -> int:
 
 
 def use_kernels(name: str | None = None) -> str:
-    """Choose the instruction set from the next pass on, by default the processor's best.
-
-    Returns its name. Raises `InvalidRequest` where the processor lacks it.
-    """
+    """Use an instruction set, by default the best; returns its name. Raises `InvalidRequest`."""
     used: bytes | None = _library.use_kernels(None if name is None else name.encode())
     if used is None:
         raise InvalidRequest(f"this processor has no {name} instructions")
@@ -146,10 +124,7 @@ def start() -> None:
 def run_pass(
     model: Model, arena: int, pieces: ctypes.Array[Piece], count: int, logits: int
 ) -> None:
-    """Compute pieces and write the logits; `arena` and `logits` are addresses.
-
-    Raises `OutOfMemory`, and `InvalidRequest` for a token or position beyond the model's.
-    """
+    """Compute pieces and write logits, both by address. Raises `OutOfMemory`, `InvalidRequest`."""
     check(_library.run_pass(byref(model), arena, pieces, count, logits))
 
 

@@ -19,6 +19,7 @@ RunPass = Callable[[library.Model, int, "ctypes.Array[library.Piece]", int, int]
 
 _lock = threading.Lock()
 _arenas: dict[int, tuple[Arena, int]] = {}  # by the bytes of a page, with the number of models
+_logits: list[mmap.mmap] = []  # the memory of passes' logits, once there is some
 _started = False
 
 
@@ -47,26 +48,15 @@ def release_memory() -> None:
         for arena, _ in _arenas.values():
             arena.trim()
     library.release_scratch()
-    _logits.release()
+    _logits.clear()  # unmapped with the last array on it
 
 
-class _LogitsBuffer:
+def _logits_rows(count: int, width: int) -> Logits:
     """Rows of logits, in the same memory for the passes of all models."""
-
-    def __init__(self) -> None:
-        self._memory: mmap.mmap | None = None
-
-    def rows(self, count: int, width: int) -> Logits:
-        size = max(count * width * 4, 1)
-        if self._memory is None or len(self._memory) < size:
-            self._memory = mmap.mmap(-1, size)
-        return np.frombuffer(self._memory, np.float32, count * width).reshape(count, width)
-
-    def release(self) -> None:
-        self._memory = None  # unmapped with the last array on it
-
-
-_logits = _LogitsBuffer()
+    size = max(count * width * 4, 1)
+    if not _logits or len(_logits[0]) < size:
+        _logits[:] = [mmap.mmap(-1, size)]
+    return np.frombuffer(_logits[0], np.float32, count * width).reshape(count, width)
 
 
 class NativeModel(BackendModel):
@@ -116,7 +106,7 @@ class NativeModel(BackendModel):
             entry.adapter = None if piece.adapter is None else piece.adapter.address
             at += 4 * count
             wanted += piece.num_logits
-        logits = _logits.rows(wanted, self._width)
+        logits = _logits_rows(wanted, self._width)
         self._run_pass(self._model, self._arena.address, array, len(array), logits.ctypes.data)
         for piece in pieces:
             assert isinstance(piece.row, NativeRow)
@@ -141,21 +131,14 @@ class NativeModel(BackendModel):
 def _struct(
     config: GPT2Config, prepared: Prepared
 ) -> tuple[library.Model, ctypes.Array[library.Layer]]:
-    """The struct that the library reads, pointing into the prepared file, and its layers.
-
-    The layers must live as long as it.
-    """
+    """The struct that the library reads, and its layers, which must live as long as it."""
+    addresses = prepared.addresses
 
     def norm(name: str) -> library.Norm:
-        return library.Norm(prepared.address(f"{name}.gamma"), prepared.address(f"{name}.beta"))
+        return library.Norm(addresses[f"{name}.gamma"], addresses[f"{name}.beta"])
 
     def matrix(name: str, planes: int) -> library.Matrix:
-        bias = f"{name}.bias"
-        return library.Matrix(
-            prepared.address(f"{name}.weight"),
-            prepared.address(bias) if bias in prepared else None,
-            planes,
-        )
+        return library.Matrix(addresses[f"{name}.weight"], addresses.get(f"{name}.bias"), planes)
 
     layers = (library.Layer * config.num_layers)()
     for i, layer in enumerate(layers):
@@ -176,8 +159,8 @@ def _struct(
         epsilon=config.layer_norm_eps,
         layers=layers,
         final_norm=norm("final_norm"),
-        embedding=prepared.address("embedding.weight"),
-        positions=prepared.address("positions"),
+        embedding=addresses["embedding.weight"],
+        positions=addresses["positions"],
         head=matrix("embedding" if config.tie_word_embeddings else "head", PLANES["head"]),
     )
     return model, layers

@@ -20,11 +20,7 @@ mx.library.load(str(library.LIBRARY.with_name("_mxnet_operator" + library.SUFFIX
 
 
 class _Call(ctypes.Structure):
-    _fields_ = (
-        ("pieces", ctypes.c_void_p),
-        ("count", ctypes.c_size_t),
-        ("status", ctypes.c_int32),
-    )
+    _fields_ = (("pieces", ctypes.c_void_p), ("count", ctypes.c_size_t), ("status", ctypes.c_int32))
 
 
 _call = _Call()

@@ -21,7 +21,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 from blake3 import blake3
@@ -31,30 +31,17 @@ from common.cpus import cpu_count
 from common.errors import ArtifactError, OutOfMemory
 from common.memory import MIB
 from engine.artifacts import artifact as names
+from engine.artifacts.adapter import Adapter
 from engine.artifacts.artifact import Artifact
 from engine.artifacts.config import GPT2Config
 from engine.artifacts.merged import Merged, merge
 from engine.artifacts.read_safetensors import read_safetensors
 from engine.backends.page_cache import Span
 from engine.native import library
-from engine.prepared.folder import (
-    BUILDING,
-    MODEL,
-    cache_folder,
-    hash_of,
-    is_older_than_boot,
-    remove_abandoned,
-)
-from engine.prepared.manifest import (
-    NICENESS,
-    Run,
-    adapter_from_manifest,
-    adapter_to_manifest,
-    content_of,
-    directly,
-    from_manifest,
-    to_manifest,
-)
+from engine.prepared import folder as folders
+from engine.prepared import manifest as manifests
+from engine.prepared.folder import cache_folder
+from engine.prepared.manifest import Run, directly, to_manifest
 from engine.sandbox import Limits
 
 FORMAT = 1  # raise it when the layout or the quantization changes
@@ -64,6 +51,7 @@ BLOCKS = {"int8": 64, "fp32": 0}  # numbers that share a scale
 # 1.8%, for nothing at one row and 10 to 14% of the time of eight rows and of prompts; two for all
 # would give 0.9 to 1.0% for half the speed.
 PLANES = {"qkv": 1, "attention_out": 1, "ffn_hidden": 2, "ffn_out": 1, "head": 1}
+ITEM_BYTES = {"F32": 4, "F16": 2, "U8": 1}
 SOURCE_TYPES = {"float32": 0, "float16": 1, "bfloat16": 2}  # pass.h, SourceType
 DTYPES = {"float32": "F32", "float16": "F16", "uint8": "U8"}
 GROUPS_AT_ONCE = 256  # groups of columns that a thread packs in one task
@@ -79,31 +67,36 @@ File = TypeVar("File", bound="PreparedFile")
 
 
 @dataclass(frozen=True)
-class Entry:
-    """A tensor of the file: a packed matrix of n columns of k numbers, or n rows of k floats."""
+class Stored:
+    """A tensor of a prepared file; `dtype` as safetensors calls it."""
 
     name: str
-    source: str  # its name in an artifact
-    n: int
-    k: int
-    block: int | None = None  # of a matrix
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        groups, line = -(-self.n // library.LINE), library.LINE
-        if self.block is None:
-            return (self.n, -(-self.k // line) * line)
-        if not self.block:
-            return (groups, self.k, line)
-        return (groups, library.packed_bytes(self.n, self.k, self.block) // groups)
-
-    @property
-    def dtype(self) -> str:
-        return "U8" if self.block else "F32"
+    shape: tuple[int, ...]
+    dtype: str
 
     @property
     def num_bytes(self) -> int:
-        return math.prod(self.shape) * (1 if self.block else 4)
+        return math.prod(self.shape) * ITEM_BYTES[self.dtype]
+
+
+@dataclass(frozen=True)
+class Entry(Stored):
+    """A tensor of a model: a packed matrix of n columns of k numbers, or n rows of k floats."""
+
+    source: str  # its name in an artifact
+    n: int
+    k: int
+    block: int | None  # of a matrix
+
+
+def _entry(name: str, source: str, n: int, k: int, block: int | None = None) -> Entry:
+    groups, line = -(-n // library.LINE), library.LINE
+    shape: tuple[int, ...] = (groups, k, line)
+    if block is None:
+        shape = (n, -(-k // line) * line)
+    elif block:
+        shape = (groups, library.packed_bytes(n, k, block) // groups)
+    return Entry(name, shape, "U8" if block else "F32", source, n, k, block)
 
 
 def layout(config: GPT2Config, precision: str) -> Iterator[Entry]:
@@ -112,16 +105,16 @@ def layout(config: GPT2Config, precision: str) -> Iterator[Entry]:
 
     def norm(name: str, source: str) -> Iterator[Entry]:
         for part in ("gamma", "beta"):
-            yield Entry(f"{name}.{part}", f"{source}.{part}", 1, c.units)
+            yield _entry(f"{name}.{part}", f"{source}.{part}", 1, c.units)
 
     def matrix(name: str, source: str, n: int, k: int) -> Iterator[Entry]:
-        yield Entry(f"{name}.weight", f"{source}.weight", n, k, block)
-        yield Entry(f"{name}.bias", f"{source}.bias", 1, n)
+        yield _entry(f"{name}.weight", f"{source}.weight", n, k, block)
+        yield _entry(f"{name}.bias", f"{source}.bias", 1, n)
 
-    yield Entry("embedding.weight", names.EMBEDDING, c.vocab_size, c.units, block)
+    yield _entry("embedding.weight", names.EMBEDDING, c.vocab_size, c.units, block)
     if not c.tie_word_embeddings:
-        yield Entry("head.weight", names.OUTPUT, c.vocab_size, c.units, block)
-    yield Entry("positions", names.POSITIONS, c.max_length, c.units)
+        yield _entry("head.weight", names.OUTPUT, c.vocab_size, c.units, block)
+    yield _entry("positions", names.POSITIONS, c.max_length, c.units)
     for i in range(c.num_layers):
         at = f"layers.{i}"
         yield from norm(f"{at}.attention_norm", names.ATTENTION_NORM.format(i))
@@ -138,24 +131,8 @@ def num_bytes(config: GPT2Config, precision: str) -> int:
     return sum(entry.num_bytes for entry in layout(config, precision))
 
 
-class Stored(Protocol):
-    """A tensor of a prepared file; `dtype` as safetensors calls it."""
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def dtype(self) -> str: ...
-
-    @property
-    def shape(self) -> tuple[int, ...]: ...
-
-    @property
-    def num_bytes(self) -> int: ...
-
-
 class PreparedFile:
-    """A mapped file; `name in file` is whether it has the tensor."""
+    """A mapped file, and the addresses of its tensors by their names."""
 
     def __init__(self, path: Path, entries: Iterable[Stored], content: str) -> None:
         """Map a file.
@@ -177,22 +154,16 @@ class PreparedFile:
                 raise ArtifactError(f"{path.name}: {name} is not of this model")
         if expected or metadata.get("source") != content:
             raise ArtifactError(f"{path.name} is not of this model")
-        if is_older_than_boot(path):
+        if folders.is_older_than_boot(path):
             if metadata.get("blake3") != _digest(data[data_begin:]):
                 raise ArtifactError(f"{path.name} is damaged")
             with suppress(OSError):  # another user's file: it is hashed again after the next start
                 os.utime(path)
-        self._addresses = {name: self.span[0] + tensor.offset for name, tensor in index.items()}
-
-    def __contains__(self, name: str) -> bool:
-        return name in self._addresses
-
-    def address(self, name: str) -> int:
-        return self._addresses[name]
+        self.addresses = {name: self.span[0] + tensor.offset for name, tensor in index.items()}
 
     def close(self) -> None:
         """Unmap the file; nothing may point into it any more."""
-        self._addresses = {}
+        self.addresses = {}
         self._memory.close()
 
 
@@ -219,22 +190,17 @@ def prepared(
     and exists while it is open. Raises `ArtifactError`, and `OutOfMemory`, also where no disk has
     space.
     """
-    config, content = artifact.config, artifact.content or content_of(artifact)
+    config, content = artifact.config, artifact.content or manifests.content_of(artifact)
     fp32 = artifact.fp32_bytes
-
-    source: tuple[Any, ...] = (
-        build,
-        str(artifact.path),
-        to_manifest(dataclasses.replace(artifact, content=content)),
-    )
+    parts: list[Artifact | Adapter] = [dataclasses.replace(artifact, content=content)]
     if isinstance(artifact, Merged):
-        base, adapter = artifact.base, artifact.adapter
-        source = (build_merged, str(base.path), to_manifest(base), str(adapter.path))
-        source += (adapter_to_manifest(adapter),)
+        parts = [artifact.base, artifact.adapter]
+    sources = [(str(part.path), to_manifest(part)) for part in parts]
 
     def build_at(file: Path) -> Any:
         return run(
-            *source,
+            build,
+            sources,
             str(file),
             precision,
             what=artifact.path.name,
@@ -242,7 +208,7 @@ def prepared(
                 memory_mib=BUILD_MIB + BUILD_TIMES_FP32 * fp32 // MIB,
                 cpu_s=BUILD_CPU_S + fp32 // BUILD_BYTES_PER_CPU_S,
                 write_mib=64 + BUILD_TIMES_FP32 * fp32 // MIB,
-                niceness=NICENESS,
+                niceness=manifests.NICENESS,
             ),
         )
 
@@ -257,7 +223,7 @@ def prepared(
 
 def file_name(key: list[Any]) -> str:
     """The name of the prepared file for a key, a JSON value that identifies its content."""
-    return f"{hash_of(json.dumps([FORMAT, *key]))}{MODEL}"
+    return f"{folders.hash_of(json.dumps([FORMAT, *key]))}{folders.MODEL}"
 
 
 def open_prepared(
@@ -286,7 +252,7 @@ def open_prepared(
 
     def build_in(folder: Path) -> File:
         folder.mkdir(parents=True, exist_ok=True)
-        remove_abandoned(folder)
+        folders.remove_abandoned(folder)
         began = time.monotonic()
         problem = build_at(folder / name)
         if problem is not None:
@@ -312,32 +278,22 @@ def open_prepared(
 # In the sandbox
 
 
-def build(path: str, manifest: dict[str, Any], file: str, precision: str) -> str | None:
-    """Write an artifact's prepared file; returns what is wrong with its folder, if anything."""
-    artifact = from_manifest(Path(path), manifest)
+def build(sources: list[tuple[str, Any]], file: str, precision: str) -> str | None:
+    """Write the prepared file of an artifact; returns what is wrong with its folder, if anything.
+
+    sources: path and manifest of the artifact, and of an adapter to merge into its weights
+    """
+    (path, manifest), *adapters = sources
+    artifact = manifests.from_manifest(Path(path), manifest)
+    for path, manifest in adapters:
+        artifact = merge(artifact, manifests.adapter_from_manifest(Path(path), manifest))
     return put(Path(file), lambda file: write(artifact, file, precision))
 
 
-def build_merged(
-    base_path: str,
-    base_manifest: dict[str, Any],
-    path: str,
-    manifest: dict[str, Any],
-    file: str,
-    precision: str,
-) -> str | None:
-    """As `build`, for a base with an adapter merged into its weights."""
-    base = from_manifest(Path(base_path), base_manifest)
-    merged = merge(base, adapter_from_manifest(Path(path), manifest))
-    return put(Path(file), lambda file: write(merged, file, precision))
-
-
 def put(target: Path, write_at: Callable[[Path], object]) -> str | None:
-    """Write a file beside its place, then move it there; returns what is wrong, if anything."""
+    """Write a file whole or not at all; returns what is wrong with its folder, if anything."""
     try:
-        with tempfile.TemporaryDirectory(prefix=BUILDING, dir=target.parent) as building:
-            write_at(Path(building) / target.name)
-            (Path(building) / target.name).replace(target)
+        folders.write_whole(target, write_at)
     except OSError as error:
         return str(error)
     return None
@@ -350,10 +306,7 @@ def write(artifact: Artifact, file: Path, precision: str) -> None:
 
 
 def write_file(
-    file: Path,
-    entries: Sequence[Stored],
-    content: str,
-    fill: Callable[[NDArray[np.uint8]], object],
+    file: Path, entries: Sequence[Stored], content: str, fill: Callable[[NDArray[np.uint8]], object]
 ) -> None:
     """Write a prepared file, whose tensors `fill` writes in order. Raises `OSError`."""
     header: dict[str, Any] = {"__metadata__": {"source": content, "blake3": "0" * 64}}

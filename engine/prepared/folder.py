@@ -8,7 +8,7 @@ import os
 import stat
 import tempfile
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -29,10 +29,7 @@ _pruned: dict[Path, tuple[int, int]] = {}  # modification time and limit of the 
 
 
 def cache_folder(artifact: Path, cache_dir: Path | None) -> Path | None:
-    """`cache_dir`, or `.prepared` in the artifact's folder.
-
-    None where another user could write to it.
-    """
+    """`cache_dir`, or `.prepared` in the artifact's folder; None where others could write to it."""
     if cache_dir is not None:
         return cache_dir
     folder = artifact / NAME
@@ -67,11 +64,11 @@ def read_object(path: Path) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-def write_object(path: Path, value: dict[str, Any]) -> None:
-    """Write a file whole or not at all. Raises `OSError`."""
+def write_whole(path: Path, write: Callable[[Path], object]) -> None:
+    """Have `write` write a file beside its place, then move it there. Raises `OSError`."""
     with tempfile.TemporaryDirectory(prefix=BUILDING, dir=path.parent) as building:
         file = Path(building) / path.name
-        file.write_text(json.dumps(value), encoding="utf-8")
+        write(file)
         file.replace(path)
 
 

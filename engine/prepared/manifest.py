@@ -34,7 +34,7 @@ from engine.artifacts.files import why
 from engine.artifacts.generation_config import Generation
 from engine.artifacts.open import open_artifact
 from engine.artifacts.tensor_index import Tensor
-from engine.prepared.folder import SOURCE, cache_folder, hash_of, read_object, write_object
+from engine.prepared.folder import SOURCE, cache_folder, hash_of, read_object, write_whole
 from engine.sandbox import MIB, Limits
 
 FORMAT = 3
@@ -110,9 +110,7 @@ class Manifests:
         folder = cache_folder(path, self._cache_dir)
         return folder and folder / (hash_of(str(path)) + SOURCE)
 
-    def _stored(
-        self, path: Path, stamps: Stamps, decode: Callable[[Path, Any], Opened]
-    ) -> Opened | None:
+    def _stored(self, path: Path, stamps: Stamps, decode: Callable[[Path, Any], Any]) -> Any:
         """The artifact of an earlier process, if its manifest is valid and not damaged."""
         file = self._file(path)
         stored = {} if file is None else read_object(file)
@@ -139,7 +137,7 @@ class Manifests:
             entry = {"format": FORMAT, "path": str(path), "files": stamps, "artifact": manifest}
             with suppress(OSError):  # then it is read again after a restart
                 file.parent.mkdir(parents=True, exist_ok=True)
-                write_object(file, entry)
+                write_whole(file, lambda new: new.write_text(json.dumps(entry), "utf-8"))
         return manifest
 
 
@@ -173,14 +171,11 @@ def read(path: str) -> dict[str, Any]:
 def read_adapter(path: str) -> dict[str, Any]:
     """The manifest of the adapter in `path`. Raises `ArtifactError`."""
     adapter = adapters.read(path)
-    return adapter_to_manifest(dataclasses.replace(adapter, content=content_of(adapter)))
+    return to_manifest(dataclasses.replace(adapter, content=content_of(adapter)))
 
 
 def content_of(artifact: MappedWeights) -> str:
-    """The hash of the weights, which are all read.
-
-    Raises `ArtifactError` for a weight that is NaN or infinite, with which a model makes no text.
-    """
+    """The hash of the weights, which are all read. Raises `ArtifactError` for NaN or infinity."""
     file_bytes = sum(file.stat().st_size for file in artifact.weight_files)
     if sum(tensor.nbytes for tensor in artifact.index.values()) > file_bytes:
         raise ArtifactError(f"{artifact.weight_files[0].name}: its tensors overlap")
@@ -211,37 +206,25 @@ def _finite_chunks(weight: NDArray[Any]) -> Iterator[NDArray[np.uint8]]:
         yield piece.reshape(-1).view(np.uint8)
 
 
-def adapter_to_manifest(adapter: Adapter) -> dict[str, Any]:
-    """The manifest of an adapter, for JSON."""
-    return {
-        "base": adapter.base,
-        "index": {name: list(tensor) for name, tensor in adapter.index.items()},
-        "scales": dict(adapter.scales),
-        "tokens": dict(adapter.tokens),
-        "generation": adapter.generation.to_json(),
-        "content": adapter.content,
-    }
-
-
-def to_manifest(artifact: Artifact) -> dict[str, Any]:
-    """The manifest of an artifact, for JSON."""
-    return {
-        "config": dataclasses.asdict(artifact.config),
+def to_manifest(artifact: Artifact | Adapter) -> dict[str, Any]:
+    """The manifest of an artifact or adapter, for JSON."""
+    shared = {
         "index": {name: list(tensor) for name, tensor in artifact.index.items()},
-        "tokenizer": artifact.tokenizer_file.name,
         "generation": artifact.generation.to_json(),
         "content": artifact.content,
     }
+    if isinstance(artifact, Adapter):
+        scales, tokens = dict(artifact.scales), dict(artifact.tokens)
+        return {**shared, "base": artifact.base, "scales": scales, "tokens": tokens}
+    config, file = dataclasses.asdict(artifact.config), artifact.tokenizer_file.name
+    return {**shared, "config": config, "tokenizer": file}
 
 
 # In the engine
 
 
 def from_manifest(path: Path, value: Any) -> Artifact:
-    """The artifact of a manifest that is consistent and fits the files. Raises `ArtifactError`.
-
-    Not checked is whether the manifest is what the files say: nothing depends on that.
-    """
+    """The artifact of a manifest that is consistent and fits the files. Raises `ArtifactError`."""
     try:
         config = GPT2Config(**value["config"])
         for name, kind in get_type_hints(GPT2Config).items():

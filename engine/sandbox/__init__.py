@@ -35,31 +35,20 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits of a child.
+    """Limits of a child."""
 
-    memory_mib: private memory beyond what it begins with; mapped files do not count
-    cpu_s: processor time of its whole life; 0: no limit, where calls have deadlines instead
-    write_mib: the longest file that it may write; 0: it may not change any file
-    answer_mib: the longest answer
-    niceness: as of `os.nice`
-    """
-
-    memory_mib: int = 512
-    cpu_s: int = 0
-    write_mib: int = 0
-    answer_mib: int = 16
-    niceness: int = 0
+    memory_mib: int = 512  # private, beyond what it begins with; mapped files do not count
+    cpu_s: int = 0  # of its whole life; 0: no limit, where calls have deadlines instead
+    write_mib: int = 0  # the longest file that it may write; 0: it may not change any file
+    answer_mib: int = 16  # the longest answer
+    niceness: int = 0  # as of `os.nice`
 
 
 class Sandbox:
     """A child process that answers calls. Thread-safe; calls take turns."""
 
     def __init__(
-        self,
-        target: Target,
-        *arguments: Any,
-        what: str,
-        limits: Limits = Limits(),
+        self, target: Target, *arguments: Any, what: str, limits: Limits = Limits()
     ) -> None:
         """Start a child that calls `target(*arguments)`, a function or class of a module.
 
@@ -90,10 +79,7 @@ class Sandbox:
                 raise Overloaded(why) from error
 
     def ready(self, timeout_s: float) -> Any:
-        """Return the result of the target; None where it is callable. Called once, first.
-
-        Raises as `call` does.
-        """
+        """The target's result, None if it is callable; called once, first. Raises as `call`."""
         return self._exchange(None, timeout_s)
 
     def call(self, *arguments: Any, timeout_s: float) -> Any:
@@ -175,10 +161,7 @@ class Sandbox:
                 self._kill()
 
     def _kill(self) -> None:
-        """Have the helper kill the child, unless it has ended.
-
-        Its pid may belong to another process by then, and only the helper, its parent, knows.
-        """
+        """Have the helper, its parent, kill the child: by now the pid may be another process's."""
         self._pid = None
         with contextlib.suppress(OSError):
             self._status.shutdown(socket.SHUT_WR)
@@ -278,10 +261,7 @@ class _Helper:
             )
 
     def prepare(self, *modules: str) -> None:
-        """Start the process without waiting for its imports.
-
-        `modules` are imported, too, so that its children need not.
-        """
+        """Start the process without waiting for its imports, to which `modules` are added."""
         with self._lock:
             self._modules = modules
             if self._socket is None:
@@ -299,22 +279,6 @@ class _Helper:
 _helper = _Helper()
 atexit.register(_helper.close)
 prepare = _helper.prepare  # so that the first sandbox need not wait for it
-
-
-def run(
-    target: Target,
-    *arguments: Any,
-    what: str,
-    limits: Limits = Limits(),
-    timeout_s: float,
-) -> Any:
-    """Return what `target(*arguments)` returns in a child. Raises as `Sandbox.call` does."""
-
-    def once() -> Any:
-        with Sandbox(target, *arguments, what=what, limits=limits) as child:
-            return child.ready(timeout_s)
-
-    return again(once)
 
 
 def again(work: Callable[[], T]) -> T:

@@ -53,10 +53,7 @@ class AnswerText:
 
 
 def _find_stop(text: str, stops: tuple[str, ...], begin: int) -> tuple[int | None, int]:
-    """Where the first stop string begins that ends behind `begin`, or None.
-
-    Second, the number of last characters that may begin a stop string.
-    """
+    """Where the first stop string behind `begin` is; how many last characters may begin one."""
     places = [text.find(stop, max(begin - len(stop) + 1, 0)) for stop in stops]
     places = [at for at in places if at >= 0]
     if places:

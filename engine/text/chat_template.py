@@ -40,10 +40,7 @@ class Generation(Extension):
 
 
 class ChatTemplate:
-    """A compiled template. Raises `InvalidRequest` for a source that is no template.
-
-    `special_tokens` are variables of the template, such as `bos_token`.
-    """
+    """A compiled template, with variables such as `bos_token`. Raises `InvalidRequest`."""
 
     def __init__(self, source: str, file: str, special_tokens: Mapping[str, str]) -> None:
         self._file, self._special_tokens = file, special_tokens
@@ -63,10 +60,7 @@ class ChatTemplate:
             raise InvalidRequest(f"this model's {file} is no chat template: {message}") from None
 
     def render(self, messages: Sequence[Message]) -> str:
-        """Return the prompt up to where the assistant answers.
-
-        Raises `InvalidRequest`, whatever the template raises.
-        """
+        """The prompt up to where the assistant answers. Raises `InvalidRequest` for all errors."""
         try:
             return self._template.render(
                 messages=[dict(message) for message in messages],
@@ -93,15 +87,9 @@ def find_chat_template(files: Files) -> tuple[str, str] | None:
             raise InvalidRequest(f"this model's {CHAT_TEMPLATE} is not UTF-8") from None
     template = json_in(files, CONFIG).get("chat_template")
     if isinstance(template, list):  # several, by name
-        named = {
-            entry.get("name"): entry.get("template") for entry in template if _is_object(entry)
-        }
-        template = named.get(DEFAULT)
+        named = [entry for entry in template if isinstance(entry, dict)]
+        template = next((e.get("template") for e in named[::-1] if e.get("name") == DEFAULT), None)
     return (template, CONFIG) if isinstance(template, str) else None
-
-
-def _is_object(value: Any) -> bool:
-    return isinstance(value, dict) and isinstance(value.get("name"), str)
 
 
 def _to_json(
@@ -113,11 +101,7 @@ def _to_json(
 ) -> str:
     """JSON without the escapes for HTML of Jinja's own filter."""
     return json.dumps(
-        value,
-        ensure_ascii=ensure_ascii,
-        indent=indent,
-        separators=separators,
-        sort_keys=sort_keys,
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )
 
 

@@ -22,6 +22,10 @@ from engine.text.prompts import Prompts
 TRIALS = ("가", "나는 오늘", "Hello, 1!", "뷁\n漢🙂")
 MAX_TRIAL = 10_000  # characters of any of these after that
 MAX_REASON = 300  # characters
+# What a tokenizer's errors become.
+OPENING = ArtifactError, "cannot be used"
+ENCODING = InvalidRequest, "cannot cut this text into tokens"
+DECODING = EngineError, "cannot make text of the tokens"
 
 Result = TypeVar("Result")
 Source = tuple[str, str, dict[str, Any], dict[str, Any]]
@@ -30,17 +34,13 @@ Source = tuple[str, str, dict[str, Any], dict[str, Any]]
 def serve(
     tokenizer_file: str, digest: str, config: dict[str, Any], generation: dict[str, Any]
 ) -> TextChild:
-    """The target of the sandbox.
-
-    Raises `ArtifactError` for a tokenizer that cannot be used, or that has another digest.
-    """
+    """The target of the sandbox. Raises `ArtifactError`, also where the digest is another."""
     path, settings = Path(tokenizer_file), Generation.from_json(generation)
     artifact = Artifact(path.parent, GPT2Config(**config), {}, path, settings)
     files = read_files(path)
     if source_of(artifact, files)[1] != digest:  # before anything of it is parsed
         raise ArtifactError(f"{path.name} has changed since it was loaded")
-    opening = _Errors(path.name, ArtifactError, "cannot be used")
-    prompts = opening(Prompts, artifact, files)
+    prompts = _guarded(path.name, OPENING, Prompts, artifact, files)
     del files
     return_freed_memory()  # freed after reading; a process lives as long as its models
     return TextChild(prompts, path.name, artifact.config.vocab_size)
@@ -57,47 +57,38 @@ def source_of(artifact: Artifact, files: Files | None = None) -> Source:
     return str(artifact.tokenizer_file), digest, dataclasses.asdict(config), generation
 
 
-class _Errors:
-    """Turns whatever a tokenizer raises, panics of its Rust code included, into our error."""
-
-    def __init__(self, file: str, kind: type[EngineError], what: str) -> None:
-        self._file, self._kind, self._what = file, kind, what
-
-    def __call__(self, work: Callable[..., Result], *arguments: Any) -> Result:
-        try:
-            return work(*arguments)
-        except (EngineError, MemoryError):
-            raise
-        except BaseException as error:  # PanicException is no Exception
-            reason = f"{type(error).__name__}: {error}".encode("utf-8", "replace").decode()
-            reason = reason if len(reason) <= MAX_REASON else f"{reason[:MAX_REASON]}..."
-            raise self._kind(f"{self._file} {self._what}: {reason}") from None
+def _guarded(
+    file: str, error: tuple[type[EngineError], str], work: Callable[..., Result], *arguments: Any
+) -> Result:
+    """Turn whatever a tokenizer raises, panics of its Rust code included, into our error."""
+    try:
+        return work(*arguments)
+    except (EngineError, MemoryError):
+        raise
+    except BaseException as raised:  # PanicException is no Exception
+        reason = f"{type(raised).__name__}: {raised}".encode("utf-8", "replace").decode()
+        reason = reason if len(reason) <= MAX_REASON else f"{reason[:MAX_REASON]}..."
+        kind, what = error
+        raise kind(f"{file} {what}: {reason}") from None
 
 
 class TextChild:
-    """Called with the name of a method and its arguments, all of it JSON.
-
-    No call changes it, so any may be repeated in a new process.
-    """
+    """Calls methods by name, in JSON. None changes its state, so each call may be repeated."""
 
     def __init__(self, prompts: Prompts, file: str, vocab_size: int) -> None:
         self._prompts, self._file, self._vocab_size = prompts, file, vocab_size
-        self._opening = _Errors(file, ArtifactError, "cannot be used")
-        self._encoding = _Errors(file, InvalidRequest, "cannot cut this text into tokens")
-        self._decoding = _Errors(file, EngineError, "cannot make text of the tokens")
+        self._methods: dict[str, tuple[tuple[type[EngineError], str], Callable[..., Any]]] = {
+            "about": (OPENING, self._about),
+            "encode": (ENCODING, prompts.encode),
+            "encode_raw": (ENCODING, prompts.encode_raw),
+            "encode_chat": (ENCODING, prompts.encode_chat),
+            "tokenize": (ENCODING, prompts.tokenize),
+            "decode": (DECODING, prompts.tokenizer.decode),
+        }
 
     def __call__(self, method: str, *arguments: Any) -> Any:
-        prompts, tokenizer = self._prompts, self._prompts.tokenizer
-        methods: dict[str, Callable[[], Any]] = {
-            "about": lambda: self._opening(self._about),
-            # The ids of a prompt. Raise `InvalidRequest`, `PromptTooLong`.
-            "encode": lambda: self._encoding(prompts.encode, *arguments),
-            "encode_raw": lambda: self._encoding(prompts.encode_raw, *arguments),
-            "encode_chat": lambda: self._encoding(prompts.encode_chat, *arguments),
-            "tokenize": lambda: self._encoding(prompts.tokenize, *arguments),
-            "decode": lambda: self._decoding(tokenizer.decode, *arguments),
-        }
-        return methods[method]()
+        error, work = self._methods[method]
+        return _guarded(self._file, error, work, *arguments)
 
     def _about(self) -> dict[str, Any]:
         """`{"stop_ids", "special_ids", "table"}`. Raises `ArtifactError` for a bad tokenizer."""

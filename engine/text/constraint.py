@@ -10,7 +10,6 @@ import json
 import threading
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
@@ -57,14 +56,11 @@ class Vocabulary:
         self._table, self._stop_ids = table, sorted(stop_ids)
         self._lock = threading.Lock()
         self._tokenizer: LLTokenizer | None = None
-        self._buffers = Buffers.of(0)
+        self._buffers = _buffers(0)
         self._compiled: OrderedDict[Form, LLMatcher] = OrderedDict()
 
     def constrain(self, form: Form) -> Constraint:
-        """Returns a new answer's constraint.
-
-        Raises `InvalidRequest` with what is wrong with the form, or what the tokenizer lacks.
-        """
+        """A new answer's constraint. Raises `InvalidRequest` for a form that cannot be held."""
         if self._table.kind == PROCESS:
             raise InvalidRequest(
                 f"parameters.{form.kind}: this model's tokenizer cannot be held to a form: its"
@@ -100,13 +96,21 @@ class Vocabulary:
         if self._tokenizer is None:
             from llguidance import LLTokenizer
 
-            self._buffers = Buffers.of(len(self._table))
+            self._buffers = _buffers(len(self._table))
             end = len(self._table)  # beside the model's own: a token that it does not have
             tokens = cast("TokenizerWrapper", _Tokens(self._table))
             self._tokenizer = LLTokenizer(
                 tokens, n_vocab=end + 1, eos_token=[*self._stop_ids, end], slices=[PLAIN_TEXT]
             )
         return self._tokenizer
+
+
+# What the constraints of a tokenizer write logits and tokens into, on the engine's thread.
+Buffers = tuple[Logits, NDArray[np.int32]]
+
+
+def _buffers(count: int) -> Buffers:
+    return np.empty(count, np.float32), np.empty(count, np.int32)
 
 
 class _Tokens:
@@ -125,14 +129,11 @@ class _Tokens:
 
 
 class Constraint:
-    """The state of one answer that is held to a form: which tokens may come next.
-
-    A mask takes some 30 us.
-    """
+    """Which tokens may come next in one answer that is held to a form. A mask takes 30 us."""
 
     def __init__(self, form: Form, matcher: LLMatcher, buffers: Buffers) -> None:
         self._form, self._matcher, self._buffers = form, matcher, buffers
-        self._count = len(buffers.tokens)
+        self._count = len(buffers[0])
         self._mask = np.zeros(self._count // 32 + 1, np.uint32)
         self._address = self._mask.ctypes.data
         self._stopped = bool(matcher.is_stopped())
@@ -154,23 +155,16 @@ class Constraint:
         return int(library.allowed_argmax(logits.ctypes.data, self._address, self._count))
 
     def allowed(self, logits: Logits) -> tuple[Logits, NDArray[np.int32]]:
-        """Of `logits` (V,) those of the tokens that may come next, and which tokens these are.
-
-        The next call for the same tokenizer overwrites the arrays.
-        """
+        """The logits of tokens that may come next, and the tokens; valid until the next call."""
         logits = np.ascontiguousarray(logits)
-        values, tokens = self._buffers.values, self._buffers.tokens
+        values, tokens = self._buffers
         count = library.allowed_logits(
             logits.ctypes.data, self._address, self._count, values.ctypes.data, tokens.ctypes.data
         )
         return values[:count], tokens[:count]
 
     def advance(self, token: int) -> None:
-        """Advances by a token that was allowed.
-
-        Raises `InvalidRequest` where the form has grown beyond its limits, or no token of the
-        vocabulary can continue it.
-        """
+        """Advance by an allowed token. Raises `InvalidRequest` where the form cannot go on."""
         if not self._matcher.consume_token(token):
             raise _refused(self._form, self._matcher.get_error())
         self._stopped = bool(self._matcher.is_stopped())
@@ -183,18 +177,6 @@ class Constraint:
             raise _refused(self._form, self._matcher.get_error())
         # Without the token behind the model's last, which stands for the end.
         self._only: int = library.only_allowed(self._address, self._count)
-
-
-@dataclass(frozen=True)
-class Buffers:
-    """What the constraints of a tokenizer write logits and tokens into, on the engine's thread."""
-
-    values: Logits
-    tokens: NDArray[np.int32]
-
-    @classmethod
-    def of(cls, count: int) -> Buffers:
-        return cls(np.empty(count, np.float32), np.empty(count, np.int32))
 
 
 def _refused(form: Form, message: str) -> InvalidRequest:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from common.errors import ArtifactError
-from engine.artifacts.files import MAX_JSON_BYTES, open_file, parse_json, why
+from engine.artifacts.files import parse_json, read_file
 
 CONFIG = "tokenizer_config.json"
 SPECIAL_TOKENS = "special_tokens_map.json"
@@ -22,26 +21,15 @@ Files = Mapping[str, bytes]  # by name
 def read_files(tokenizer_file: Path) -> Files:
     """The tokenizer and the files beside it. Raises `ArtifactError`."""
     try:
-        files = {tokenizer_file.name: _read(tokenizer_file, MAX_TOKENIZER_BYTES)}
+        files = {tokenizer_file.name: read_file(tokenizer_file, MAX_TOKENIZER_BYTES)}
     except FileNotFoundError:
         raise ArtifactError(f"there is no {tokenizer_file.name}") from None
     for name in (CONFIG, SPECIAL_TOKENS, CHAT_TEMPLATE):
         with suppress(FileNotFoundError):
-            files[name] = _read(tokenizer_file.with_name(name), MAX_JSON_BYTES)
+            files[name] = read_file(tokenizer_file.with_name(name))
     return files
 
 
 def json_in(files: Files, name: str) -> dict[str, Any]:
     """The object in one of the files, empty without the file. Raises `ArtifactError`."""
     return parse_json(files[name], name) if name in files else {}
-
-
-def _read(path: Path, max_bytes: int) -> bytes:
-    with open_file(path) as file:
-        size = os.fstat(file.fileno()).st_size
-        if size > max_bytes:
-            raise ArtifactError(f"{path.name} is longer than {max_bytes >> 20} MiB")
-        try:
-            return file.read(size)
-        except OSError as error:
-            raise ArtifactError(f"{path.name} cannot be read: {why(error)}") from None

@@ -95,11 +95,7 @@ class HuggingFaceTokenizer:
         return token_id
 
     def encode(self, text: str) -> list[int]:
-        """As transformers' `tokenizer(text).input_ids`.
-
-        tokenizer.json says what is put in front and behind, whatever `add_bos_token` says beside
-        it.
-        """
+        """As transformers' `tokenizer(text).input_ids`, whatever `add_bos_token` says."""
         return self._encode(text, True)
 
     def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
@@ -108,10 +104,7 @@ class HuggingFaceTokenizer:
         return ids
 
     def encode_parts(self, parts: Sequence[Part]) -> list[int]:
-        """Encode the filled template as one text.
-
-        Its control tokens must be those that the template has with empty fields.
-        """
+        """Encode the filled template; its control tokens must be those of the empty template."""
         ids = self._encode("".join(part.text for part in parts), False)
         frame = self._encode("".join(part.text for part in parts if not part.is_field), False)
         wanted = [i for i in frame if i in self._added and i != self._unknown]
@@ -127,10 +120,7 @@ class HuggingFaceTokenizer:
             raise control_in_text(self._added[token])
 
     def table(self, size: int) -> Table:
-        """The table of the ids below `size`.
-
-        Its kind is `PROCESS` where its joined pieces are not what the library decodes.
-        """
+        """The table of the ids below `size`, of kind `PROCESS` where joining pieces is wrong."""
         ids = range(size)
         names = [self._tokenizer.id_to_token(i) for i in ids]
         silent = {i for i in ids if i in self._special or names[i] is None}
@@ -192,10 +182,7 @@ class HuggingFaceTokenizer:
         return samples + [[*front, i] for i in most for front in ([], *alone)]
 
     def decode(self, ids: list[int]) -> tuple[str, int, str]:
-        """The text of ids, the index of the last ids that have a text, and their text.
-
-        The last ids do not begin within a run of bytes.
-        """
+        """An `engine.text.table.Decode`; the last ids do not begin within a run of bytes."""
         text = self._decode(ids)
         for begin in range(len(ids) - 1, 0, -1):
             odd = ids[begin] in self._byte_ids or ids[begin] in self._special
@@ -209,10 +196,7 @@ class HuggingFaceTokenizer:
 
 
 def byte_letters() -> dict[str, int]:
-    """The letters by which GPT-2 writes bytes in its vocabulary.
-
-    Printable bytes of Latin-1 are themselves, the others are the letters from U+0100 on.
-    """
+    """The letters that GPT-2 writes bytes as: Latin-1 if printable, else from U+0100 on."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = (byte for byte in range(256) if byte not in printable)
     return {chr(b): b for b in printable} | {chr(256 + n): b for n, b in enumerate(others)}

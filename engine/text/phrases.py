@@ -37,11 +37,7 @@ class Phrases:
         self._sizes = sorted(set(map(len, self._after)))
 
     def read(self, tail: bytes, token: int) -> tuple[bytes, bool]:
-        """Append a token to the tail of a text.
-
-        Returns the new tail, as long as it can matter, and whether one of the texts ends in the
-        token.
-        """
+        """The tail behind one more token, as long as it matters, and whether a text ends in it."""
         begin = len(tail)
         tail += self._table.join([token])
         ends = any(tail.find(text, max(begin - len(text) + 1, 0)) >= 0 for text in self._texts)

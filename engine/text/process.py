@@ -133,11 +133,7 @@ class TextProcess:
             self._child.kill(reason)
 
     def open(self, source: text_child.Source) -> None:
-        """Start the process, unless it lives.
-
-        Raises `ArtifactError` with what is wrong with the tokenizer or its settings, and
-        `EngineUnavailable`.
-        """
+        """Start the process, unless it lives. Raises `ArtifactError`, `EngineUnavailable`."""
         self.used_at = time.monotonic()
         if self.pid is None:
             self._before_start()

@@ -12,10 +12,11 @@ from common.errors import ArtifactError, EngineError, InvalidRequest, PromptTooL
 from engine.artifacts.artifact import Artifact
 from engine.artifacts.generation_config import FILE, Part
 from engine.text.files import CHAT_TEMPLATE, CONFIG, Files, read_files
-from engine.text.sentencepiece import SentencePieceTokenizer, Tokenizer
+from engine.text.sentencepiece import SentencePieceTokenizer
 
 if TYPE_CHECKING:
     from engine.text.chat_template import ChatTemplate
+    from engine.text.hugging_face import HuggingFaceTokenizer
 
 
 @dataclass(frozen=True)
@@ -59,10 +60,7 @@ def check_bytes(length: int, max_length: int) -> None:
 
 
 class Prompts:
-    """The tokenizer and templates of an artifact. Raises `ArtifactError` if they do not fit it.
-
-    `files` are the tokenizer's, if they are read already.
-    """
+    """The tokenizer and templates of an artifact; `files` are its tokenizer's, if read already."""
 
     def __init__(self, artifact: Artifact, files: Files | None = None) -> None:
         self._vocab_size, self._max_length = artifact.config.vocab_size, artifact.config.max_length
@@ -107,10 +105,7 @@ class Prompts:
         return self._checked("prompt", prompt)
 
     def encode_chat(self, messages: list[dict[str, str]]) -> list[int]:
-        """Ids of messages, in the chat template. Raises as `encode` does.
-
-        A model with only the other template takes one message of the user.
-        """
+        """Ids of messages in the chat template, or of one message in `generation.json`'s."""
         return self._checked("messages", self._chat_ids(messages))
 
     def tokenize(self, inputs: str | list[dict[str, str]], special: bool) -> list[int]:
@@ -190,7 +185,7 @@ class Prompts:
         return self.tokenizer.encode(inputs)
 
 
-def _open_tokenizer(file: Path, files: Files) -> Tokenizer:
+def _open_tokenizer(file: Path, files: Files) -> SentencePieceTokenizer | HuggingFaceTokenizer:
     if file.suffix == ".spiece":
         return SentencePieceTokenizer(file, files)
     from engine.text.hugging_face import HuggingFaceTokenizer

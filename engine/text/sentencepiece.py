@@ -1,13 +1,13 @@
-"""Tokenizers: their protocol, and KoGPT2 v1's, a sentencepiece model."""
+"""KoGPT2 v1's tokenizer, a sentencepiece model."""
 
 from __future__ import annotations
 
 import functools
 import itertools
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import sentencepiece
 
@@ -17,37 +17,6 @@ from engine.text.files import Files, read_files
 from engine.text.table import SEPARATE, Table
 
 SPACE = "\u2581"  # sentencepiece's mark of a space
-
-
-class Tokenizer(Protocol):
-    vocab_size: int  # without what was added beside the model's own vocabulary
-    eos_id: int | None
-    special_ids: set[int]  # of tokens that are no text, such as `<s>`
-
-    @property
-    def special_tokens(self) -> Mapping[str, str]:
-        """Special tokens by what they are for, such as `eos_token`, as transformers names it."""
-
-    def encode(self, text: str) -> list[int]:
-        """The ids of a prompt, with what the tokenizer puts in front. Raises `InvalidRequest`."""
-
-    def encode_parts(self, parts: Sequence[Part]) -> list[int]:
-        """The ids of a filled template and nothing else.
-
-        Control tokens count only in the template's own text. Raises `InvalidRequest` where a field
-        has one.
-        """
-
-    def check_plain(self, text: str) -> None:
-        """Raise `InvalidRequest` for a text with a control token in it."""
-
-    def token_id(self, token: str) -> int | None: ...
-
-    def table(self, size: int) -> Table:
-        """The table of the ids below `size`."""
-
-    def decode(self, ids: list[int]) -> tuple[str, int, str]:
-        """An `engine.text.table.Decode`."""
 
 
 def check_unicode(text: str) -> None:
@@ -72,15 +41,17 @@ class SentencePieceTokenizer:
         except (RuntimeError, OSError) as error:
             raise ArtifactError(f"{path.name} is not a sentencepiece model: {error}") from None
         size = self._model.get_piece_size()
-        self.vocab_size: int = size
+        self.vocab_size: int = size  # without what was added beside the model's own vocabulary
         ids = list(range(size))  # in one call each: there may be 50,000
         self._pieces: list[str] = self._model.id_to_piece(ids)
+        # Of tokens that are no text, such as `<s>`.
         self.special_ids = set(itertools.compress(ids, self._model.is_control(ids)))
         byte_ids = itertools.compress(ids, self._model.is_byte(ids))
         self._bytes = {i: int(self._pieces[i][3:-1], 16) for i in byte_ids}
         self.bos_id = self.token_id("<s>")
         self.eos_id = self.token_id("</s>")
         names = {"bos": "<s>", "eos": "</s>", "unk": "<unk>", "pad": "<pad>"}
+        # By what they are for, as transformers names it.
         self.special_tokens = {
             f"{part}_token": name for part, name in names.items() if self.token_id(name) is not None
         }
@@ -90,10 +61,7 @@ class SentencePieceTokenizer:
         return token_id if self._pieces[token_id] == token else None
 
     def encode(self, text: str) -> list[int]:
-        """The ids of a prompt, `<s>` first where the vocabulary has one.
-
-        Raises `InvalidRequest` for text that is not Unicode.
-        """
+        """The ids of a prompt, `<s>` first if the vocabulary has it. Raises `InvalidRequest`."""
         ids = self._encode(text)
         return ids if self.bos_id is None else [self.bos_id, *ids]
 
@@ -132,6 +100,7 @@ class SentencePieceTokenizer:
         return ids
 
     def check_plain(self, text: str) -> None:
+        """Raise `InvalidRequest` for a text with a control token in it."""
         check_unicode(text)
         _, pattern = self._controls
         match = pattern and pattern.search(text)
@@ -140,10 +109,7 @@ class SentencePieceTokenizer:
 
     @functools.cached_property
     def _controls(self) -> tuple[set[int], re.Pattern[str] | None]:
-        """Ids of control pieces and user-defined symbols, which are no text, and their pattern.
-
-        User-defined symbols are matched anywhere in a text.
-        """
+        """Ids of control pieces and user-defined symbols, and their pattern in a text."""
         from sentencepiece import sentencepiece_model_pb2 as protobuf
 
         model: Any = protobuf.ModelProto.FromString(  # type: ignore[attr-defined]
@@ -166,5 +132,6 @@ class SentencePieceTokenizer:
         return Table(SEPARATE, pieces, self.special_ids, self._bytes)
 
     def decode(self, ids: list[int]) -> tuple[str, int, str]:
+        """An `engine.text.table.Decode`."""
         text = self._table.text(ids)
         return text, 0, text

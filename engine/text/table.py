@@ -135,10 +135,7 @@ class Table:
 
     @classmethod
     def from_json(cls, value: Any) -> Table:
-        """The inverse of `to_json`.
-
-        Raises `KeyError`, `TypeError`, `ValueError`, `OverflowError`.
-        """
+        """The inverse of `to_json`. Raises `KeyError`, `TypeError`, `ValueError`."""
         blob = base64.b64decode(value["pieces"], validate=True)
         pieces = [blob[a:b] for a, b in pairwise(accumulate(value["lengths"], initial=0))]
         if value["kind"] not in KINDS or sum(value["lengths"]) != len(blob) or value["lead"] < 0:

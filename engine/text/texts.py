@@ -45,16 +45,9 @@ class Texts:
     _vocabulary: Vocabulary
 
     def __init__(
-        self,
-        artifact: Artifact,
-        statistics: Statistics,
-        max_waiting: int,
-        processes: TextProcesses,
+        self, artifact: Artifact, statistics: Statistics, max_waiting: int, processes: TextProcesses
     ) -> None:
-        """Begin to start the text process; `ready` waits for it, and is called first.
-
-        Raises `ArtifactError` for a tokenizer that cannot be read.
-        """
+        """Begin to start the text process, see `ready`. Raises `ArtifactError`."""
         self.file = artifact.tokenizer_file.name
         self._defaults, self._strip = artifact.generation.parameters, artifact.generation.strip
         self._vocab_size = artifact.config.vocab_size
@@ -62,16 +55,14 @@ class Texts:
         self._statistics, self._max_waiting = statistics, max_waiting
         self._answers: dict[Sequence, AnswerText | None] = {}  # None: no token has a text yet
         self._source, self._processes = source_of(artifact), processes
+        self._digest = self._source[1]
         self._process = processes.acquire(self._digest, self, lambda: self.idle)
         self._closing = threading.Lock()
         self._closed: EngineError | None = None
         self._opening = self._soon(lambda: self._process.open(self._source))
 
     def ready(self) -> Texts:
-        """Wait until the process has shown that it can use the tokenizer; returns itself.
-
-        Raises `ArtifactError` with what is wrong with the tokenizer or its settings.
-        """
+        """Wait until the process can use the tokenizer; returns itself. Raises `ArtifactError`."""
         if self._process.about is None:
             self._opening.result()
         about = self._process.about
@@ -87,10 +78,6 @@ class Texts:
         # Requests of one client have the same texts; an index of 100 takes some ms.
         self._phrases = lru_cache(MAX_PHRASES)(partial(Phrases, self._table))
         return self
-
-    @property
-    def _digest(self) -> str:
-        return self._source[1]
 
     @property
     def pid(self) -> int | None:
@@ -148,10 +135,7 @@ class Texts:
         return future
 
     def encode(self, inputs: Inputs) -> list[int]:
-        """The ids of a prompt; on the process's thread.
-
-        Raises `InvalidRequest`, `PromptTooLong`, and what `TextProcess.call` does.
-        """
+        """The ids of a prompt; on the process's thread. Raises as `TextProcess.call` does."""
         if isinstance(inputs, Raw):
             return self._ids("encode_raw", inputs.prompt)
         if isinstance(inputs, Chat):
@@ -171,20 +155,14 @@ class Texts:
             raise InvalidRequest(
                 f"tokens has {max(ids)}, but the model's vocabulary ends at {self._vocab_size - 1}"
             )
-        decoded = self._call(DECODE_S, "decode", ids)
-        if not isinstance(decoded, list) or not decoded or not isinstance(decoded[0], str):
-            raise self._process.fail("it gave no text")
-        return decoded[0].encode("utf-8", "replace").decode()
+        return self._decode(ids)[0]
 
     def constrain(self, form: Form) -> Constraint:
         """The constraint of an answer with a form. Raises `InvalidRequest`."""
         return self._vocabulary.constrain(form)
 
     def labels(self, form: Form) -> Labels:
-        """A choice's texts as tokens, with a leading space and without.
-
-        Runs on the process's thread. Raises `InvalidRequest`.
-        """
+        """A choice's texts as tokens, with a leading space and without; on the process's thread."""
         spaces = ("", " ") if begins_with_space(form) else ("",)
         ways: list[list[list[int]]] = []
         for text in form.source:

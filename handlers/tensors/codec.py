@@ -44,14 +44,12 @@ DTYPES = ", ".join(map(str, NAMES))  # for messages
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """An input or output of a model. A dimension of any size is its name, or None.
-
-    `accepts`: whether the model can also compute a shape that differs from `shape`.
-    """
+    """An input or output of a model. A dimension of any size is its name, or None."""
 
     name: str
     datatype: str
     shape: tuple[int | str | None, ...]
+    # Whether the model can also compute a shape that differs from `shape`.
     accepts: Callable[[tuple[int, ...]], bool] | None = None
 
     @property
@@ -102,10 +100,7 @@ def from_values(value: Any, spec: TensorSpec) -> Array:
 
 
 def _holds_text(value: Any) -> bool:
-    """Whether nested lists contain a text.
-
-    numpy would convert all values to texts, each of the size of the longest.
-    """
+    """Whether nested lists hold a text: numpy would make long texts of all values."""
     level = [[value]]
     while level:
         kinds = set(map(type, chain.from_iterable(level)))

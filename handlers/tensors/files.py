@@ -21,10 +21,7 @@ def is_symbol(model_dir: str) -> bool:
 
 
 def symbol_folder(model_dir: str) -> Path:
-    """The folder of the checkpoint's files: the artifact's root, or `model/`.
-
-    Raises `ArtifactError` with the names of missing files.
-    """
+    """The checkpoint's folder: the artifact's root, or `model/`. Raises `ArtifactError`."""
     root = Path(model_dir)
     folder = root if (root / SYMBOL).exists() else root / "model"
     missing = [name for name in (SYMBOL, PARAMS, SHAPES) if not (folder / name).exists()]

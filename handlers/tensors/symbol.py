@@ -111,10 +111,7 @@ class SymbolModel:
         return {n: np.dtype(t or np.float32) for n, t in zip(names, types, strict=True)}
 
     def _infer(self, shapes: Shapes, *, partial: bool = False) -> Shapes:
-        """The shapes of all inputs and outputs, by name; with `partial` unknown sizes are 0.
-
-        Raises `ArtifactError` if the graph cannot compute `shapes`.
-        """
+        """Shapes by name; with `partial` unknown sizes are 0. Raises `ArtifactError`."""
         infer = self._symbol.infer_shape_partial if partial else self._symbol.infer_shape
         try:
             with warnings.catch_warnings():

@@ -64,10 +64,7 @@ def _bound(symbol: Any, shapes: dict[str, tuple[int, ...]], parts: dict[str, Any
 
 
 def input_fn(body: bytes | str, content_type: str | None, model: Any) -> Any:
-    """JSON, CSV or NPY as the `mx.io.NDArrayIter` that `Module.predict` takes.
-
-    Raises `InvalidRequest` or `UnsupportedMediaType`.
-    """
+    """JSON, CSV or NPY as the iterator that `Module.predict` takes. Raises `InvalidRequest`."""
     name, shape = _only_input(model)
     raw = body.encode("utf-8", "surrogatepass") if isinstance(body, str) else body
     kind, _ = media_type(content_type)

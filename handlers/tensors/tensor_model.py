@@ -33,10 +33,7 @@ class TensorModel(Protocol):
     def run(
         self, inputs: Mapping[str, Array], outputs: Sequence[str], timeout_s: float | None
     ) -> dict[str, Array]:
-        """Computes the named outputs; `inputs` are complete and checked against `metadata`.
-
-        Raises `InvalidRequest`, `OutOfMemory`, `DeadlineExceeded`.
-        """
+        """Computes the named outputs from complete, checked inputs. Raises `EngineError`."""
 
 
 def describe(model: TensorModel) -> dict[str, Any]:

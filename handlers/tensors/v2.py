@@ -51,10 +51,7 @@ def parse(
 
 
 def raw_request(data: bytes, metadata: Metadata) -> tuple[dict[str, Any], bytes]:
-    """`handlers.v2.raw_request`, with the shape inferred from the number of bytes.
-
-    Raises `InvalidRequest`, also for a model with several inputs.
-    """
+    """`handlers.v2.raw_request`, its shape from the number of bytes. Raises `InvalidRequest`."""
     spec = metadata.inputs[0]
     fixed = math.prod(size for size in spec.v2_shape if size >= 0)
     if spec.datatype == "BYTES":

@@ -28,12 +28,7 @@ def _client() -> EngineClient:
 
 
 def model_fn(model_dir: str, name: str | None = None, **options: Any) -> ModelHandle:
-    """Loads the artifact in `model_dir` into the engine, under `name` or else its path.
-
-    `options` are the engine's: `backend`, `precision`, `max_rows`, `base`.
-
-    Raises `common.errors.EngineError`: `ArtifactError`, `OutOfMemory`, `EngineUnavailable`.
-    """
+    """Loads an artifact into the engine, by default under its path. Raises `EngineError`."""
     return ModelHandle(_client(), name or model_dir, model_dir, **options)
 
 
@@ -49,10 +44,7 @@ def transform_fn(
     accept: str | None,
     timeout_s: float | None = None,
 ) -> tuple[bytes, str]:
-    """Continues the prompt in `body`; see `handlers.payload` for the formats.
-
-    Returns the answer's bytes and content type. Raises `common.errors.EngineError`.
-    """
+    """Continues the prompt in `body`, see `handlers.payload`. Raises `EngineError`."""
     timeout_s = timeout_s or _settings().request_timeout_s
     v2_request = v2.parse(body, content_type)
     if v2_request is not None:

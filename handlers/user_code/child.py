@@ -20,20 +20,11 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from common.errors import EngineError
-from handlers.user_code import hooks
+from handlers.user_code import hooks, messages
 from handlers.user_code.confinement.rules import Confinement, become_model_process
 from handlers.user_code.conventions.detect import Service, service_of
 from handlers.user_code.failures import to_script_error
-from handlers.user_code.messages import (
-    Answer,
-    Request,
-    ScriptError,
-    error_row,
-    receive,
-    requests_from,
-    send,
-    send_answers,
-)
+from handlers.user_code.messages import Answer, Request, ScriptError
 from handlers.user_code.module import import_script, set_path
 from handlers.user_code.output import print_anything
 
@@ -46,7 +37,7 @@ def main() -> None:
     # A process that the script forks must not keep the connections open after the script's end.
     os.register_at_fork(after_in_child=connection.close)
     os.register_at_fork(after_in_child=engine.close)
-    spec, _ = receive(connection)
+    spec, _ = messages.receive(connection)
     confinement = spec["confinement"]
     become_model_process(worker, Confinement(**confinement) if confinement else None)
     spec["engine"] = engine
@@ -59,15 +50,16 @@ def main() -> None:
     try:
         service = _load(spec)
     except BaseException as error:  # also SystemExit
-        send(connection, {"error": error_row(to_script_error(error))})
+        row = messages.error_row(to_script_error(error))
+        messages.send(connection, {"error": row})
         return
-    send(connection, {})
+    messages.send(connection, {})
     with contextlib.suppress(EOFError):
         while True:
-            message, bodies = receive(connection)
-            requests = requests_from(message, bodies)
+            message, bodies = messages.receive(connection)
+            requests = messages.requests_from(message, bodies)
             answers = _answer(service, requests, message["timeout_s"])
-            send_answers(connection, _checked(answers, spec["max_answer_bytes"]))
+            messages.send_answers(connection, _checked(answers, spec["max_answer_bytes"]))
 
 
 def _load(spec: dict[str, Any]) -> Service:
@@ -95,10 +87,7 @@ def _answer(
 
 
 def _checked(answers: Sequence[Answer | EngineError], max_bytes: int) -> list[Answer | EngineError]:
-    """Replaces an answer by an error if it exceeds Multi Model Server's limit for a batch.
-
-    MMS kills a worker that answers more.
-    """
+    """Replaces an answer above the limit, for which MMS would kill the worker, by an error."""
     limit = max_bytes // max(len(answers), 1) - 65_536
     return [
         ScriptError(

@@ -48,10 +48,7 @@ def _spawner() -> ThreadPoolExecutor:
 
 
 def start(command: list[str], **options: Any) -> subprocess.Popen[bytes]:
-    """Starts a program in a session of its own; `end` ends it.
-
-    Raises `OSError`, or `RuntimeError` if the thread that starts programs cannot be started.
-    """
+    """Starts a program in a session of its own, to `end`. Raises `OSError`, `RuntimeError`."""
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
     def spawn() -> subprocess.Popen[bytes]:

@@ -28,10 +28,7 @@ THREAD_RETRY_S = 0.1  # between attempts to start the first thread
 
 
 def serve(connection: Connection, name: str, model_dir: str) -> None:
-    """Answers `EngineModel`'s calls for one model until the script ends; then releases the model.
-
-    Runs in a thread of the worker.
-    """
+    """Answers one model's `EngineModel` calls until the script ends, on a thread of the worker."""
     from handlers.text import text_model  # late: its imports need not delay the script
 
     lock = threading.Lock()
@@ -39,15 +36,14 @@ def serve(connection: Connection, name: str, model_dir: str) -> None:
 
     def answer(call: dict[str, Any]) -> dict[str, Any]:
         nonlocal handle
-        if "inputs" not in call:
+        if "generate" not in call:
             with lock:
                 handle = handle or text_model.model_fn(model_dir, name)
             return handle.model
         if handle is None:
             raise EngineUnavailable("the model is not loaded")
-        return handle.generate(
-            call["inputs"], call["parameters"], float(call["timeout_s"]), call["request_id"]
-        )
+        inputs, parameters, timeout_s, request_id = call["generate"]
+        return handle.generate(inputs, parameters, float(timeout_s), request_id)
 
     def respond(call: dict[str, Any]) -> None:
         try:
@@ -103,8 +99,7 @@ class EngineModel:
         request_id: str | None = None,
     ) -> dict[str, Any]:
         """The engine's answer. Raises what `ModelHandle.generate` does."""
-        call = {"inputs": inputs, "parameters": parameters, "timeout_s": timeout_s}
-        return self._call({**call, "request_id": request_id})
+        return self._call({"generate": [inputs, parameters, timeout_s, request_id]})
 
     def _call(self, call: dict[str, Any]) -> dict[str, Any]:
         future: Future[dict[str, Any]] = Future()

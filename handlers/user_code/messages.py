@@ -47,10 +47,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Answer:
-    """An answer that Multi Model Server can send; names of `headers` are in lower case.
-
-    Raises `ScriptError` for a status or header that would crash MMS's worker.
-    """
+    """An answer that MMS can send, else `ScriptError`; names of `headers` are in lower case."""
 
     body: bytes
     content_type: str
@@ -92,6 +89,10 @@ class ScriptError(EngineError):
         self.type = cut(kind, 100)
 
 
+def unsupported(message: str, status: int = 415) -> ScriptError:
+    return ScriptError(message, status, "UnsupportedFormatError")
+
+
 def out_of_memory(message: str) -> ScriptError:
     """A `ScriptError`, because other models are evicted for the engine's `OutOfMemory`."""
     return ScriptError(message, 507, "ScriptOutOfMemory")
@@ -104,10 +105,7 @@ def send(connection: Connection, message: dict[str, Any], bodies: Sequence[bytes
 
 
 def receive(connection: Connection) -> tuple[dict[str, Any], list[bytes]]:
-    """The JSON object and its bodies.
-
-    Raises `EOFError` or `OSError` if the connection is closed, `ValueError` if it is malformed.
-    """
+    """The JSON object and its bodies. Raises `EOFError`, `OSError`, `ValueError`."""
     message = json.loads(connection.recv_bytes(MAX_MESSAGE_BYTES))
     count = message.pop("bodies")
     if not 0 <= count <= MAX_BODIES:
@@ -116,10 +114,7 @@ def receive(connection: Connection) -> tuple[dict[str, Any], list[bytes]]:
 
 
 def send_requests(connection: Connection, requests: Sequence[Request], timeout_s: float) -> None:
-    rows = [
-        {"id": r.id, "headers": r.headers, "parts": [[p.name, p.content_type] for p in r.parts]}
-        for r in requests
-    ]
+    rows = [[r.id, r.headers, [[p.name, p.content_type] for p in r.parts]] for r in requests]
     bodies = [part.value for request in requests for part in request.parts]
     send(connection, {"requests": rows, "timeout_s": timeout_s}, bodies)
 
@@ -127,12 +122,8 @@ def send_requests(connection: Connection, requests: Sequence[Request], timeout_s
 def requests_from(message: dict[str, Any], bodies: list[bytes]) -> list[Request]:
     values = iter(bodies)
     return [
-        Request(
-            row["id"],
-            row["headers"],
-            [Part(name, kind, next(values)) for name, kind in row["parts"]],
-        )
-        for row in message["requests"]
+        Request(id, headers, [Part(name, kind, next(values)) for name, kind in parts])
+        for id, headers, parts in message["requests"]
     ]
 
 
@@ -143,8 +134,7 @@ def send_answers(connection: Connection, answers: Sequence[Answer | EngineError]
         if isinstance(answer, EngineError):
             rows.append({"error": error_row(answer)})
         else:
-            row = {"content_type": answer.content_type, "headers": answer.headers}
-            rows.append({**row, "status": answer.status})
+            rows.append({"answer": [answer.content_type, answer.status, answer.headers]})
             bodies.append(answer.body)
     send(connection, {"answers": rows}, bodies)
 
@@ -152,25 +142,21 @@ def send_answers(connection: Connection, answers: Sequence[Answer | EngineError]
 def answers_from(message: dict[str, Any], bodies: list[bytes]) -> list[Answer | EngineError]:
     values = iter(bodies)
     return [
-        error_from(row["error"]) if "error" in row else _answer_from(row, next(values))
+        error_from(row["error"]) if "error" in row else _answer(next(values), *row["answer"])
         for row in message["answers"]
     ]
 
 
-def _answer_from(row: dict[str, Any], body: bytes) -> Answer | EngineError:
+def _answer(body: bytes, content_type: Any, status: Any, headers: Any) -> Answer | EngineError:
     try:
-        return Answer(body, row["content_type"], row["status"], dict(row["headers"]))
+        return Answer(body, content_type, status, dict(headers))
     except ScriptError as error:
         return error
 
 
 def error_row(error: EngineError) -> dict[str, Any]:
-    return {
-        "status": error.status,
-        "type": error.type,
-        "message": error.message,
-        "retry_after_s": error.retry_after_s,
-    }
+    names = ("status", "type", "message", "retry_after_s")
+    return {name: getattr(error, name) for name in names}
 
 
 def error_from(row: dict[str, Any]) -> EngineError:

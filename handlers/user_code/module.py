@@ -22,10 +22,7 @@ SERVER_PACKAGES = ("common", "engine", "handlers", "serving", "tests", "scripts"
 
 
 def set_path(folders: Sequence[str], packages: str | None) -> None:
-    """Sets `sys.path`: the standard library, the model's folders, its packages, the image's.
-
-    The server's own modules come last.
-    """
+    """Sets `sys.path`: standard library, model, its packages, the image's, the server's modules."""
     paths = sysconfig.get_paths()
     own = [entry for entry in sys.path if entry != REPOSITORY]
     standard = {paths["stdlib"], paths["platstdlib"]}

@@ -22,10 +22,7 @@ _write = threading.Lock()
 
 
 def print_anything() -> None:
-    """Makes `print` write lone surrogates, which UTF-8 cannot encode, as escapes.
-
-    Otherwise printing such a text, or an error message that quotes it, raises.
-    """
+    """Makes `print` write lone surrogates as escapes: as UTF-8 they would raise."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
@@ -48,9 +45,7 @@ def _relay(stream: IO[bytes], name: str) -> None:
                 continue
             budget -= len(line)
             if dropped:
-                _print(
-                    f"{name}: {dropped} bytes of output were dropped, the limit is {BYTES_PER_S}/s"
-                )
+                _print_dropped(name, dropped)
                 dropped = 0
             text = line.decode("utf-8", "backslashreplace").rstrip("\r\n")
             if text:

@@ -38,10 +38,7 @@ class ScriptPool:
         threading.Thread(target=self._reap, name="reaper", daemon=True).start()
 
     def connected(self) -> None:
-        """Adds a process if there are now more connections than processes, and waits for its load.
-
-        A failure is only logged: the next request that needs the process starts it again.
-        """
+        """Adds a process if there are more connections than processes; a failure is only logged."""
         with self._changed:
             self._connections += 1
             if self._connections <= self._count:

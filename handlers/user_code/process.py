@@ -21,20 +21,10 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import DeadlineExceeded, EngineError, EngineUnavailable
-from handlers.user_code import descendants, engine_proxy
+from handlers.user_code import descendants, engine_proxy, messages
 from handlers.user_code.confinement.rules import environment
 from handlers.user_code.descendants import has_ended
-from handlers.user_code.messages import (
-    Answer,
-    Request,
-    ScriptError,
-    answers_from,
-    error_from,
-    out_of_memory,
-    receive,
-    send,
-    send_requests,
-)
+from handlers.user_code.messages import Answer, Request, ScriptError, out_of_memory, receive
 from handlers.user_code.output import relay
 
 logger = logging.getLogger(__name__)
@@ -57,10 +47,7 @@ class ScriptProcess:
         self._timed_out = False
 
     def start(self) -> None:
-        """Starts the process, which loads the model; `wait_until_loaded` returns the outcome.
-
-        Raises `ScriptError` if no process, thread or socket can be created.
-        """
+        """Starts the process, see `wait_until_loaded`. Raises `ScriptError`."""
         self.stop()
         try:
             self._start()
@@ -70,7 +57,7 @@ class ScriptProcess:
             raise ScriptError(f"the model's script cannot be started: {reason}") from None
         assert self._connection is not None
         with contextlib.suppress(OSError):  # it has ended already; `wait_until_loaded` raises that
-            send(self._connection, dict(self._spec))
+            messages.send(self._connection, dict(self._spec))
 
     def _start(self) -> None:
         variables = environment(self._spec["temporary"])
@@ -98,10 +85,7 @@ class ScriptProcess:
         relay(process.stdout, self._name)
 
     def wait_until_loaded(self, timeout_s: float | None = None) -> None:
-        """Raises the reason if the script does not load.
-
-        After the load timeout the process is stopped. A shorter `timeout_s` leaves it loading.
-        """
+        """Raises the reason if the script does not load; a short `timeout_s` leaves it loading."""
         if self._loaded:
             return
         left_s = self._give_up_loading_at - time.monotonic()
@@ -117,7 +101,7 @@ class ScriptProcess:
             raise self._ended("while it was loaded", self._load_timeout_s) from None
         if "error" in outcome:
             self.stop()
-            raise error_from(outcome["error"])
+            raise messages.error_from(outcome["error"])
         self._loaded = True
 
     def answer(self, requests: Sequence[Request], timeout_s: float) -> list[Answer | EngineError]:
@@ -130,8 +114,8 @@ class ScriptProcess:
         left_s = max(end - time.monotonic(), 0.1)
         try:
             with self._killed_after(left_s):
-                send_requests(self._connection, requests, left_s)
-                answers = answers_from(*receive(self._connection))
+                messages.send_requests(self._connection, requests, left_s)
+                answers = messages.answers_from(*receive(self._connection))
         except (EOFError, OSError, ValueError, KeyError, TypeError, StopIteration):
             error = self._ended("while it answered", timeout_s)
             with contextlib.suppress(ScriptError):

@@ -28,10 +28,7 @@ PROGRAM = Path(__file__).with_name("pip_child.py")
 def install(
     script: Script, spec: ModelSpec, settings: Settings, confinement: Confinement | None
 ) -> str | None:
-    """The folder with the packages; None if the model has no `requirements.txt`.
-
-    Raises `ArtifactError` without ALLOW_MODEL_REQUIREMENTS, and with pip's reason if pip fails.
-    """
+    """The folder with the packages; None without `requirements.txt`. Raises `ArtifactError`."""
     file = script.requirements
     if file is None:
         return None

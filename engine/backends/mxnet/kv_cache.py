@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,47 +13,23 @@ from common.errors import OutOfMemory
 from common.memory import is_out_of_memory
 from common.mxnet_compat import mx
 from engine.artifacts.config import GPT2Config
-from engine.backends.dense import grown_shape
+from engine.backends.dense import DenseCache
 
 nd = mx.nd
 
 
-class MXNetKVCache:
-    """Keys and values of the rows of a batch, each row with its own length.
+class MXNetKVCache(DenseCache):
+    """Two arrays (rows, heads, capacity, hs) a layer; what is beyond a row's length is masked."""
 
-    Two arrays (rows, heads, capacity, hs) a layer, which grow by `grown_shape`. Positions beyond a
-    row's length are masked, not cleared.
-    """
+    shape = (0, 0)
 
     def __init__(self, config: GPT2Config, ctx: Any):
-        self.config, self._ctx = config, ctx
-        self.lengths: list[int] = []
-        self._rows = self._capacity = 0
+        super().__init__(config, config.kv_bytes_per_token)
+        self._ctx = ctx
         self._arrays: dict[int, list[Any]] = {}  # by layer
         self._selected = slice(0, 0)
         self._views: dict[int, tuple[list[Any], list[Any]]] = {}  # while they hold
         self._write: Any = None
-
-    @property
-    def num_bytes(self) -> int:
-        return self._rows * self._capacity * self.config.kv_bytes_per_token
-
-    def num_bytes_for(self, lengths: Sequence[int]) -> int:
-        """Bytes with rows of these lengths.
-
-        All rows are as long as the longest, and the cache does not shrink before it is empty.
-        """
-        if not lengths:
-            return 0
-        rows, capacity = self._shape_for(len(lengths), max(lengths))
-        return rows * capacity * self.config.kv_bytes_per_token
-
-    def _shape_for(self, rows: int, length: int) -> tuple[int, int]:
-        return grown_shape((self._rows, self._capacity), rows, length, self.config.max_length)
-
-    def add_row(self) -> int:
-        self.lengths.append(0)
-        return len(self.lengths) - 1
 
     def copy_row(self, source: int, target: int, length: int) -> None:
         """Copy a row and wait for it; raises what fails."""
@@ -63,15 +39,14 @@ class MXNetKVCache:
                 self._grow(len(self.lengths), length)
                 for array in self._all():
                     array[target, :, :length] = array[source, :, :length]
-                _wait(self._all())
+                for array in self._all():
+                    array.wait_to_read()
 
     def _all(self) -> Iterator[Any]:
         return itertools.chain.from_iterable(self._arrays.values())
 
-    def remove_last_row(self) -> None:
-        self.lengths.pop()
-        if not self.lengths:
-            self._arrays, self._views, self._rows, self._capacity = {}, {}, 0, 0
+    def clear(self) -> None:
+        self._arrays, self._views, self.shape = {}, {}, (0, 0)
 
     def select(self, begin: int, end: int) -> None:
         """Select rows begin..end-1 for the next forward pass."""
@@ -104,7 +79,7 @@ class MXNetKVCache:
     def _make_views(self, layer: int) -> tuple[list[Any], list[Any]]:
         """A layer with rows and heads as one axis: all rows, and the selected ones."""
         nh, rows = self.config.num_heads, self._selected
-        shape = (self._rows * nh, self._capacity, self.config.head_size)
+        shape = (self.shape[0] * nh, self.shape[1], self.config.head_size)
         flat = [array.reshape(shape) for array in self._arrays[layer]]
         return flat, [array[rows.start * nh : rows.stop * nh] for array in flat]
 
@@ -113,22 +88,18 @@ class MXNetKVCache:
             self.lengths[row] += T
 
     def _grow(self, rows: int, length: int) -> None:
-        if rows <= self._rows and length <= self._capacity:
+        old_rows, old_capacity = self.shape
+        if rows <= old_rows and length <= old_capacity:
             return
-        rows, capacity = self._shape_for(rows, length)
+        rows, capacity = self.shape_for(rows, length)
         shape = (rows, self.config.num_heads, capacity, self.config.head_size)
         for layer in range(self.config.num_layers):
             old = self._arrays.get(layer)
             new = [nd.zeros(shape, ctx=self._ctx) for _ in range(2)]
             for target, source in zip(new, old or (), strict=False):
-                target[: self._rows, :, : self._capacity] = source
+                target[:old_rows, :, :old_capacity] = source
             self._arrays[layer] = new
-        self._rows, self._capacity, self._views = rows, capacity, {}
-
-
-def _wait(arrays: Iterable[Any]) -> None:
-    for array in arrays:
-        array.wait_to_read()
+        self.shape, self._views = (rows, capacity), {}
 
 
 @contextmanager

@@ -60,10 +60,7 @@ def _first_gpu() -> mx.Context:
 
 
 def load(artifact: Artifact, ctx: mx.Context | None = None) -> MXNetModel:
-    """Load the weights onto the first GPU, or another `ctx`.
-
-    Raises `OutOfMemory`, and `InvalidRequest` where there is no GPU or no MXNet that can use it.
-    """
+    """Load onto the first GPU, or another `ctx`. Raises `OutOfMemory`, `InvalidRequest`."""
     ctx = ctx or _first_gpu()
     with out_of_memory(ctx, f"{artifact.fp32_bytes} bytes of weights"):
         return MXNetModel(artifact, ctx)

@@ -34,16 +34,13 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Provider:
-    """A device of an execution provider.
-
-    limit_bytes: of all memory that sessions take beside their weights; 0: no limit
-    """
+    """A device of an execution provider."""
 
     name: str
     device: str  # as IOBinding calls it
     memory: str  # as OrtMemoryInfo calls it
     arena: str  # as `memory.enable_memory_arena_shrinkage` calls it
-    limit_bytes: int = 0
+    limit_bytes: int = 0  # of what sessions take beside their weights; 0: no limit
 
     @property
     def options(self) -> dict[str, str]:
@@ -166,11 +163,9 @@ class Buffers:
         return open_session(model.SerializeToString(), self.provider, {})
 
     def grow(self, old: Any, shape: Sequence[int]) -> Any:
-        """A buffer of `shape` (4 dimensions) with the content of `old` in its first corner.
-
-        `old` is an OrtValue on the device, or a numpy array. Raises `OutOfMemory`.
-        """
-        pads = np.array([*[0] * len(shape), *np.subtract(shape, _shape(old))], dtype=np.int64)
+        """A buffer of `shape` with `old` (OrtValue or array) in its corner, or `OutOfMemory`."""
+        now = old.shape if isinstance(old, np.ndarray) else old.shape()
+        pads = np.array([*[0] * len(shape), *np.subtract(shape, now)], dtype=np.int64)
         return self.retry_after_trim(lambda: self._padded(old, pads))
 
     def retry_after_trim(self, call: Callable[[], T]) -> T:
@@ -219,12 +214,5 @@ class Buffers:
             logger.warning("the device's memory stays with the arena: %s", error)
 
 
-def _shape(value: Any) -> Sequence[int]:
-    shape: Sequence[int] = value.shape if isinstance(value, np.ndarray) else value.shape()
-    return shape
-
-
-@functools.cache
-def buffers(provider: Provider, count: int) -> Buffers:
-    """Buffers that all models with so many of them share: a session on a GPU is not small."""
-    return Buffers(provider, count)
+# All models with as many buffers share a session, which is not small on a GPU.
+buffers = functools.cache(Buffers)

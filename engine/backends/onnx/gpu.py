@@ -6,7 +6,6 @@ graph, most of it in fp32 between roundings to fp16.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +17,7 @@ from common.errors import OutOfMemory
 from common.memory import return_freed_memory
 from engine.artifacts.artifact import Artifact
 from engine.artifacts.config import GPT2Config
-from engine.backends.dense import DenseModel, Ids, grown_shape
+from engine.backends.dense import DenseCache, DenseModel, Ids
 from engine.backends.interface import Logits
 from engine.backends.onnx.device import CUDA, Buffers, Provider, buffers, open_session
 from engine.backends.onnx.graph import GPT2Graph, kv_names, padded_head_size
@@ -39,7 +38,7 @@ class OnnxGpuModel(DenseModel):
         super().__init__()
         self.config = artifact.config
         graph = GPT2Graph(artifact.config, artifact.weights)
-        self.weight_bytes = sum(part.num_bytes for part in graph.parts)
+        self.weight_bytes = graph.weight_bytes
         weights = {name: to_ort(tensor) for name, tensor in graph.external.items()}
         self._session = open_session(graph.model.SerializeToString(), provider, weights)
         self._weights = weights if provider.device == "cpu" else {}  # a GPU has its own copy now
@@ -99,7 +98,7 @@ class OnnxGpuModel(DenseModel):
         binding = self._session.io_binding()
         binding.bind_ortvalue_output("logits", to_ort(logits))
         for name, buffer in zip(self._kv_names, self._cache.buffers, strict=True):
-            shape = [end - begin, *buffer.row_shape]
+            shape = [end - begin, *buffer.shape[1:]]
             place = (self._device, 0, np.float16, shape, buffer.address(begin))
             binding.bind_input(f"past{name}", *place)
             binding.bind_output(f"present{name}", *place)
@@ -114,12 +113,8 @@ class Buffer:
     shape: tuple[int, int, int, int]
 
     @property
-    def row_shape(self) -> tuple[int, int, int]:
-        return self.shape[1:]
-
-    @property
     def row_items(self) -> int:
-        return int(np.prod(self.row_shape))
+        return int(np.prod(self.shape[1:]))
 
     @property
     def num_bytes(self) -> int:
@@ -130,54 +125,38 @@ class Buffer:
         return address
 
 
-class DeviceKVCache:
-    """Keys and values of all rows, in a key and a value buffer for each layer.
-
-    They grow by `grown_shape`, one after the other: memory for both sizes is needed for one buffer
-    at a time.
-    """
+class DeviceKVCache(DenseCache):
+    """A key and a value buffer for each layer, which grow one by one: that takes less memory."""
 
     def __init__(self, config: GPT2Config, device: Buffers) -> None:
-        self.lengths: list[int] = []
+        self._heads, self._head_size = config.num_heads, padded_head_size(config)
+        super().__init__(config, device.count * self._heads * self._head_size * ITEM_BYTES)
         self.device = device
         self.buffers: list[Buffer] = []
         self.bindings: dict[int, Any] = {}  # of the first rows' buffers, until these move
-        self._max_length = config.max_length
-        self._heads, self._head_size = config.num_heads, padded_head_size(config)
-        self.token_bytes = device.count * self._heads * self._head_size * ITEM_BYTES
 
     @property
     def num_bytes(self) -> int:
         return sum(buffer.num_bytes for buffer in self.buffers)
 
-    def num_bytes_for(self, lengths: Sequence[int]) -> int:
-        if not lengths:
-            return 0
-        rows, capacity = self._shape_for(len(lengths), max(lengths))
-        return rows * capacity * self.token_bytes
-
-    def _shape_for(self, rows: int, length: int) -> tuple[int, int]:
+    @property
+    def shape(self) -> tuple[int, int]:
         # They are of one shape, unless one could not grow after another had.
-        largest = max(((b.shape[0], b.shape[2]) for b in self.buffers), default=(0, 0))
-        return grown_shape(largest, rows, length, self._max_length)
+        return max(((b.shape[0], b.shape[2]) for b in self.buffers), default=(0, 0))
 
     def add_row(self) -> int:
         if len(self.lengths) == MAX_ROWS:
             raise OutOfMemory(f"all {MAX_ROWS} rows of the batch are taken")
-        self.lengths.append(0)
-        return len(self.lengths) - 1
+        return super().add_row()
 
     def hold(self, length: int) -> None:
-        """Give all rows buffers of `length` tokens.
-
-        Raises `OutOfMemory`; the rows are as before then.
-        """
+        """Give all rows buffers of `length` tokens, or change none and raise `OutOfMemory`."""
         rows = len(self.lengths)
         held = (rows <= b.shape[0] and length <= b.shape[2] for b in self.buffers)
         if self.buffers and all(held):
             return
         self.bindings.clear()
-        rows, capacity = self._shape_for(rows, length)
+        rows, capacity = self.shape_for(rows, length)
         shape = (rows, self._heads, capacity, self._head_size)
         as_floats = (*shape[:3], self._head_size // 2)
         if not self.buffers:
@@ -197,17 +176,11 @@ class DeviceKVCache:
             self.device.copy(sources, targets, self.buffers[0].row_items // 2)
         self.lengths[target] = length
 
-    def remove_last_row(self) -> None:
-        self.lengths.pop()
-        if not self.lengths:
-            self.buffers = []
-            self.bindings.clear()
+    def clear(self) -> None:
+        self.buffers = []
+        self.bindings.clear()
 
 
 def load(artifact: Artifact, provider: Provider = CUDA) -> OnnxGpuModel:
-    """Load a model.
-
-    Raises `OutOfMemory`, `ArtifactError` for weights that fp16 cannot hold, and `InvalidRequest`
-    where there is no GPU or no onnxruntime that can use it.
-    """
+    """Load a model. Raises `OutOfMemory`, `InvalidRequest`; `ArtifactError` beyond fp16."""
     return OnnxGpuModel(artifact, provider)

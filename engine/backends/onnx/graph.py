@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -52,26 +51,18 @@ def kv_names(config: GPT2Config, kind: str) -> Iterator[str]:
             yield f"{kind}_{i}_{part}"
 
 
-@dataclass(frozen=True)
-class Part:
-    """A tensor outside of the protobuf, made when it is needed."""
-
-    name: str
-    num_bytes: int
-    make: Callable[[], Array]
-
-
 class GPT2Graph:
     """Builds the graph: the protobuf, and the weights outside of it.
 
-    `model` refers to each tensor of `parts` by a place in a file that does not exist; give them to
+    `model` refers to each of `external` by a place in a file that does not exist; give them to
     onnxruntime's `SessionOptions.add_external_initializers`. The protobuf depends on the model's
     shape only, but for tensors below `INLINE_BYTES`.
     """
 
     def __init__(self, config: GPT2Config, weights: Weights) -> None:
         self.config, self.weights = config, weights
-        self.parts: list[Part] = []
+        self.weight_bytes = 0  # outside of the protobuf
+        self._makers: dict[str, Callable[[], Array]] = {}
         self._initializers: dict[str, Any] = {}
         self._nodes: list[Any] = []
         self._last_token = self._tensor("last_token", np.array(-1, dtype=np.int64))
@@ -79,8 +70,8 @@ class GPT2Graph:
 
     @property
     def external(self) -> dict[str, Array]:
-        """All tensors of `parts`, made now."""
-        return {part.name: part.make() for part in self.parts}
+        """The tensors outside of the protobuf, made now."""
+        return {name: make() for name, make in self._makers.items()}
 
     def _build(self) -> Any:
         c = self.config
@@ -133,11 +124,10 @@ class GPT2Graph:
 
     def _feed_forward(self, x: str, i: int, residual: str) -> str:  # (B, T, C) -> (B, T, C)
         hidden, out = artifact.FFN_HIDDEN.format(i), artifact.FFN_OUT.format(i)
-        h = self._dense(x, self.weights[hidden + ".weight"], self.weights[hidden + ".bias"], hidden)
+        h = self._product(x, hidden)
         gelu = "FastGelu" if self.config.activation == "gelu_new" else "Gelu"
         h = self._op(gelu, [h], domain=MICROSOFT)
-        w, b = self.weights[out + ".weight"], self.weights[out + ".bias"]
-        return self._dense(h, w, b, out, residual=residual)
+        return self._product(h, out, residual)
 
     def _norm(self, x: str, name: str) -> str:
         gamma = self._tensor(name + ".gamma", self.weights[name + ".gamma"])
@@ -145,6 +135,10 @@ class GPT2Graph:
         eps = self.config.layer_norm_eps
         y = self._op("LayerNormalization", [x, gamma, beta], axis=-1, epsilon=eps)
         return self._op("Cast", [y], to=TensorProto.FLOAT16)
+
+    def _product(self, x: str, name: str, residual: str = "") -> str:
+        w, b = self.weights[f"{name}.weight"], self.weights[f"{name}.bias"]
+        return self._dense(x, w, b, name, residual)
 
     def _dense(self, x: str, w: Array, b: Array | None, name: str, residual: str = "") -> str:
         """x W^T + b with W (out, in), b (out,); and `residual`."""
@@ -165,8 +159,11 @@ class GPT2Graph:
             if num_bytes < INLINE_BYTES:
                 tensor.raw_data = _as(value, wanted, name).tobytes()
             else:
-                place_externally(tensor, location="none", offset=0, length=num_bytes)
-                self.parts.append(Part(name, num_bytes, lambda: _as(value, wanted, name)))
+                tensor.data_location = TensorProto.EXTERNAL
+                for key, entry in (("location", "none"), ("offset", "0"), ("length", num_bytes)):
+                    tensor.external_data.add(key=key, value=str(entry))
+                self.weight_bytes += num_bytes
+                self._makers[name] = lambda: _as(value, wanted, name)
             self._initializers[name] = tensor
         return name
 
@@ -195,14 +192,6 @@ class GPT2Graph:
         )
         opsets = [helper.make_opsetid("", 17), helper.make_opsetid(MICROSOFT, 1)]
         return helper.make_model(graph, opset_imports=opsets, ir_version=9)
-
-
-def place_externally(tensor: Any, **entries: Any) -> None:
-    """Place an initializer's data in a file: `location`, `offset`, `length`."""
-    tensor.data_location = TensorProto.EXTERNAL
-    del tensor.external_data[:]
-    for key, entry in entries.items():
-        tensor.external_data.add(key=key, value=str(entry))
 
 
 def _as(value: Array, dtype: np.dtype[Any], name: str) -> Array:

@@ -116,10 +116,7 @@ def _prctl(option: int, value: int) -> None:
 
 
 def _python() -> list[str]:
-    """Paths that this process imports from, and those in `PATH_VARIABLES`.
-
-    Of the server's own folder only its packages.
-    """
+    """Paths of imports and of `PATH_VARIABLES`; of the server's own folder only its packages."""
     folders = [path for path in sys.path if path and Path(path).resolve() != REPOSITORY]
     values = " ".join(os.environ.get(name, "") for name in PATH_VARIABLES)
     packages = [str(REPOSITORY / name) for name in SERVER_PACKAGES]
@@ -128,10 +125,7 @@ def _python() -> list[str]:
 
 
 def _remaining_capabilities() -> set[int]:
-    """The capability by which a server's root reads files of other owners.
-
-    DAC_OVERRIDE, which also writes them, only if Landlock limits it.
-    """
+    """The capability to read others' files; one that also writes only if Landlock limits it."""
     permitted = capabilities.permitted()
     if capabilities.DAC_READ_SEARCH in permitted:
         return {capabilities.DAC_READ_SEARCH}

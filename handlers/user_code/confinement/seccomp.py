@@ -13,27 +13,8 @@ import socket
 from collections.abc import Iterator
 from errno import EACCES, ENOSYS, EOPNOTSUPP
 
-from common.seccomp import (
-    ALLOWED,
-    AND,
-    ARCHITECTURES,
-    CLONE,
-    EXTENDED_ATTRIBUTES,
-    JEQ,
-    JSET,
-    NEW_NAMESPACES,
-    OPEN,
-    OPENAT,
-    OPENAT2,
-    OTHERS,
-    WRITES,
-    Rule,
-    always,
-    argument,
-    load,
-    refuse,
-    refused,
-)
+from common import seccomp as bpf
+from common.seccomp import ALLOWED, JEQ, Rule, argument, refuse, refused
 
 NETLINK_ROUTE = 0  # addresses and routes; other netlink protocols list sockets
 SOCKET_TYPE = 0xF  # without SOCK_CLOEXEC and SOCK_NONBLOCK
@@ -41,7 +22,7 @@ O_TRUNC, O_ACCMODE, O_WRONLY, O_RDWR = 0o1000, 0o3, 0o1, 0o2
 
 
 def available() -> bool:
-    return platform.machine() in ARCHITECTURES
+    return platform.machine() in bpf.ARCHITECTURES
 
 
 def refuse_calls(network: bool, truncation: bool) -> None:
@@ -51,19 +32,19 @@ def refuse_calls(network: bool, truncation: bool) -> None:
     ABI 3 does not restrict.
     """
     rules = [*_rules(network), *(_truncation() if truncation else ())]
-    if not load(ctypes.CDLL(None), rules):
+    if not bpf.load(ctypes.CDLL(None), rules):
         raise OSError(ENOSYS, "the kernel does not support seccomp filters")
 
 
 def _rules(network: bool) -> Iterator[Rule]:
-    yield from always()
+    yield from bpf.always()
     yield from refuse(
-        EXTENDED_ATTRIBUTES.values(), EOPNOTSUPP
+        bpf.EXTENDED_ATTRIBUTES.values(), EOPNOTSUPP
     )  # as file systems without attributes
-    yield CLONE, [argument(0), (JSET, 0, 1, NEW_NAMESPACES), refused(), ALLOWED]
+    yield bpf.CLONE, [argument(0), (bpf.JSET, 0, 1, bpf.NEW_NAMESPACES), refused(), ALLOWED]
     families = (socket.AF_INET, socket.AF_INET6) if network else ()
     yield (
-        OTHERS["socket"],
+        bpf.OTHERS["socket"],
         [
             argument(0),
             *(step for family in families for step in ((JEQ, 0, 1, family), ALLOWED)),
@@ -74,10 +55,10 @@ def _rules(network: bool) -> Iterator[Rule]:
     )
     # Either half of a pair of datagram sockets could send to any datagram socket.
     yield (
-        OTHERS["socketpair"],
+        bpf.OTHERS["socketpair"],
         [
             *(argument(0), (JEQ, 1, 0, socket.AF_UNIX), refused(EACCES)),
-            *(argument(1), (AND, 0, 0, SOCKET_TYPE)),
+            *(argument(1), (bpf.AND, 0, 0, SOCKET_TYPE)),
             *((JEQ, 0, 1, socket.SOCK_STREAM), ALLOWED),
             *((JEQ, 0, 1, socket.SOCK_SEQPACKET), ALLOWED),
             refused(EACCES),
@@ -87,14 +68,14 @@ def _rules(network: bool) -> Iterator[Rule]:
 
 def _truncation() -> Iterator[Rule]:
     """Refuses `truncate` by path, and `O_TRUNC` unless the file is opened for writing."""
-    yield from refuse([WRITES["truncate"]], EACCES)
-    yield from refuse([OPENAT2], ENOSYS)
-    for call, flags in ((OPEN, 1), (OPENAT, 2)):
+    yield from refuse([bpf.WRITES["truncate"]], EACCES)
+    yield from refuse([bpf.OPENAT2], ENOSYS)
+    for call, flags in ((bpf.OPEN, 1), (bpf.OPENAT, 2)):
         yield (
             call,
             [
-                *(argument(flags), (JSET, 1, 0, O_TRUNC), ALLOWED),
-                (AND, 0, 0, O_ACCMODE),
+                *(argument(flags), (bpf.JSET, 1, 0, O_TRUNC), ALLOWED),
+                (bpf.AND, 0, 0, O_ACCMODE),
                 *((JEQ, 0, 1, O_WRONLY), ALLOWED),
                 *((JEQ, 0, 1, O_RDWR), ALLOWED),
                 refused(EACCES),

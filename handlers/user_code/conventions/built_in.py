@@ -15,7 +15,7 @@ from common.media_types import JSON, TEXT
 from handlers.dispatch import Handler, built_in
 from handlers.payload import to_json
 from handlers.user_code.conventions import formats
-from handlers.user_code.messages import ScriptError
+from handlers.user_code.messages import ScriptError, unsupported
 from handlers.user_code.module import server_imports
 
 
@@ -55,11 +55,7 @@ class BuiltIn:
             return read_json(body)
         if kind == TEXT:
             return read_text(body)
-        raise ScriptError(
-            f"Content type {content_type} is not supported, {JSON} and {TEXT} are",
-            415,
-            "UnsupportedFormatError",
-        )
+        raise unsupported(f"Content type {content_type} is not supported, {JSON} and {TEXT} are")
 
     def predict_fn(self, data: Any, model: Any, timeout_s: float) -> Any:
         """Raises `EngineError`."""

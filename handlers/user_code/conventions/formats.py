@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from common.errors import InvalidRequest
-from handlers.user_code.messages import ScriptError
+from handlers.user_code.messages import ScriptError, unsupported
 
 
 def input_fn(body: bytes | str, content_type: str | None, model: Any) -> Any:
@@ -19,11 +19,8 @@ def input_fn(body: bytes | str, content_type: str | None, model: Any) -> Any:
         return decoder.decode(body, content_type)
     except errors.UnsupportedFormatError:
         known = ", ".join(sorted(decoder._decoder_map))
-        raise ScriptError(
-            f"Content type {content_type} is not supported, {known} are",
-            415,
-            "UnsupportedFormatError",
-        ) from None
+        message = f"Content type {content_type} is not supported, {known} are"
+        raise unsupported(message) from None
     except Exception as error:
         reason = " ".join(str(error).split())[:200]
         raise InvalidRequest(f"the body is not {content_type}: {reason}") from None
@@ -49,6 +46,4 @@ def output_fn(prediction: Any, accept: str) -> tuple[Any, str]:
             name = type(prediction).__name__
             raise ScriptError(f"predict_fn's {name} cannot be written as {kind}: {error}") from None
     known = ", ".join(sorted(encoder.SUPPORTED_CONTENT_TYPES))
-    raise ScriptError(
-        f"Content type {accept} is not supported, {known} are", 406, "UnsupportedFormatError"
-    )
+    raise unsupported(f"Content type {accept} is not supported, {known} are", 406)

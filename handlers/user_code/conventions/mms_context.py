@@ -24,7 +24,8 @@ class Headers(dict[str, Any]):
     """A request's headers, with names like `Content-Type`, found in any case."""
 
     def __init__(self, headers: Mapping[str, str]) -> None:
-        super().__init__({_title_case(name): value for name, value in headers.items()})
+        titles = {name: "-".join(map(str.capitalize, name.split("-"))) for name in headers}
+        super().__init__({titles[name]: value for name, value in headers.items()})
         self._names = {name.lower(): name for name in self}
 
     def __getitem__(self, name: str) -> Any:
@@ -35,10 +36,6 @@ class Headers(dict[str, Any]):
 
     def get(self, name: str, default: Any = None) -> Any:
         return super().get(self._names.get(name.lower(), name), default)
-
-
-def _title_case(name: str) -> str:
-    return "-".join(part.capitalize() for part in name.split("-"))
 
 
 class ScriptContext(Context):  # type: ignore[misc]
@@ -104,10 +101,7 @@ def to_answer(value: Any, kind: str | None, processor: RequestProcessor, what: s
 
 
 def decode(request: Request) -> dict[str, Any]:
-    """The request's values as Multi Model Server passes them: JSON and text decoded.
-
-    Raises `InvalidRequest`.
-    """
+    """The request's values as MMS passes them, JSON and text decoded. Raises `InvalidRequest`."""
     values: dict[str, Any] = {}
     for part in request.parts:
         try:

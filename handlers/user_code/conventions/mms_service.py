@@ -20,10 +20,7 @@ STEPS = ("preprocess", "inference", "postprocess")
 
 
 def find_handler(module: ModuleType, entry: str | None) -> Any:
-    """The function or class `entry`, else `handle`, else the only class that can handle requests.
-
-    None if there is none, or several. Raises `ArtifactError` if `entry` does not exist.
-    """
+    """`entry`, else `handle`, else the only class that can handle requests, else None."""
     if entry is not None:
         handler = getattr(module, entry, None)
         if not callable(handler):

@@ -31,7 +31,7 @@ from handlers.user_code.conventions.built_in import BuiltIn
 from handlers.user_code.conventions.defaults import Defaults, defaults_for
 from handlers.user_code.conventions.mms_context import ScriptContext, to_answer
 from handlers.user_code.failures import to_script_error
-from handlers.user_code.messages import Answer, Request, ScriptError
+from handlers.user_code.messages import Answer, Request, ScriptError, unsupported
 
 STAGES = ("input_fn", "predict_fn", "output_fn")
 FUNCTIONS = ("model_fn", "transform_fn", *STAGES)
@@ -128,17 +128,14 @@ class SageMakerFunctions:
     def _stages(
         self, body: Any, content_type: str | None, accept: str, context: Any, timeout_s: float
     ) -> Any:
-        if "input_fn" in self._functions:
-            data = self._call("input_fn", (body, content_type), context)
-        else:
-            data = self._defaults.input_fn(body, content_type, self._model)
-        if "predict_fn" in self._functions:
-            prediction = self._call("predict_fn", (data, self._model), context)
-        else:
-            prediction = self._defaults.predict_fn(data, self._model, timeout_s)
-        if "output_fn" in self._functions:
-            return self._call("output_fn", (prediction, accept), context)
-        return self._defaults.output_fn(prediction, accept)
+        def run(name: str, arguments: tuple[Any, ...], *of_default: Any) -> Any:
+            if name in self._functions:
+                return self._call(name, arguments, context)
+            return getattr(self._defaults, name)(*arguments, *of_default)
+
+        data = run("input_fn", (body, content_type), self._model)
+        prediction = run("predict_fn", (data, self._model), timeout_s)
+        return run("output_fn", (prediction, accept))
 
     def _call(self, name: str, arguments: tuple[Any, ...], context: ScriptContext) -> Any:
         function = self._functions[name]
@@ -173,7 +170,7 @@ def _toolkit_error(error: Exception, name: str) -> ScriptError | None:
         )
     if isinstance(error, errors.UnsupportedFormatError):
         status = 406 if name == "output_fn" else 415
-        return ScriptError(str(error).split(".")[0] + ".", status, "UnsupportedFormatError")
+        return unsupported(str(error).split(".")[0] + ".", status)
     return None
 
 
@@ -216,6 +213,4 @@ def _decoded(request: Request) -> tuple[bytes | str, str]:
             f"the body is not {charset}, the charset of its Content-Type"
         ) from None
     except LookupError:
-        raise ScriptError(
-            f"the charset {charset[:40]} is not known", 415, "UnsupportedFormatError"
-        ) from None
+        raise unsupported(f"the charset {charset[:40]} is not known") from None

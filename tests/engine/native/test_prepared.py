@@ -157,7 +157,7 @@ def test_a_foreign_checkpoint_is_packed_from_its_transposed_views(tmp_path: Path
         entry = next(
             e for e in module.layout(artifact.config, "fp32") if e.name == "layers.0.qkv.weight"
         )
-        begin = found.address(entry.name) - found.span[0]
+        begin = found.addresses[entry.name] - found.span[0]
         packed = np.frombuffer(found._memory, np.float32, int(np.prod(entry.shape)), begin)
         columns = packed.reshape(entry.shape).transpose(0, 2, 1).reshape(-1, entry.k)[: entry.n]
         np.testing.assert_array_equal(columns, artifact.weights[entry.source].astype(np.float32))

@@ -26,12 +26,20 @@ from common.errors import (
     PromptTooLong,
 )
 from engine import sandbox
-from engine.sandbox import Limits, Sandbox, again, run
+from engine.sandbox import Limits, Sandbox, again
 from tests.engine.engines import until
 from tests.engine.sandbox import targets
 from tests.processes import has_ended, nothing_starts_in
 
 WIDE_S = 60.0
+
+
+def run(target: Callable[..., Any], *arguments: Any, timeout_s: float, **options: Any) -> Any:
+    def once() -> Any:
+        with Sandbox(target, *arguments, **options) as child:
+            return child.ready(timeout_s)
+
+    return again(once)
 
 
 def outcome(target: Callable[..., Any], timeout_s: float = WIDE_S, **limits: int) -> str:

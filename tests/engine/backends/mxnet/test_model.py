@@ -15,7 +15,6 @@ from engine import backends
 from engine.artifacts.artifact import Artifact
 from engine.artifacts.open import open_artifact
 from engine.backends import dense
-from engine.backends.mxnet import kv_cache
 from engine.backends.mxnet import model as mxnet_model
 from engine.backends.mxnet.gpt2 import GPT2
 from tests.engine.backends.running import append, greedy, status_bytes
@@ -64,9 +63,7 @@ def test_a_cache_that_cannot_grow_is_out_of_memory(
     rows = [model.open_row() for _ in range(2)]
     append(model, rows[0], [1, 2, 3])
     with monkeypatch.context() as patched:
-        patched.setattr(
-            kv_cache, "grown_shape", lambda *_: (2, HUGE // (8 * artifact.config.units))
-        )
+        patched.setattr(dense, "grown_shape", lambda *_: (2, HUGE // (8 * artifact.config.units)))
         with pytest.raises(OutOfMemory, match="has no room for 65 more tokens"):
             append(model, rows[1], [0] * (dense.BLOCK + 1))
     for row in rows[::-1]:
