@@ -213,8 +213,8 @@ async def test_a_model_that_streams_nothing_answers_in_order() -> None:
         assert all(final(r) for r in made)
 
 
-def test_an_alias_may_have_models_of_texts_and_of_tensors() -> None:
-    async def test(client: Client, world: World) -> None:
+async def test_an_alias_may_have_models_of_texts_and_of_tensors() -> None:
+    async with served() as (client, world):
         tensors = model("표")
         world.registry._models["표"] = tensors
         alias = Alias("섞임", {"표": 1, "봄": 1})
@@ -231,8 +231,6 @@ def test_an_alias_may_have_models_of_texts_and_of_tensors() -> None:
         names = [response.infer_response.model_name for response in made]
         assert (names.count("표"), names.count("봄")) == (2, 2 * len(PIECES))
         assert alias.requests == {"표": 2, "봄": 2}
-
-    run(test)
 
 
 # Single calls
