@@ -23,17 +23,18 @@ class Snapshot:
     def __init__(self, run_dir: Path) -> None:
         self._path = run_dir / "models.json"
         self._written = self._wanted = ""
-        self._rows: dict[str, tuple[dict[str, Any], str]] = {}  # by id; also as JSON
+        self._rows: dict[str, tuple[tuple[Any, ...], str]] = {}  # by id: its values and JSON
         self._failing = False
 
     def write(self, models: Iterable[Model]) -> None:
         """Writes the list. An error such as a full disk is logged; `retry` tries again."""
         known, self._rows = self._rows, {}
         for model in models:  # of hundreds, usually one has changed
-            row, text = _row(model), ""
-            if (before := known.get(model.id)) is not None and before[0] == row:
-                text = before[1]
-            self._rows[model.id] = row, text or json.dumps(row, default=dataclasses.asdict)
+            parts = _parts(model)
+            row = known.get(model.id)
+            if row is None or row[0] != parts:
+                row = parts, json.dumps(_row(model))
+            self._rows[model.id] = row
         self._wanted = "[" + ", ".join(text for _, text in self._rows.values()) + "]"
         self.retry()
 
@@ -68,16 +69,25 @@ class Snapshot:
             return []
 
 
+def _parts(model: Model) -> tuple[Any, ...]:
+    """The values of a row that change while a model is loaded."""
+    line = model.line
+    return (
+        model.options, model.settings, model.in_engine, model.socket, model.batch_size,
+        model.load_s, model.metadata, line.capacity, line.max_waiting,
+    )  # fmt: skip
+
+
 def _row(model: Model) -> dict[str, Any]:
     base = model.stored_base
     return {
         "name": model.name,
         "url": model.url,
         "id": model.id,
-        "stored": model.stored.without_secrets(),
-        "stored_base": base and base.without_secrets(),
+        "stored": dataclasses.asdict(model.stored.without_secrets()),
+        "stored_base": base and dataclasses.asdict(base.without_secrets()),
         "options": dict(model.options),
-        "settings": model.settings,
+        "settings": model.settings.values(),
         "in_engine": model.in_engine,
         "socket": model.socket,
         "batch_size": model.batch_size,
