@@ -178,10 +178,10 @@ def resolve_image(account: Account, image: str | None, kind: str) -> str:
         images = result and account.all("ecr", "describe_images", "imageDetails", **tagged)
         images = [i for i in images or () if any(t.startswith(kind) for t in i["imageTags"])]
         if not images:
+            graviton = "; Graviton runs what scripts/build slim --platform linux/arm64 makes"
             raise Problem(
                 f"no image with a tag {kind}... in ECR's repository {REPOSITORY}: kogpt2 push"
-                " without --tag puts one there, or give --image"
-                + ("; Graviton runs what scripts/build slim --platform linux/arm64 makes" * arm)
+                f" without --tag puts one there, or give --image{graviton if arm else ''}"
             )
         newest = max(images, key=lambda item: item["imagePushedAt"])
         return f"{result['repositories'][0]['repositoryUri']}@{newest['imageDigest']}"

@@ -300,9 +300,13 @@ class EngineApp:
 
 def _load_options(body: dict[str, Any]) -> dict[str, Any]:
     """The fields that a load and its check share. Raises `InvalidRequest`."""
-    texts = [n for n in ("name", "model_dir", "base") if n != "base" or body.get(n) is not None]
-    options = {name: body.get(name) for name in ("backend", "precision")}
-    return options | {name: text_of(body, name) for name in texts}
+    return {
+        "name": text_of(body, "name"),
+        "model_dir": text_of(body, "model_dir"),
+        "backend": body.get("backend"),
+        "precision": body.get("precision"),
+        "base": None if body.get("base") is None else text_of(body, "base"),
+    }
 
 
 def _sequences(submitted: Future[list[Sequence]]) -> list[Sequence] | None:

@@ -13,7 +13,7 @@
 /* One block of numbers: x is about scale * (128 * upper + lower). With one plane, upper alone is about
    x / scale. Behind the block's end x is 0 up to a whole line. `to` has the planes' fours, BESIDE from
    each other; `sums` is what a kernel adds for the 128 that weights are stored with. */
-TARGET INLINE void NAME(quantize_block)(size_t block, int planes, const float *x,
+TARGET INLINE void NAME(quantize_block)(size_t block, size_t planes, const float *x,
                                         int32_t *const to[2], float *scale, int32_t sums[2]) {
   int8_t numbers[2][MAX_BLOCK];
   int32_t lanes[LANES];
@@ -29,19 +29,19 @@ TARGET INLINE void NAME(quantize_block)(size_t block, int planes, const float *x
   memcpy(&largest, &largest_bits, sizeof largest);
   const float range = planes == 2 ? 127 * 128 : 127;
   const float times = largest > 0 ? range / largest : 0;
-  _Pragma("GCC unroll 4") for (size_t i = 0; i < padded(block); i += LANES) {
+  for (size_t i = 0; i < padded(block); i += LANES) {
     /* 1.5 * 2^23: the last bits are the integer */
     const ints number = (ints)(NAME(load)(x + i) * times + 12582912.0f) - 0x4b400000;
     const ints upper = planes == 2 ? (number + 64) >> 7 : number, lower = number - upper * 128;
     const ints parts[] = {upper, lower};
-    EACH(plane, planes) {
+    for (size_t plane = 0; plane < planes; plane++) {
       const bytes part = __builtin_convertvector(parts[plane], bytes);
       memcpy(numbers[plane] + i, &part, sizeof part);
       total[plane] += parts[plane];
     }
   }
   *scale = largest / range;
-  EACH(plane, planes) {
+  for (size_t plane = 0; plane < planes; plane++) {
     int32_t *const fours = to[plane];
     for (size_t i = 0; i < block / 4; i++) memcpy(fours + i * BESIDE, numbers[plane] + 4 * i, 4);
     memcpy(lanes, &total[plane], sizeof lanes);
@@ -58,7 +58,7 @@ TARGET static void NAME(quantize)(const float *x, size_t block, size_t planes, i
   else if (block == MAX_BLOCK)
     NAME(quantize_block)(MAX_BLOCK, 2, x, to, scale, sums);
   else
-    NAME(quantize_block)(block, (int)planes, x, to, scale, sums);
+    NAME(quantize_block)(block, planes, x, to, scale, sums);
 }
 
 /* R rows of P planes, both constants. */

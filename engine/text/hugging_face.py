@@ -95,7 +95,7 @@ class HuggingFaceTokenizer:
         return token_id
 
     def encode(self, text: str) -> list[int]:
-        """As transformers' `tokenizer(text).input_ids`, whatever `add_bos_token` says."""
+        """The ids of transformers' `tokenizer(text).input_ids`; `add_bos_token` has no effect."""
         return self._encode(text, True)
 
     def _encode(self, text: str, add_special_tokens: bool) -> list[int]:

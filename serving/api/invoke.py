@@ -46,7 +46,7 @@ Intercept = Callable[[Gateway, Request, bytes, Mapping[str, str]], Awaitable[Res
 
 @dataclass(frozen=True)
 class Direct:
-    """What a body says of its answer.
+    """How a body is answered, if not by the model's worker.
 
     parse: parses it for the model of this name, if the engine answers without the model's worker
     shape: of its errors; None for the route's
@@ -150,7 +150,6 @@ async def describe(gateway: Gateway, request: Request, name: str) -> Model:
     Of an alias it is the model with the largest weight.
     """
     gateway.check_ready()
-    name_model(gateway, request, name)
     name, *_ = described_models(gateway, name)
     with Counted(gateway) as counted:
         async with until(gateway, request, name), gateway.use(name) as model:

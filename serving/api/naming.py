@@ -1,7 +1,8 @@
 """From the name in a request to a model: what its token may use, what an alias stands for.
 
-Every route calls `name_model` first. Then those that have a model answer call `choose_model`, those
-that tell of a model `described_models`, and those that load and unload `check_no_alias`.
+`name_model` comes first: `authorize` calls it for the name in a path, routes for one in a header or
+body. Then those that have a model answer call `choose_model`, those that describe a model
+`described_models`, and those that load and unload `check_no_alias`.
 """
 
 from __future__ import annotations

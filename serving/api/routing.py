@@ -1,4 +1,4 @@
-"""Routes: an endpoint each, and what OpenAPI says of it."""
+"""Routes: their endpoints, the tokens' rights they need, and their entries in OpenAPI."""
 
 from __future__ import annotations
 

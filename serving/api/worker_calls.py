@@ -150,7 +150,7 @@ class WorkerCall:
     async def _has_lost_memory(self) -> bool:
         """Whether a restarted engine has no memory left for the model, which other models took.
 
-        The model is then unloaded or comes back, unlike a request that can never fit.
+        The request is then repeated; one that can never fit gets 507.
         """
         if not self.model.in_engine:
             return False
@@ -175,7 +175,7 @@ def read_query(request: Request) -> Query:
 
 
 def _error_of_mms(model: Model, answer: Answer | None) -> ServingError:
-    """What MMS itself says in the place of a worker, as an error of ours."""
+    """The error for a status that MMS sent itself, or for no answer at all."""
     if answer is None or answer.status == 404:
         return Unavailable(f"Model {model.name} is being loaded again")
     if answer.status == 503:

@@ -38,9 +38,8 @@ def refuse_calls(network: bool, truncation: bool) -> None:
 
 def _rules(network: bool) -> Iterator[Rule]:
     yield from bpf.always()
-    yield from refuse(
-        bpf.EXTENDED_ATTRIBUTES.values(), EOPNOTSUPP
-    )  # as file systems without attributes
+    # As file systems without attributes answer.
+    yield from refuse(bpf.EXTENDED_ATTRIBUTES.values(), EOPNOTSUPP)
     yield bpf.CLONE, [argument(0), (bpf.JSET, 0, 1, bpf.NEW_NAMESPACES), refused(), ALLOWED]
     families = (socket.AF_INET, socket.AF_INET6) if network else ()
     yield (

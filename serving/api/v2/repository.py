@@ -62,7 +62,7 @@ async def load(gateway: Gateway, request: Request) -> Response:
         stored, model = await gateway.lookups.find(name), gateway.registry.find(name)
         if model is not None and model.stored != stored:
             await gateway.registry.unload(name)
-        if gateway.settings.sagemaker_multi_model:  # SageMaker says what goes for it
+        if gateway.settings.sagemaker_multi_model:  # SageMaker unloads others itself
             await gateway.on_demand.preload(name)
         else:
             async with gateway.on_demand.use(name):

@@ -34,7 +34,7 @@ PROMPT, TEXT = "나 보기가 역겨워", " 가실 때에는 말없이 고이 �
 
 
 def run(*command: str | Path, cwd: Path = ROOT, **environment: str) -> str:
-    """What it prints. Fails with what it says on stderr."""
+    """Runs a command and returns its output; a failure shows its stderr."""
     done = subprocess.run(
         command,
         cwd=cwd,
@@ -50,12 +50,8 @@ def run(*command: str | Path, cwd: Path = ROOT, **environment: str) -> str:
 
 def unpack_debian(folder: Path, root: Path) -> None:
     """Debian's packages for arm64, from the places of this machine's own."""
-    lists, archives = (
-        folder / "state" / "lists" / "partial",
-        folder / "cache" / "archives" / "partial",
-    )
-    for made in (lists, archives, folder / "debs"):
-        made.mkdir(parents=True)
+    for made in ("state/lists/partial", "cache/archives/partial", "debs"):
+        (folder / made).mkdir(parents=True)
     (folder / "status").touch()
     options = {
         "APT::Architecture": "arm64",
