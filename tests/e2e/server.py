@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import os
 import random
 import signal
@@ -26,10 +27,15 @@ STOP_S = 30.0
 WIDE_S = 60.0
 
 
+# Each worker of pytest-xdist has ports of its own, and gives each of them once in 2,750 times: no
+# two tests take a port that is free only because its server has not bound it yet.
+_WORKER = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")) % 8
+_PORTS = itertools.cycle(random.SystemRandom().sample(range(10_000 + _WORKER, 32_000, 8), 2_750))
+
+
 def free_port() -> int:
     """A port outside the range that the kernel gives to clients."""
-    for _ in range(100):
-        port = random.randint(10_000, 32_000)  # noqa: S311
+    for port in itertools.islice(_PORTS, 100):
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind(("127.0.0.1", port))
             return port
