@@ -61,6 +61,13 @@ class Piece(Structure):
     )  # fmt: skip
 
 
+class Truncation(Structure):
+    _fields_ = (
+        ("top_p", c_double), ("typical_p", c_double), ("temperature", c_float), ("min_p", c_float),
+        ("top_k", c_size_t),
+    )  # fmt: skip
+
+
 def _open() -> ctypes.CDLL:
     library = ctypes.CDLL(str(LIBRARY))
     size, model = c_size_t, POINTER(Model)
@@ -73,6 +80,7 @@ def _open() -> ctypes.CDLL:
         "packed_bytes": (size, [size, size, size]),
         "pack": (None, [Pointer, c_int, *[size] * 7, Pointer]),
         "softmax_weights": (c_double, [Pointer, size, c_float, Pointer]),
+        "draw_token": (c_int32, [Pointer, size, POINTER(Truncation), c_double, Pointer]),
         "allowed_logits": (size, [Pointer, Pointer, size, Pointer, Pointer]),
         "allowed_argmax": (c_int32, [Pointer, Pointer, size]),
         "only_allowed": (c_int32, [Pointer, size]),
@@ -88,6 +96,7 @@ _library = _open()
 packed_bytes = _library.packed_bytes
 pack = _library.pack
 softmax_weights = _library.softmax_weights
+draw_token = _library.draw_token
 allowed_logits = _library.allowed_logits
 allowed_argmax = _library.allowed_argmax
 only_allowed = _library.only_allowed

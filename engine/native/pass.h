@@ -107,6 +107,20 @@ void pack(const void *source, SourceType type, size_t column_stride, size_t stri
 /* For sampling: writes exp((logits[i] - largest) / temperature) and returns their sum. */
 double softmax_weights(const float *logits, size_t count, float temperature, float *weights);
 
+/* What of a distribution is drawn from: the `top_k` likeliest tokens (0: all), of these the fewest that
+   together have `top_p` of their probability, of these the ones with at least `min_p` times the largest
+   probability, and of these the fewest typical ones that together have `typical_p` (Meister et al. 2022,
+   "Locally Typical Sampling", https://arxiv.org/abs/2202.00666, section 4). */
+typedef struct {
+  double top_p, typical_p;
+  float temperature, min_p;
+  size_t top_k;
+} Truncation;
+
+/* The token at `uniform` in [0, 1) of the probability that is left. `scratch` has 12 * count bytes. */
+int32_t draw_token(const float *logits, size_t count, const Truncation *how, double uniform,
+                   void *scratch);
+
 /* For constrained decoding. Token i is in a mask where bit i % 32 of word i / 32 is set; no bit from
    `count` on is.
    Copies the logits of the tokens in a mask, in order, and writes which tokens they are. Returns how

@@ -112,18 +112,35 @@ static inline void NAME(store_halves)(uint16_t *halves, floats x) {
 
 /* exp((x - largest) / temperature) and their sum, for sampling. */
 TARGET static double NAME(weigh)(const float *x, size_t count, float temperature, float *weights) {
-  float most = -INFINITY;
-  for (size_t i = 0; i < count; i++) most = x[i] > most ? x[i] : most;
+  const size_t whole = count / LANES * LANES;
+  floats most = NAME(all)(-INFINITY);
+  for (size_t i = 0; i < whole; i += LANES) most = HIGHER(NAME(load)(x + i), most);
+  float lanes[LANES], largest = -INFINITY;
+  NAME(store)(lanes, most);
+  for (size_t i = 0; i < LANES; i++) largest = lanes[i] > largest ? lanes[i] : largest;
+  for (size_t i = whole; i < count; i++) largest = x[i] > largest ? x[i] : largest;
   double total = 0;
-  for (size_t i = 0; i < count; i += LANES) {
-    const size_t length = count - i < LANES ? count - i : LANES;
-    float lanes[LANES] = {0};
-    memcpy(lanes, x + i, length * sizeof *lanes);
-    NAME(store)(lanes, NAME(exponential)((NAME(load)(lanes) - most) / temperature));
-    memcpy(weights + i, lanes, length * sizeof *lanes);
-    float sum = 0;
-    for (size_t j = 0; j < length; j++) sum += lanes[j];
-    total += sum;
+  for (size_t begin = 0; begin < count; begin += 16 * LANES) { /* few enough for single precision */
+    const size_t end = begin + 16 * LANES < count ? begin + 16 * LANES : count;
+    floats sums = {0};
+    for (size_t i = begin; i < end; i += LANES) {
+      const size_t length = end - i < LANES ? end - i : LANES;
+      floats weight;
+      if (length == LANES) {
+        weight = NAME(exponential)((NAME(load)(x + i) - largest) / temperature);
+        NAME(store)(weights + i, weight);
+      } else {
+        memset(lanes, 0, sizeof lanes);
+        memcpy(lanes, x + i, length * sizeof *lanes);
+        NAME(store)(lanes, NAME(exponential)((NAME(load)(lanes) - largest) / temperature));
+        memset(lanes + length, 0, (LANES - length) * sizeof *lanes);
+        memcpy(weights + i, lanes, length * sizeof *lanes);
+        weight = NAME(load)(lanes);
+      }
+      sums += weight;
+    }
+    NAME(store)(lanes, sums);
+    for (size_t i = 0; i < LANES; i++) total += (double)lanes[i];
   }
   return total;
 }

@@ -249,7 +249,42 @@ static void check_adapters(const Model *m, uint8_t *arena, const Row *rows) {
   }
 }
 
+static void check_draws(const float *some, size_t count) {
+  float *logits = allocate(count * sizeof *logits), *weights = allocate(count * sizeof *weights);
+  void *scratch = allocate(12 * count);
+  for (int i = 0; i < 30; i++) {
+    const int odd = i % 3; /* logits that are no numbers, or equal */
+    for (size_t j = 0; j < count; j++)
+      logits[j] = odd == 1 && between(0, 2) ? (between(0, 1) ? NAN : -INFINITY)
+                  : odd == 2                ? roundf(some[j])
+                                            : some[j];
+    const Truncation how = {between(0, 1) ? 1 : between(1, 99) / 100., between(0, 4) ? 1 : 0.5,
+                            (float)between(1, 30) / 10, between(0, 2) ? 0 : 0.3f,
+                            between(0, 1) ? 0 : (size_t)between(1, (int)count + 1)};
+    const int32_t token = draw_token(logits, count, &how, between(0, 999) / 1000., scratch);
+    CHECK(token >= 0 && (size_t)token < count);
+    if (odd == 1) continue;
+    softmax_weights(logits, count, how.temperature, weights);
+    size_t better = 0;
+    double above = 0, whole = 0;
+    for (size_t j = 0; j < count; j++) {
+      const int is_better =
+          logits[j] > logits[token] || (logits[j] == logits[token] && j < (size_t)token);
+      better += (size_t)is_better;
+      above += is_better * (double)weights[j];
+      whole += (double)weights[j];
+    }
+    CHECK(!how.top_k || better < how.top_k);
+    CHECK(above <= how.top_p * whole * (1 + 1e-5));
+    CHECK(weights[token] >= how.min_p * (1 - 1e-5f));
+  }
+  free(scratch);
+  free(weights);
+  free(logits);
+}
+
 static void check_sampling(const float *logits, size_t count) {
+  check_draws(logits, count);
   float *weights = allocate(count * sizeof *weights);
   double sum = 0;
   const double total = softmax_weights(logits, count, 0.7f, weights);
