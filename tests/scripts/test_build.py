@@ -120,6 +120,8 @@ def test_kubernetes_can_tell_that_the_user_is_not_root(kind: str) -> None:
     users = re.findall("^USER (.*)$", (ROOT / f"Dockerfile.{kind}").read_text("utf-8"), re.M)
     assert uid
     assert users == [uid[1]]
+    roots = re.findall(r"RUN_AS_USER=(\d+)", (ROOT / f"Dockerfile.{kind}").read_text("utf-8"))
+    assert roots == users
 
 
 def test_macos_has_what_it_needs(build: Build, tmp_path: Path) -> None:
