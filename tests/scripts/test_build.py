@@ -180,8 +180,11 @@ def test_the_two_files_differ_in_what_a_gpu_needs_alone() -> None:
 @pytest.mark.parametrize(
     ("file", "own"),
     [
-        ("Dockerfile.cpu", {"RUN_DIR", "ENGINE_BACKEND"}),
-        ("Dockerfile.gpu", {"RUN_DIR", "ENGINE_DEVICE", "ENGINE_BACKEND", "START_TIMEOUT_S"}),
+        ("Dockerfile.cpu", {"RUN_DIR", "RUN_AS_USER", "ENGINE_BACKEND"}),
+        (
+            "Dockerfile.gpu",
+            {"RUN_DIR", "RUN_AS_USER", "ENGINE_DEVICE", "ENGINE_BACKEND", "START_TIMEOUT_S"},
+        ),
     ],
 )
 def test_an_image_sets_only_what_is_its_own(file: str, own: set[str]) -> None:
