@@ -6,16 +6,21 @@ import re
 from dataclasses import dataclass, make_dataclass
 from typing import Any
 
-from command.errors import Problem
+from command.errors import Failed, Problem
 from command.options import argument, option, pair
+from common.errors import SettingError
+from common.settings import read_settings
 from scripts.aws import instances, locations
 from scripts.aws.account import TAG, Account, Change, confirm
 from scripts.aws.instances import Prices
+from scripts.aws.locations import Artifact, Location
+from scripts.aws.memory import Needs, all_needs, text_model
 from scripts.aws.refusals import refuse, refuse_update
 from scripts.aws.stack import Stack
 from scripts.aws.template import body, option_name, template, with_defaults
 from scripts.push import ARM, CPU, GPU, REPOSITORY
 
+PROMPT, TOKENS = "안녕하세요", 16  # of the call in the end
 BUCKETS = {"Models", "Model", "AsyncOutput", "DataCapture"}  # parameters that name a place in S3
 
 
@@ -32,7 +37,7 @@ class Deploy(Change):
     )
     models_in_memory: int | None = option(None, "models loaded at a time (all)", metavar="N", min=1)
     memory_per_model: int | None = option(
-        None, "(estimated from artifact sizes)", metavar="MIB", min=1
+        None, "weights in memory (what the engine counts)", metavar="MIB", min=1
     )
     budget: float | None = option(None, "of the instances an hour at most", metavar="USD")
 
@@ -58,8 +63,8 @@ def run(options: Deploy) -> None:
 
     It is one CloudFormation stack, deploy/sagemaker/endpoint.yaml, with an option for each
     parameter. Shows the changes and their cost, asks, and makes them. The same command again
-    changes nothing; with other options it updates the endpoint, which keeps answering. `kogpt2
-    teardown NAME` removes everything.
+    changes nothing; with other options it updates the endpoint, which keeps answering. In the end
+    one model is called. `kogpt2 teardown NAME` removes everything.
 
     Give --models (many fine-tunes behind one endpoint), --model (one), or neither for an --image
     with a model of its own, such as a Hugging Face LLM container set by --env.
@@ -92,10 +97,16 @@ def run(options: Deploy) -> None:
     stack, prices = Stack(account, options.name), instances.prices(account)
     if stack.description and not (stack.is_new or is_ours(stack.description)):
         raise Problem(f"there is a stack {options.name} of another template: choose another name")
+    models: list[Artifact] = []
     if given.keys() & {"Models", "Model"}:
-        sizes = artifact_sizes(account, given.get("Models") or given["Model"])
+        place = locations.parse(given.get("Models") or given["Model"])
+        models = locations.artifacts(account, place)
+        if not models:
+            raise Problem(f"no *.tar.gz at {place}: kogpt2 upload puts models there")
         if not given.keys() & {"InstanceType", "ServerlessMemory"}:
-            given["InstanceType"] = pick(options, with_defaults(given), sizes, kind == ARM, prices)
+            given["InstanceType"] = pick(
+                options, with_defaults(given), account, place, models, kind == ARM, prices
+            )
     values = dict(with_defaults(given))
     stack.wait_for_others()
     if stack.values:
@@ -112,6 +123,8 @@ def run(options: Deploy) -> None:
     stack.carry_out(plan)
     print(f"{options.name} is in service; it costs {prices.cost(values)}")
     print(f"remove it with: kogpt2 teardown {options.name} --region {account.region}")
+    if models and not values["AsyncOutput"]:  # whose calls take files in S3
+        call_once(options, account, place, models)
 
 
 run.__annotations__["options"] = Options
@@ -138,22 +151,56 @@ def agreed(options: Deploy, stack: Stack, plan: dict[str, Any]) -> bool:
         raise
 
 
-def artifact_sizes(account: Account, place: str) -> list[int]:
-    result = locations.artifacts(account, locations.parse(place))
-    if not result:
-        raise Problem(f"no *.tar.gz at {place}: kogpt2 upload puts models there")
-    return [artifact.size_bytes for artifact in result]
+def call_once(options: Deploy, account: Account, place: Location, models: list[Artifact]) -> None:
+    """Sends a prompt to a text model and prints the answer. Raises `Failed`, with the next step."""
+    from scripts import invoke
+
+    model = text_model(account, place, models)
+    if model is None:
+        print("no model was called: none is seen to answer prompts; kogpt2 invoke calls one")
+        return
+    print(f"a call of {model.name or place}: {PROMPT}", flush=True)
+    call = invoke.Invoke(
+        endpoint=options.name, region=account.region, profile=options.profile, timeout=70.0,
+        wait=360.0, model=model.name or None, text=PROMPT, max_new_tokens=TOKENS,
+    )  # fmt: skip
+    try:
+        invoke.run(call)
+    except Failed as error:
+        raise Failed(
+            f"{options.name} is in service, but a call failed: {error}. Its logs: kogpt2 logs"
+            f" {options.name} --since 15m --region {account.region}"
+        ) from None
 
 
-def pick(options: Deploy, values: Any, sizes: list[int], arm: bool, prices: Prices) -> str:
-    wanted = options.models_in_memory or len(sizes)
+def pick(
+    options: Deploy,
+    values: Any,
+    account: Account,
+    place: Location,
+    models: list[Artifact],
+    arm: bool,
+    prices: Prices,
+) -> str:
+    """Returns the cheapest instance type that holds the models. Raises `Problem`."""
+    from engine import backends
+    from engine.artifacts.config import KOGPT2
+    from engine.settings import Settings
+
+    wanted = options.models_in_memory or len(models)
+    try:
+        settings = read_settings(Settings, dict(options.env))
+    except SettingError as error:
+        raise Problem(f"--env: {error.message}") from None
+    precision = settings.precision or backends.precisions(settings.backend, "cpu")[0]
     if options.memory_per_model:
-        one = options.memory_per_model * instances.MIB
+        weights = options.memory_per_model * instances.MIB
+        model = Needs(weights, backends.row_bytes(KOGPT2, precision))
     else:
-        one = instances.model_bytes(sizes, wanted, dict(options.env))
+        model = instances.typical(all_needs(account, place, models, precision), wanted)
     most = int(values["MaxInstances"])
     many = most or int(values["Instances"])
-    return instances.choose(one, wanted, many, options.budget, bool(most), arm, prices)
+    return instances.choose(model, settings, wanted, many, options.budget, bool(most), arm, prices)
 
 
 def wanted_kind(given: dict[str, str]) -> str:

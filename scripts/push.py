@@ -21,6 +21,7 @@ LIFECYCLE = """{"rules": [{"rulePriority": 1, "action": {"type": "expire"},
                   "countNumber": 14}}]}"""
 CPU, ARM, GPU = "cpu-", "arm64-", "gpu-"  # prefixes of default tags
 CAPABILITY = "com.amazonaws.sagemaker.capabilities.multi-models"
+SOURCE = "kogpt2-serving.image"  # a label of what is pushed: the id of the local image
 
 
 @dataclass(kw_only=True)
@@ -68,7 +69,7 @@ def run(options: Push) -> None:
 
     Creates a missing repository, which scans images, does not let tags move (so an endpoint keeps
     its image), and deletes images without a tag after 14 days. Pushing the same image again changes
-    nothing.
+    nothing. In ECR the image's user is root, which SageMaker expects; the server gives that up.
 
     Examples:
     docker build -f Dockerfile.cpu -t kogpt2-serving:cpu .
@@ -89,14 +90,12 @@ def run(options: Push) -> None:
     uri = repository(account, options.repository)
     result = in_ecr(account, options.repository, tag)
     if result is None:
-        send(account, options.image, f"{uri}:{tag}")
+        send(account, image["Id"], f"{uri}:{tag}")
         result = in_ecr(account, options.repository, tag)
         if result is None:
             raise Problem(f"docker pushed {uri}:{tag}, but ECR does not have it")
-    elif options.tag:
-        known = [name.rpartition("@")[2] for name in image.get("RepoDigests") or []]
-        if result["imageDigest"] not in known:
-            raise Problem(f"{uri}:{tag} is another image, and tags cannot be moved: choose another")
+    elif options.tag and result["imageDigest"] not in pushed(image["Id"], f"{uri}:{tag}"):
+        raise Problem(f"{uri}:{tag} is another image, and tags cannot be moved: choose another")
     # BuildKit wraps an image and its provenance into an index.
     if re.search("index|list", result.get("imageManifestMediaType", "")):
         print("note: it is an image index, which SageMaker refuses: build with --provenance=false")
@@ -127,12 +126,32 @@ def in_ecr(account: Account, name: str, tag: str) -> dict[str, Any] | None:
     return result["imageDetails"][0] if result else None
 
 
+def pushed(image: str, target: str) -> list[str]:
+    """The digests in ECR of what `send` has made of an image."""
+    try:
+        made = json.loads(docker("image", "inspect", target))[0]
+    except Problem:
+        return []
+    if (made["Config"].get("Labels") or {}).get(SOURCE) != image:
+        return []
+    return [name.rpartition("@")[2] for name in made.get("RepoDigests") or []]
+
+
 def send(account: Account, image: str, target: str) -> None:
-    """Logs in, tags and pushes."""
+    """Logs in, makes an image with the user root, and pushes that.
+
+    SageMaker expects root, see "Custom Inference Code with Hosting Services" in its guide: the
+    files of models may be closed to other users.
+    """
     # By a pipe, because every process can read command lines.
     token = account.client("ecr").get_authorization_token()["authorizationData"][0]
     secret = base64.b64decode(token["authorizationToken"]).decode().partition(":")[2]
     registry = target.partition("/")[0]
     docker("login", "--username", "AWS", "--password-stdin", registry, token=secret)
-    docker("tag", image, target)
+    container = docker("create", image).strip()
+    try:
+        changes = ("--change", "USER 0", "--change", f"LABEL {SOURCE}={image}")
+        docker("commit", *changes, container, target)
+    finally:
+        docker("rm", container)
     docker("push", target, show=True)

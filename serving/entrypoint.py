@@ -29,13 +29,14 @@ from engine.http.client import UnixConnection
 from serving import tokens
 from serving.errors import StartError, StillLoading
 from serving.mms import launcher
-from serving.process import examples, ports
+from serving.process import examples, ports, root_files
 from serving.process.counts import DROPPED, Counts
 from serving.process.device import check_device
 from serving.process.isolation import close_to_others, passed
 from serving.process.json_output import JsonOutput
 from serving.process.supervisor import Child, Progress, Supervisor
 from serving.process.system import Poll
+from serving.process.user import become
 from serving.settings import REPOSITORY, Settings
 
 logger = logging.getLogger(__name__)
@@ -72,6 +73,7 @@ def serve(settings: Settings) -> int:
     Raises `StartError` or `SettingError` for what can be checked before anything is started.
     """
     started = time.monotonic()
+    root_opener = _give_up_root(settings)
     close_to_others()
     check_device(settings.device, settings.backend)
     check_java()
@@ -101,6 +103,7 @@ def serve(settings: Settings) -> int:
             "TMPDIR": str(run_dir),
         }
         gateway = {**python, **settings.environment(), **shared}
+        gateway["ROOT_FILES"] = " ".join(str(opener.fileno()) for opener in root_opener)
         workers = {**launcher.environment(settings, run_dir), **shared}
         run = [sys.executable, "-m"]
 
@@ -133,7 +136,7 @@ def serve(settings: Settings) -> int:
                 gateway,
                 gives_up=2,
                 healthy=poll(_gateway_answers, settings),
-                listeners=listeners,
+                listeners=[*listeners, *root_opener],
             ),
         ]
 
@@ -151,6 +154,22 @@ def serve(settings: Settings) -> int:
             return run_all.run()
         finally:
             output.close()
+
+
+def _give_up_root(settings: Settings) -> list[socket.socket]:
+    """Becomes RUN_AS_USER if this process is root.
+
+    Returns the socket of `serving.process.root_files` then, nothing otherwise. Raises `StartError`.
+    """
+    if os.geteuid() != 0 or not settings.run_as_user:
+        return []
+    base = Path(settings.base_dir).absolute()
+    opener = root_files.start([base / "model", base / "models"])
+    places = (settings.run_dir, settings.model_cache)
+    variables = (os.environ.get(name) for name in ("ENGINE_CACHE_DIR", "TMPDIR"))
+    become(settings.run_as_user, [Path(place) for place in (*places, *variables) if place])
+    logger.info("started as root, the server runs as user %d", settings.run_as_user)
+    return [opener]
 
 
 def check_java() -> None:

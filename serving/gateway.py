@@ -18,6 +18,7 @@ import socket
 import sys
 import time
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +54,7 @@ from serving.models.startup import start, watch_health
 from serving.process.isolation import close_to_others
 from serving.process.ports import listen
 from serving.settings import Settings
-from serving.store import Cache, Lookups, StoreSettings, open_store
+from serving.store import Cache, Lookups, RootFiles, StoreSettings, open_store
 from serving.tokens import Tokens
 
 logger = logging.getLogger(__name__)
@@ -100,6 +101,11 @@ def store_settings(settings: Settings, run_dir: Path) -> StoreSettings:
 @contextlib.asynccontextmanager
 async def _gateway(settings: Settings, run_dir: Path, secret: str) -> AsyncIterator[Gateway]:
     stores = store_settings(settings, run_dir)
+    if file := os.environ.get("ROOT_FILES"):
+        requests = socket.socket(fileno=int(file))
+        requests.set_inheritable(False)
+        sagemakers = stores.roots[:2]
+        stores = replace(stores, root_files=RootFiles(requests, sagemakers))
     store = await asyncio.to_thread(open_store, settings.model_store)
     metrics, journal = Metrics(run_dir=run_dir), Journal()
 

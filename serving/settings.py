@@ -65,6 +65,12 @@ class Settings:
     run_dir: str = setting(
         "RUN_DIR", "", "sockets and temporary files; empty: a new folder that is removed at the end"
     )
+    run_as_user: int = setting(
+        "RUN_AS_USER",
+        0,
+        "a server that is started as root becomes this user, 10001 in the images"
+        " (docs/operate/security.md); 0: it stays root",
+    )
     cache_max_mib: int = setting(
         "CACHE_MAX_MIB", 20_480, "disk that fetched models may take; the least recently used go"
     )

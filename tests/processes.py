@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import ctypes
+import json
 import os
 import resource
+import stat
 import subprocess
+import sys
 import threading
-from collections.abc import Iterator
+import warnings
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -38,6 +44,51 @@ def zombies_below(pid: int) -> list[psutil.Process]:
         except psutil.NoSuchProcess:  # somebody just has
             continue
     return found
+
+
+# Shows the folder $1 although the folder $2 above it is closed to other users, to one program.
+OPENED = """
+set -e
+mount --bind "$1" /mnt
+mount -t tmpfs -o mode=755 none "$2"
+mkdir -p "$1"
+mount --bind /mnt "$1"
+umount /mnt
+shift 2
+exec "$@"
+"""
+
+
+def readable_by_all(program: str) -> list[str]:
+    """A command before `program`'s own by which every user may run it: root's Python may be in
+    root's home."""
+    above = reversed(Path(program).resolve().parents)
+    closed = next((str(folder) for folder in above if not folder.stat().st_mode & stat.S_IXOTH), "")
+    if not closed:
+        return []
+    unshare = ["unshare", "--mount", "--propagation", "private"]
+    return [*unshare, "sh", "-c", OPENED, "sh", sys.base_prefix, closed]
+
+
+def in_a_fork(function: Callable[[], Any]) -> Any:
+    """What `function` returns, as JSON, in a process of its own that may give up root."""
+    reader, writer = os.pipe()
+    with warnings.catch_warnings():  # of threads: the fork makes system calls and no more
+        warnings.simplefilter("ignore", DeprecationWarning)
+        pid = os.fork()
+    if pid == 0:
+        try:
+            answer: dict[str, Any] = {"value": function()}
+        except BaseException as error:
+            answer = {"error": f"{type(error).__name__}: {error}"}
+        os.write(writer, json.dumps(answer).encode())
+        os._exit(0)
+    os.close(writer)
+    with open(reader, "rb") as answered:
+        answer = json.loads(answered.read())
+    os.waitpid(pid, 0)
+    assert "error" not in answer, answer["error"]
+    return answer["value"]
 
 
 def become_a_user(uid: int) -> None:

@@ -63,6 +63,20 @@ TESTS = {
     "`ALLOW_MODEL_REQUIREMENTS` is off: a": (
         "test_requirements_are_refused_unless_they_are_allowed"
     ),
+    "`RUN_AS_USER`, 10001 in the images, is": (
+        "test_root_becomes_a_user_for_good_that_writes_where_the_server_must "
+        "test_of_a_container_that_starts_as_root_one_process_stays_root_to_open_files"
+    ),
+    "One process stays root, to open files in": (
+        "test_of_a_container_that_starts_as_root_one_process_stays_root_to_open_files "
+        "test_only_plain_files_and_folders_below_the_given_ones_are_opened"
+    ),
+    "A model that only root may read is copied": (
+        "test_a_closed_model_is_copied_once_and_an_open_one_used_in_place"
+    ),
+    "Root without the capability to change its": (
+        "test_without_the_capability_the_way_out_is_named"
+    ),
     "An archive cannot write outside its folder,": (
         "test_what_would_leave_the_folder_is_refused test_links_do_not_lead_out_of_a_store "
         "test_a_tree_too_deep_is_refused_before_it_is_made "
@@ -253,6 +267,8 @@ NO_CLAIMS = (
     "Mount the store read-only",
     "Close cloud metadata",
     "Limit requests per client",
+    "SageMaker and `docker run --user 0` start",
+    "`RUN_AS_USER=0` keeps root",
 )
 # What follows a *not prevented*.
 NOT_PREVENTED = ("*Not prevented*",)

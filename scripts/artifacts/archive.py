@@ -108,8 +108,11 @@ def _check_tensors(handler: Any, folder: Path) -> str:
 
 
 def _files(folder: Path) -> Iterator[Path]:
-    """Yields the model's files, sorted by name."""
-    for entry in sorted(folder.iterdir(), key=lambda path: path.name):
+    """Yields the model's files, sorted by name, those of prepared models last.
+
+    So config.json is in the first bytes of an archive, where `kogpt2 deploy` reads it.
+    """
+    for entry in sorted(folder.iterdir(), key=lambda path: (path.name == PREPARED, path.name)):
         try:
             entry.name.encode("utf-8")
         except UnicodeEncodeError:

@@ -8,20 +8,22 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from command.errors import Problem
 from command.tables import table
-from engine.budget import budget_bytes
+from engine.budget import RESERVE_MIB, budget_bytes
 from scripts.aws.account import Account
+from scripts.aws.memory import Needs
+
+if TYPE_CHECKING:
+    from engine.settings import Settings
 
 DATA = Path(__file__).with_name("instances.json")
 GIB, MIB = 1 << 30, 1 << 20
-KV_BYTES = GIB  # keys and values of 14 requests in flight of 1,024 tokens
-WORKER_BYTES = 20 * MIB  # a model's worker process
-# Resident bytes of weights per byte of archive, of float32 archives: docs/develop/benchmark.md
-# has the weights (497 MB in fp32, 147 MB in int8), and gzip takes some 8 % off random weights.
-FP32, INT8 = 1.1, 0.33
+# Of a model outside of the engine: its place in a worker, and a tokenizer that no other model has
+# (docs/operate/sizing.md).
+PROCESS_BYTES = 20 * MIB
 
 
 @dataclass(frozen=True)
@@ -32,10 +34,14 @@ class Instance:
     usd_per_hour: float
     gpu_gib: float = 0
 
-    def holds(self, model_bytes: int) -> int:
-        """Models of this size in memory: the engine's default budget, less K/V caches."""
-        budget = budget_bytes(int(self.memory_gib * GIB))
-        return max(0, (budget - KV_BYTES) // model_bytes)
+    def holds(self, model: Needs, settings: Settings) -> int:
+        """Such models in memory beside the keys and values of ENGINE_MAX_ROWS requests."""
+        memory = int(self.memory_gib * GIB)
+        keys = settings.max_rows * model.row
+        in_engine = (settings.memory_mib * MIB or budget_bytes(memory)) - keys
+        in_all = memory - RESERVE_MIB * MIB - keys
+        weights = max(model.weights, 1)
+        return max(0, min(in_engine // weights, in_all // (weights + PROCESS_BYTES)))
 
 
 @cache
@@ -105,15 +111,16 @@ def prices(account: Account) -> Prices:
     return Prices({row["type"]: row["usd_per_hour"] for row in data()["instances"]}, file_source())
 
 
-def model_bytes(sizes: Sequence[int], wanted: int, environment: Mapping[str, str]) -> int:
-    """Mean bytes of memory of the `wanted` largest artifacts, with this engine's precision."""
-    int8 = environment.get("ENGINE_PRECISION", "int8") == "int8"
-    largest = sorted(sizes, reverse=True)[:wanted]
-    return int(sum(largest) / len(largest) * (INT8 if int8 else FP32)) + WORKER_BYTES
+def typical(models: Sequence[Needs], wanted: int) -> Needs:
+    """The mean weights of the `wanted` largest models, and the longest row."""
+    largest = sorted(models, key=lambda model: model.weights, reverse=True)[:wanted]
+    weights = sum(model.weights for model in largest) // len(largest)
+    return Needs(weights, max(model.row for model in largest))
 
 
 def choose(
-    one_bytes: int,
+    model: Needs,
+    settings: Settings,
     wanted: int,
     instances: int,
     budget: float | None,
@@ -132,7 +139,7 @@ def choose(
     for instance in sorted(known, key=lambda i: (now.usd[i.type], -i.vcpus)):
         if instance.gpu_gib or is_arm(instance.type) != arm:
             continue
-        cost, holds = now.usd[instance.type] * instances, instance.holds(one_bytes)
+        cost, holds = now.usd[instance.type] * instances, instance.holds(model, settings)
         why = ""
         if holds < wanted:
             why = "too small"
@@ -146,7 +153,7 @@ def choose(
                 chosen, why = instance, "<- chosen: the cheapest that holds them"
         size = f"{instance.memory_gib:g} GiB"
         rows.append((instance.type, str(instance.vcpus), size, f"{cost:.3f}", str(holds), why))
-    each = f"{one_bytes / MIB:,.0f} MiB each"
+    each = f"{model.weights / MIB:,.0f} MiB each"
     many = f"{instances} of them" if instances > 1 else "one"
     print(f"room for {wanted} models of {each}, $/hour for {many} ({now.source}):")
     print(table(["instance", "vCPU", "memory", "$/hour", "models", ""], rows))

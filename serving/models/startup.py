@@ -53,7 +53,7 @@ async def _preload(gateway: Gateway) -> None:
     """
     settings = gateway.settings
     single = Path(settings.base_dir) / "model"
-    if not settings.sagemaker_multi_model and single.is_dir() and any(single.iterdir()):
+    if not settings.sagemaker_multi_model and _is_filled(single):
         name = gateway.single_model = normal_name(settings.single_model_name)
         try:
             stored = await gateway.lookups.locate(str(single))
@@ -74,6 +74,16 @@ async def _preload(gateway: Gateway) -> None:
     names = filter(None, (name.strip() for name in settings.preload_models.split(",")))
     models = {m: None for n in names for m in described_models(gateway, normal_name(n))}
     await asyncio.gather(*(preload(model) for model in models))
+
+
+def _is_filled(folder: Path) -> bool:
+    """Whether anything is in a folder; one that this process may not read counts as filled."""
+    try:
+        return any(folder.iterdir())
+    except PermissionError:
+        return True
+    except OSError:
+        return False
 
 
 def _explained(name: str, error: Exception) -> str:

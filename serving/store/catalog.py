@@ -96,7 +96,7 @@ class Remote(Protocol):
 def public_url(url: str) -> str:
     """The url for logs and messages: without user, password and query, which may be secret."""
     scheme, separator, rest = url.partition("://")
-    if not separator or scheme in ("s3", "abfs", "gs", "file"):
+    if not separator or scheme in ("s3", "abfs", "gs", "file", "root"):
         return url
     host, slash, path = re.split(r"[?#]", rest, maxsplit=1)[0].partition("/")
     return f"{scheme}://{host.rpartition('@')[2]}{slash}{path}"

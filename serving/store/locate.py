@@ -10,6 +10,7 @@ from serving.store.catalog import Remote, Store, StoredModel, public_url
 from serving.store.drivers import DRIVERS, DriverBucket
 from serving.store.folder import FolderStore, find_path
 from serving.store.objects import ObjectStore
+from serving.store.root_files import SCHEME
 from serving.store.settings import StoreSettings
 
 OBJECTS = ("s3", *DRIVERS)
@@ -55,6 +56,8 @@ def open_remote(model: StoredModel, store: Store | None, settings: StoreSettings
         if isinstance(store, ObjectStore) and model.url.startswith(store.location):
             return store
         raise UrlNotAllowed(f"{public_url(model.url)} is outside of {settings.location}")
+    if scheme == SCHEME and settings.root_files is not None:
+        return settings.root_files
     from serving.store.https import Https
 
     return Https(settings.https_hosts)
@@ -86,6 +89,8 @@ def locate(
         if url.startswith("/") or (separator and scheme == "file"):
             path = _local_path(url)
             if path is not None:
+                if settings.root_files is not None and (model := settings.root_files.find(path)):
+                    return model
                 own = (store.root,) if isinstance(store, FolderStore) else ()
                 return find_path(path, (*settings.roots, *own))
         elif not separator and store is not None:

@@ -8,7 +8,7 @@ import pytest
 import requests
 
 from tests.container.conftest import Start
-from tests.container.containers import CACHE, HARDENED, PROMPT, TEXT, Container, mount
+from tests.container.containers import CACHE, HARDENED, PROMPT, TEXT, Container, docker, mount
 from tests.e2e import test_readme
 from tests.e2e.stores import SHORT, small, text
 from tests.engine.models import make_artifact
@@ -66,6 +66,28 @@ def test_sagemaker_loads_invokes_and_unloads_models(start: Start, tmp_path: Path
     assert status("DELETE", model) == 200
     assert status("DELETE", model) == 404
     assert requests.get(models, timeout=60).json() == {"models": []}
+
+
+def test_a_container_that_starts_as_root_gives_it_up_and_serves_what_only_root_may_read(
+    start: Start, tmp_path: Path
+) -> None:
+    model = small(tmp_path / "models" / HASH / "model")
+    for path in (model.parent, model, *model.rglob("*")):
+        path.chmod(0o700 if path.is_dir() else 0o600)
+    models = mount(tmp_path / "models", "/opt/ml/models")
+    container = start("--user", "0", *models, command=("serve",), SAGEMAKER_MULTI_MODEL="true")
+    body = {"model_name": HASH, "url": f"/opt/ml/models/{HASH}/model"}
+    assert requests.post(container.url("/models"), json=body, timeout=60).ok
+    assert text(requests.post(container.url(f"/models/{HASH}/invoke"), json=SHORT, timeout=60))
+    lines = docker("top", container.id, "-eo", "pid,uid,args").splitlines()[1:]
+    assert {line.split()[1] for line in lines} == {"0", "10001"}
+    (opener,) = (line for line in lines if line.split()[1] == "0")
+    assert "root_files.py" in opener
+
+
+def test_root_that_may_not_change_its_user_starts_nothing(image: str) -> None:
+    said = docker("run", "--rm", "--user", "0", "--cap-drop", "ALL", image, check=False)
+    assert "docker run --user 10001" in said
 
 
 def test_a_single_model_answers_on_the_port_that_sagemaker_names(

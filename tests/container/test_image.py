@@ -50,7 +50,11 @@ def test_it_says_what_it_can_do(image: str) -> None:
 @pytest.mark.parametrize(
     ("read", "default", "own"),
     [
-        ("serving.settings import Settings; s = Settings.read()", serving.settings, {"run_dir"}),
+        (
+            "serving.settings import Settings; s = Settings.read()",
+            serving.settings,
+            {"run_dir", "run_as_user"},
+        ),
         (
             "engine.settings import Settings; from common.settings import read_settings;"
             " s = read_settings(Settings)",

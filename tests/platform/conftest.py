@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,8 +18,11 @@ from tests.e2e.stores import FAST
 from tests.platform.agent import Agent
 from tests.platform.disk import Disk
 from tests.platform.fine_tunes import PREFIX, publish
+from tests.processes import readable_by_all
 from tests.serving.store.s3 import BUCKET, S3Server, s3_server
 
+IS_ROOT = os.geteuid() == 0
+A_USER = 10001
 ROOM, ROOM_MIB = 6, "11"  # see tests.e2e.stores.SMALL_BYTES
 MODELS = 30
 
@@ -24,7 +30,8 @@ MODELS = 30
 class Container:
     """A server that has been told what SageMaker tells it; it can be replaced by a new one.
 
-    `base_dir` stands for /opt/ml, so that no root path is needed.
+    Where the tests are root it starts as root, like the platform's containers, and only root may
+    read the models. `base_dir` stands for /opt/ml, so that no root path is needed.
     """
 
     def __init__(
@@ -37,7 +44,7 @@ class Container:
 
     def _new_agent(self, **options: Any) -> Agent:
         models = self._folder / "ml" / "models"
-        disk = Disk(models, self._s3.client, BUCKET, PREFIX)
+        disk = Disk(models, self._s3.client, BUCKET, PREFIX, closed=IS_ROOT)
         return Agent(self.server.url(""), disk, str(models), **options)
 
     def start(self) -> Server:
@@ -50,8 +57,10 @@ class Container:
             "ENGINE_OVERCOMMIT": "1",
             "SAGEMAKER_MULTI_MODEL": "true",
             "SAGEMAKER_BASE_DIR": str(self._folder / "ml"),
+            **({"RUN_AS_USER": str(A_USER)} if IS_ROOT else {}),
         }
-        self.server = Server(folder, None, environment, options=False)
+        prefix = readable_by_all(sys.executable) if IS_ROOT else ()
+        self.server = Server(folder, None, environment, options=False, prefix=prefix)
         return self.server
 
     def replace(self) -> None:
@@ -93,16 +102,18 @@ class Container:
 
 
 @contextlib.contextmanager
-def containers(folder: Path, s3: S3Server, count: int, **options: Any) -> Iterator[list[Container]]:
+def containers(s3: S3Server, count: int, **options: Any) -> Iterator[list[Container]]:
     """Started at the same time, all of them ready."""
-    started = [Container(folder / f"instance-{i}", s3, **options) for i in range(count)]
-    try:
-        for container in started:
-            container.server.wait_until_ready()
-        yield started
-    finally:
-        for container in started:
-            container.stop()
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder).chmod(0o711)  # pytest's folders are closed to other users
+        started = [Container(Path(folder) / str(i), s3, **options) for i in range(count)]
+        try:
+            for container in started:
+                container.server.wait_until_ready()
+            yield started
+        finally:
+            for container in started:
+                container.stop()
 
 
 @pytest.fixture(scope="session")

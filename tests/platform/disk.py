@@ -17,10 +17,15 @@ from tests.platform.limits import validation_error
 
 
 class Disk:
-    """`folder`, as this machine sees it, holds `<hash>/model/`. `downloads` counts the fetches."""
+    """`folder`, as this machine sees it, holds `<hash>/model/`. `downloads` counts the fetches.
 
-    def __init__(self, folder: Path, s3: Any, bucket: str, prefix: str) -> None:
-        self.folder = folder
+    With `closed` what is unpacked is for root only, else for every user.
+    """
+
+    def __init__(
+        self, folder: Path, s3: Any, bucket: str, prefix: str, *, closed: bool = False
+    ) -> None:
+        self.folder, self._closed = folder, closed
         self.downloads = 0
         self._s3, self._bucket, self._prefix = s3, bucket, prefix
         self._lock = threading.Lock()
@@ -44,8 +49,9 @@ class Disk:
         fresh.mkdir(parents=True)
         with tarfile.open(fileobj=io.BytesIO(data)) as tar:
             tar.extractall(fresh, filter="data")
-        for path in (fresh.parent, *fresh.parent.rglob("*")):  # a container's user is another one
-            path.chmod(0o755 if path.is_dir() else 0o644)
+        modes = (0o700, 0o600) if self._closed else (0o755, 0o644)  # of folders, of files
+        for path in (fresh.parent, *fresh.parent.rglob("*")):
+            path.chmod(modes[path.is_file()])
         os.replace(fresh.parent, self.folder / name)
         with self._lock:
             self.downloads += 1

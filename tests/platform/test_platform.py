@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from botocore.exceptions import ClientError
 
+from serving.process import root_files
 from tests.e2e.server import eventually
 from tests.e2e.stores import LONG, packed, slow, statistics
 from tests.platform.agent import Agent
-from tests.platform.conftest import MODELS, ROOM, Container, containers
+from tests.platform.conftest import A_USER, IS_ROOT, MODELS, ROOM, Container, containers
 from tests.platform.endpoint import Endpoint
 from tests.platform.fine_tunes import PREFIX, check_container, invoke, invoke_all
 from tests.platform.limits import Limits
@@ -30,9 +33,9 @@ BUSY = {**LONG, "parameters": {**LONG["parameters"], "max_new_tokens": 1500}}
 
 
 @pytest.fixture(scope="module")
-def pair(s3: S3Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Container]]:
+def pair(s3: S3Server) -> Iterator[list[Container]]:
     """Two instances that tests share and leave healthy."""
-    with containers(tmp_path_factory.mktemp("pair"), s3, 2) as started:
+    with containers(s3, 2) as started:
         yield started
 
 
@@ -139,6 +142,23 @@ def test_what_is_prepared_for_a_while_goes_where_a_read_only_container_can_write
     assert engine.environ()["TMPDIR"] == str(server.run_dir)
 
 
+@pytest.mark.skipif(not IS_ROOT, reason="only root can start it as the platform does")
+def test_of_a_container_that_starts_as_root_one_process_stays_root_to_open_files(
+    pair: list[Container], texts: dict[str, str]
+) -> None:
+    server = pair[0].server
+    with client_of(Endpoint("poets", [pair[0].agent])) as client:
+        assert invoke(client, "poets", next(iter(texts)))
+    processes = [psutil.Process(server.process.pid), *server.descendants()]
+    root = [process for process in processes if 0 in process.uids()]
+    assert [process.cmdline()[2] for process in root] == [root_files.__file__]
+    for process in {*processes} - {*root}:
+        assert set(process.uids()) == {A_USER}
+        status = Path(f"/proc/{process.pid}/status").read_text()
+        assert set(re.findall(r"^Cap(?:Prm|Eff|Amb):\s*0*(\w+)$", status, re.M)) == {"0"}
+        assert re.search(r"^Groups:\s*$", status, re.M)
+
+
 def test_errors_reach_the_client_as_the_platform_words_them(
     pair: list[Container], texts: dict[str, str], s3: S3Server
 ) -> None:
@@ -183,18 +203,14 @@ def test_with_the_cache_disabled_a_model_goes_after_each_call(
 
 
 def test_a_cold_model_gets_in_although_all_others_are_busy(
-    s3: S3Server,
-    texts: dict[str, str],
-    tmp_path: Path,
-    tmp_path_factory: pytest.TempPathFactory,
+    s3: S3Server, texts: dict[str, str], tmp_path: Path
 ) -> None:
     """Its load is refused until a busy one is unloaded, which lets its requests finish. The client
     is told to try again meanwhile, and then answered."""
     cold = next(iter(texts))
     for target in SLOW:
         s3.put(PREFIX + target, packed(slow(tmp_path / target[:6]), tmp_path / target).read_bytes())
-    folder = tmp_path_factory.mktemp("busy")  # a socket's path has 107 characters
-    with containers(folder, s3, 1, memory_mib=BUSY_MIB) as (container,):
+    with containers(s3, 1, memory_mib=BUSY_MIB) as (container,):
         agent = container.agent
         endpoint = Endpoint("poets", [agent])
         with client_of(endpoint, timeout_s=600) as client, ThreadPoolExecutor(2) as pool:

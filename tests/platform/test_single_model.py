@@ -6,7 +6,10 @@ from __future__ import annotations
 import contextlib
 import json
 import re
+import sys
+import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import boto3
@@ -14,9 +17,11 @@ import pytest
 from botocore.exceptions import ClientError
 
 from tests.e2e.server import Server
-from tests.e2e.stores import SHORT, serving, small, statistics, text
+from tests.e2e.stores import FAST, SHORT, serving, small, statistics, text
+from tests.platform.conftest import A_USER, IS_ROOT
 from tests.platform.endpoint import NEW_SESSION, Components, Endpoint, SingleModel
 from tests.platform.runtime import client_of
+from tests.processes import readable_by_all
 
 pytestmark = pytest.mark.slow
 
@@ -80,6 +85,23 @@ def test_a_component_streams_token_by_token(poets: Any, pair: list[Server]) -> N
     *tokens, end = [json.loads(line) for line in b"".join(parts).splitlines()]
     assert end["generated_text"] == own(pair[0])
     assert "".join(token["text"] for token in tokens) == end["generated_text"]
+
+
+@pytest.mark.skipif(not IS_ROOT, reason="only root can start it as the platform does")
+def test_a_model_that_only_root_may_read_is_loaded_at_the_start() -> None:
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        folder.chmod(0o711)
+        model = small(folder / "ml" / "model")
+        for path in (model.parent, model, *model.iterdir()):
+            path.chmod(0o700 if path.is_dir() else 0o600)
+        environment = {"SAGEMAKER_BASE_DIR": str(folder / "ml"), "RUN_AS_USER": str(A_USER)}
+        prefix = readable_by_all(sys.executable)
+        server = Server(folder, None, {**FAST, **environment}, prefix=prefix)
+        try:
+            assert own(server.wait_until_ready())
+        finally:
+            assert server.stop() == 0
 
 
 # Sessions

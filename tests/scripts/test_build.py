@@ -120,6 +120,8 @@ def test_kubernetes_can_tell_that_the_user_is_not_root(kind: str) -> None:
     users = re.findall("^USER (.*)$", (ROOT / f"Dockerfile.{kind}").read_text("utf-8"), re.M)
     assert uid
     assert users == [uid[1]]
+    roots = re.findall(r"RUN_AS_USER=(\d+)", (ROOT / f"Dockerfile.{kind}").read_text("utf-8"))
+    assert roots == users
 
 
 def test_macos_has_what_it_needs(build: Build, tmp_path: Path) -> None:
@@ -178,8 +180,11 @@ def test_the_two_files_differ_in_what_a_gpu_needs_alone() -> None:
 @pytest.mark.parametrize(
     ("file", "own"),
     [
-        ("Dockerfile.cpu", {"RUN_DIR", "ENGINE_BACKEND"}),
-        ("Dockerfile.gpu", {"RUN_DIR", "ENGINE_DEVICE", "ENGINE_BACKEND", "START_TIMEOUT_S"}),
+        ("Dockerfile.cpu", {"RUN_DIR", "RUN_AS_USER", "ENGINE_BACKEND"}),
+        (
+            "Dockerfile.gpu",
+            {"RUN_DIR", "RUN_AS_USER", "ENGINE_DEVICE", "ENGINE_BACKEND", "START_TIMEOUT_S"},
+        ),
     ],
 )
 def test_an_image_sets_only_what_is_its_own(file: str, own: set[str]) -> None:

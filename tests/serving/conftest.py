@@ -3,6 +3,7 @@ from __future__ import annotations
 import functools
 import inspect
 import os
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -27,6 +28,14 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     given = {name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}
     virtual_time.run(functools.partial(pyfuncitem.obj, **given))
     return True
+
+
+@pytest.fixture
+def open_folder() -> Iterator[Path]:
+    """A temporary folder that other users reach; pytest's are closed to them."""
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder).chmod(0o711)
+        yield Path(folder)
 
 
 @pytest.fixture

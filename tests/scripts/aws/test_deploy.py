@@ -121,6 +121,8 @@ def test_the_cheapest_instance_that_holds_the_models(aws: Cloud) -> None:
     out = aws.run("deploy", *options, *limits, "--budget", "0.25")
     assert re.search(r"ml\.t2\.medium .*burstable", out)
     assert "1 x ml.c5.large, up to $0.204 when scaled to 2" in out
+    said = aws.run("deploy", *options, "--env", "ENGINE_PRECISION=int4", code=2)
+    assert said.startswith("--env: ENGINE_PRECISION is 'int4', must be one of")
 
 
 @pytest.fixture

@@ -17,6 +17,8 @@ import pytest
 from tests.scripts.aws.cloud import REGION, Cloud
 
 REGISTRY = f"123456789012.dkr.ecr.{REGION}.amazonaws.com"
+ID = "sha256:0123456789abcdef"
+AS_ROOT = ("--change", "USER 0", "--change", f"LABEL kogpt2-serving.image={ID}")
 LABEL = "com.amazonaws.sagemaker.capabilities.multi-models"
 DOCKER = """#!{python}
 import json, os, sys
@@ -28,19 +30,29 @@ with open(os.environ["DOCKER_LOG"], "a") as log:
     log.write(json.dumps([arguments, typed]) + "\\n")
 if arguments[0] == state.get("fails"):
     sys.exit("denied: 권한이 없습니다")
+made_path = os.environ["DOCKER_STATE"] + ".made"
+made = json.load(open(made_path)) if os.path.exists(made_path) else {{}}
 if arguments[:2] == ["image", "inspect"]:
-    if arguments[2] != "kogpt2-serving:cpu":
+    images = {{"kogpt2-serving:cpu": state["image"], **made}}
+    if arguments[2] not in images:
         sys.exit("Error: No such image: " + arguments[2])
-    print(json.dumps([state["image"]]))
+    print(json.dumps([images[arguments[2]]]))
+if arguments[0] == "create":
+    print("c0ffee")
+if arguments[0] == "commit":
+    key, _, value = arguments[4].removeprefix("LABEL ").partition("=")
+    made[arguments[-1]] = {{"Config": {{"Labels": {{key: value}}}}}}
 if arguments[0] == "push":
     import boto3
 
     name, _, tag = arguments[1].partition("/")[2].partition(":")
     manifest = json.dumps({{"schemaVersion": 2, "config": state["image"]["Id"]}})
-    boto3.client("ecr").put_image(
+    image = boto3.client("ecr").put_image(
         repositoryName=name, imageTag=tag, imageManifest=manifest,
         imageManifestMediaType="application/vnd.oci.image." + state["kind"] + ".v1+json",
-    )
+    )["image"]
+    made[arguments[1]]["RepoDigests"] = [name + "@" + image["imageId"]["imageDigest"]]
+json.dump(made, open(made_path, "w"))
 """
 
 
@@ -65,7 +77,7 @@ class Docker:
         kind: str = "manifest",
     ) -> None:
         known = {
-            "Id": "sha256:0123456789abcdef",
+            "Id": ID,
             "Architecture": "amd64",
             "Config": {"Labels": {LABEL: "true"}},
         }
@@ -97,7 +109,9 @@ def test_first_push_makes_the_repository_and_prints_the_digest(aws: Cloud, docke
     assert docker.calls() == [
         ("image", "inspect", "kogpt2-serving:cpu"),
         ("login", "--username", "AWS", "--password-stdin", REGISTRY),
-        ("tag", "kogpt2-serving:cpu", target),
+        ("create", ID),
+        ("commit", *AS_ROOT, "c0ffee", target),
+        ("rm", "c0ffee"),
         ("push", target),
     ]
     assert typed[1] == base64.b64decode(token).decode().partition(":")[2]
@@ -144,7 +158,8 @@ def test_a_push_that_docker_refused_is_done_the_next_time(aws: Cloud, docker: Do
 
 
 def test_a_tag_is_never_moved(aws: Cloud, docker: Docker) -> None:
-    push(aws, docker, "--tag", "v1")
+    digest = push(aws, docker, "--tag", "v1").splitlines()[-1]
+    assert push(aws, docker, "--tag", "v1").splitlines()[-1] == digest
     docker.has({"Id": "sha256:ffffffffffffffff"})
     said = push(aws, docker, "--tag", "v1", code=2)
     assert said.endswith(":v1 is another image, and tags cannot be moved: choose another")

@@ -26,7 +26,7 @@ from scripts.deploy import Options
 from tests.scripts.aws.cloud import REGION, Cloud
 
 # Of scripts/aws, what is no provisioning: the choice of an instance, and commands of their own.
-APART = {"instances", "logs", "push", "upload"}
+APART = {"instances", "logs", "memory", "push", "upload"}
 MANY = "x --models s3://b/p/"
 ONE = "x --model s3://b/p/m.tar.gz"
 IMAGE = f"123456789012.dkr.ecr.{REGION}.amazonaws.com/team/kogpt2-serving:v1"

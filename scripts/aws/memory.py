@@ -1,0 +1,156 @@
+"""What a model in S3 is and takes of the engine's memory, by the beginning of its archive."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import tarfile
+import tempfile
+import zlib
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from common.model_files import ADAPTER, PARAMS
+from scripts.aws.account import Account
+from scripts.aws.locations import Artifact, Location
+
+if TYPE_CHECKING:
+    from engine.artifacts.config import GPT2Config
+
+CONFIG = "config.json"
+# Of an archive: in those that kogpt2 package writes, config.json stands before the weights.
+HEAD_BYTES = 256 << 10
+ADAPTER_BYTES = 64 << 20  # a larger archive of an adapter counts like a model of its own
+READS_AT_ONCE = 10  # boto3's connections
+MOST_READ = 20  # archives, in search of a text model
+# Bytes of weights per byte of archive, for models that are not the engine's: gzip takes 8% off.
+UNPACKED = 1.1
+
+
+@dataclass(frozen=True)
+class Needs:
+    """Bytes of the engine's budget: for weights, and for the K/V of a request of full context."""
+
+    weights: int
+    row: int
+
+
+def all_needs(
+    account: Account, location: Location, artifacts: list[Artifact], precision: str
+) -> list[Needs]:
+    """What each model takes in this precision, as the engine counts it."""
+
+    def needs(artifact: Artifact) -> Needs:
+        files = first_files(begin(account, location, artifact))
+        if ADAPTER in files and artifact.size_bytes <= ADAPTER_BYTES:
+            whole = first_files(begin(account, location, artifact, ADAPTER_BYTES))
+            adapter = _of_adapter(whole, precision)
+            if adapter is not None:
+                return adapter
+        return of_model(files, artifact.size_bytes, precision)
+
+    account.client("s3")  # made once, before the threads
+    with ThreadPoolExecutor(READS_AT_ONCE) as pool:
+        return list(pool.map(needs, artifacts))
+
+
+def text_model(account: Account, location: Location, models: list[Artifact]) -> Artifact | None:
+    """A small model that answers prompts by itself, without a script or a base, if one is found."""
+    callable_ones = [model for model in models if model.name.isascii()]  # see kogpt2 upload
+    for artifact in sorted(callable_ones, key=lambda model: model.size_bytes)[:MOST_READ]:
+        files = first_files(begin(account, location, artifact))
+        weights = CONFIG in files or any(name.endswith(PARAMS) for name in files)
+        if weights and ADAPTER not in files and not any(name.endswith(".py") for name in files):
+            return artifact
+    return None
+
+
+def begin(
+    account: Account, location: Location, artifact: Artifact, most: int = HEAD_BYTES
+) -> bytes:
+    """The first bytes of an archive."""
+    if not artifact.size_bytes:  # S3 refuses a range of nothing
+        return b""
+    answer = account.client("s3").get_object(
+        Bucket=location.bucket, Key=location.key + artifact.name, Range=f"bytes=0-{most - 1}"
+    )
+    data: bytes = answer["Body"].read()
+    return data
+
+
+def first_files(archive: bytes) -> dict[str, bytes]:
+    """The files in the beginning of a `.tar.gz`, with the contents of those that say its sizes."""
+    files = {}
+    cut_off = (tarfile.TarError, EOFError, OSError, zlib.error)
+    with (
+        contextlib.suppress(*cut_off),
+        tarfile.open(fileobj=io.BytesIO(archive), mode="r|gz") as tar,
+    ):
+        for member in tar:
+            name = member.name.removeprefix("./")
+            read = name == CONFIG or name.startswith("adapter_")
+            content = tar.extractfile(member) if read else None
+            files[name] = b"" if content is None else content.read(ADAPTER_BYTES)
+    return files
+
+
+def of_model(files: Mapping[str, bytes], archive_bytes: int, precision: str) -> Needs:
+    """What a whole model takes, by the files in the beginning of its archive."""
+    from engine import backends
+    from engine.artifacts.config import KOGPT2
+
+    config = _config(files.get(CONFIG, b""))
+    if config is None and (ADAPTER in files or any(name.endswith(PARAMS) for name in files)):
+        config = KOGPT2  # the release for MXNet has no config.json
+    if config is None:  # tensors or a script: a process of their own holds the weights as they are
+        return Needs(int(archive_bytes * UNPACKED), 0)
+    weights = backends.weight_bytes(config, precision, "cpu")
+    return Needs(weights, backends.row_bytes(config, precision))
+
+
+def _config(content: bytes) -> GPT2Config | None:
+    """The sizes in a `config.json`, KoGPT2's or Hugging Face's; None without them."""
+    from common.errors import ArtifactError
+    from engine.artifacts.artifact import ConfigFile
+    from engine.artifacts.config import GPT2Config
+
+    try:
+        given: Any = ConfigFile(json.loads(content))
+        units = given.get("units", "n_embd")
+        sizes = {
+            "vocab_size": given.get("vocab_size"),
+            "units": units,
+            "num_layers": given.get("num_layers", "n_layer"),
+            "num_heads": given.get("num_heads", "n_head"),
+            "hidden_size": given.get("hidden_size", "n_inner", default=4 * units),
+            "max_length": given.get("n_positions", "max_length", default=1024),
+        }
+        if not all(type(size) is int and size > 0 for size in sizes.values()):
+            return None
+        return GPT2Config(**sizes, tie_word_embeddings=given.flag("tie_word_embeddings", True))
+    except (ValueError, TypeError, AttributeError, ArtifactError):
+        return None
+
+
+def _of_adapter(files: Mapping[str, bytes], precision: str) -> Needs | None:
+    """What the matrices of an adapter take; None where it takes as much as a model."""
+    from common.errors import ArtifactError
+    from engine import backends
+    from engine.artifacts import adapter as adapters
+    from engine.artifacts.config import KOGPT2
+    from engine.native.adapter import num_bytes
+
+    with tempfile.TemporaryDirectory() as folder:
+        for name in {ADAPTER, *adapters.WEIGHT_FILES} & files.keys():
+            Path(folder, name).write_bytes(files[name])
+        try:
+            adapter = adapters.read(Path(folder))
+        except ArtifactError:
+            return None
+        if not adapter.is_thin:  # it is merged into a copy of its base
+            return None
+        return Needs(num_bytes(adapter, precision), backends.row_bytes(KOGPT2, precision))

@@ -1,0 +1,128 @@
+"""Models of SageMaker's folders that only root may read: they are copied into the cache."""
+
+from __future__ import annotations
+
+import os
+import socket
+import stat
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from serving.errors import ArtifactChanged, ModelNotInStore, StoreUnavailable
+from serving.names import normal_name
+from serving.store.catalog import StoredFile, StoredModel, folder_model, folder_version
+from serving.store.folder import file_version
+
+SCHEME = "root"
+ANSWER_S = 30.0  # for the opening of a file, which takes some 0.1 ms
+CHUNK_BYTES = 1 << 20
+
+
+class RootFiles:
+    """Reads what `serving.process.root_files` opens below `folders`; a `Remote`. Thread-safe."""
+
+    ranged, paced = True, False
+
+    def __init__(self, requests: socket.socket, folders: Sequence[Path]) -> None:
+        self._requests, self._folders = requests, folders
+
+    def find(self, path: Path) -> StoredModel | None:
+        """The model at a path, None where this process may read it itself, or nothing is there.
+
+        Raises `StoreUnavailable`.
+        """
+        path = Path(os.path.normpath(path))
+        if not any(path.is_relative_to(folder) for folder in self._folders) or is_readable(path):
+            return None
+        try:
+            files = list(self._walk(path))
+        except OSError:
+            return None
+        name, url = normal_name(path.name), f"{SCHEME}://{path}"
+        if [file.path for file in files] == [""]:
+            return StoredModel(name, url, files[0].version, files[0].size_bytes, "archive")
+        return folder_model(name, url, files)
+
+    def files(self, model: StoredModel) -> list[StoredFile]:
+        try:
+            files = list(self._walk(Path(model.url.partition("://")[2])))
+        except OSError:
+            raise ModelNotInStore(f"there is no model at {model.url}") from None
+        version = files[0].version if model.kind == "archive" and files else folder_version(files)
+        if version != model.version:
+            raise ArtifactChanged(f"{model.url} has changed; try again")
+        return files
+
+    def read(self, file: StoredFile, start: int, stop: int) -> Iterator[bytes]:
+        try:
+            descriptor = self._open(Path(file.address))
+        except OSError:
+            raise ModelNotInStore(f"there is no {file.address}") from None
+        with open(descriptor, "rb", buffering=0) as data:
+            if file_version(os.fstat(descriptor)) != file.version:
+                raise ArtifactChanged(f"{file.address} has changed; try again")
+            data.seek(start)
+            while start < stop and (piece := data.read(min(CHUNK_BYTES, stop - start))):
+                start += len(piece)
+                yield piece
+
+    def _walk(self, path: Path) -> Iterator[StoredFile]:
+        """The file at a path, or all files below it, except hidden ones and links."""
+        pending = [path]
+        while pending:
+            place = pending.pop()
+            try:
+                descriptor = self._open(place)
+            except OSError:
+                if place == path:
+                    raise
+                continue  # a link, or it has vanished
+            try:
+                status = os.fstat(descriptor)
+                if stat.S_ISDIR(status.st_mode):
+                    names = os.listdir(descriptor)
+                    pending += [place / name for name in names if not name.startswith(".")]
+                else:
+                    relative = "" if place == path else str(place.relative_to(path))
+                    version = file_version(status)
+                    yield StoredFile(relative, str(place), status.st_size, version)
+            finally:
+                os.close(descriptor)
+
+    def _open(self, path: Path) -> int:
+        """Raises `OSError` with the reason, and `StoreUnavailable` without an answer."""
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with ours:
+            ours.settimeout(ANSWER_S)
+            try:
+                with theirs:
+                    socket.send_fds(self._requests, [os.fsencode(path)], [theirs.fileno()])
+                answer, descriptors, _, _ = socket.recv_fds(ours, 16, 1)
+            except OSError:
+                answer, descriptors = b"", []
+        if descriptors:
+            return descriptors[0]
+        if not answer:
+            raise StoreUnavailable(
+                f"{path} is readable by root only, and the process that opens such files for the"
+                " server does not answer: start the container again"
+            )
+        raise OSError(int(answer), os.strerror(int(answer)))
+
+
+def is_readable(path: Path) -> bool:
+    """Whether this process may read all files at or below a path, if there are any."""
+    pending = [str(path)]
+    while pending:
+        place = pending.pop()
+        try:
+            if stat.S_ISDIR(os.stat(place).st_mode):
+                with os.scandir(place) as entries:
+                    pending += [e.path for e in entries if e.name[0] != "." and not e.is_symlink()]
+            elif not os.access(place, os.R_OK):
+                return False
+        except PermissionError:
+            return False
+        except (OSError, ValueError):  # it has vanished, or there never was such a path
+            continue
+    return True
