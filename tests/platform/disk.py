@@ -17,7 +17,7 @@ from tests.platform.limits import validation_error
 
 
 class Disk:
-    """`folder`, as this machine sees it, holds `<hash>/model/`. `downloads` counts the fetches."""
+    """`folder` has `<hash>/model/`. `downloads` counts the fetches."""
 
     def __init__(self, folder: Path, s3: Any, bucket: str, prefix: str) -> None:
         self.folder = folder
@@ -44,7 +44,7 @@ class Disk:
         fresh.mkdir(parents=True)
         with tarfile.open(fileobj=io.BytesIO(data)) as tar:
             tar.extractall(fresh, filter="data")
-        for path in (fresh.parent, *fresh.parent.rglob("*")):  # a container's user is another one
+        for path in (fresh.parent, *fresh.parent.rglob("*")):  # for a container's user
             path.chmod(0o755 if path.is_dir() else 0o644)
         os.replace(fresh.parent, self.folder / name)
         with self._lock:
@@ -55,7 +55,7 @@ class Disk:
 
     def bytes(self) -> int:
         total = 0
-        for folder, _, files in os.walk(self.folder):  # which others write to and remove from
+        for folder, _, files in os.walk(self.folder):  # which changes meanwhile
             for file in files:
                 with contextlib.suppress(FileNotFoundError):
                     total += os.stat(os.path.join(folder, file)).st_size
