@@ -28,7 +28,7 @@ case "$*" in
   "buildx version") [ -n "$BUILDX" ] ;;
   "build --help") echo "--platform string"; [ -z "$BUILDX" ] || echo "--provenance string" ;;
   build*) printf '%s\\n' "$@" >>"$CALLS" ;;
-  run*) printf '%s\\n' "$@" >"$CALLS" ;;
+  "run --rm --name"*) printf '%s\\n' "$@" >"$CALLS" ;;
   image*) echo 123000000 ;;
 esac
 """

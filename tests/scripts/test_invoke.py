@@ -83,7 +83,7 @@ def test_a_model_that_the_platform_is_still_loading_is_waited_for(run: Run, poet
         impatient = run(*call, "--wait", "0.1", **poets.environment)
         assert (impatient.returncode, "still being loaded" in impatient.stderr) == (1, True)
         patient = run(*call, **poets.environment)
-        assert (patient.returncode, patient.stderr) == (0, "")
+        assert patient.returncode == 0, patient.stderr
         assert patient.stdout.strip()
     finally:
         poets.agent.limits = Limits()
