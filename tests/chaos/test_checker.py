@@ -126,7 +126,7 @@ def test_the_log_has_each_request_once() -> None:
     assert rules(made) == ["answered"]
 
 
-WRONG = (
+WRONG: tuple[dict[str, object], ...] = (
     *({"listed": []}, {"engine": []}, {"mms": ["a-1", "a-2"]}, {"mms": ["a-2"]}, {"folders": []}),
     *({"workers": 2}, {"sockets": 0}),
 )

@@ -60,13 +60,13 @@ def broken(started: Store) -> Iterator[Store]:
     [
         ("403", exceptions.ClientError, "AccessDenied", 30),
         ("503", exceptions.ClientError, "SlowDown", 30),
-        ("truncate", BROKEN, "", 30),
-        ("gone", BROKEN, "", 30),
-        ("stall", BROKEN, "", 0.5),
+        ("truncate", BROKEN, None, 30),
+        ("gone", BROKEN, None, 30),
+        ("stall", BROKEN, None, 0.5),
     ],
 )
 def test_a_download_fails(
-    broken: Store, mode: str, error: type[Exception], message: str, timeout_s: float
+    broken: Store, mode: str, error: type[Exception], message: str | None, timeout_s: float
 ) -> None:
     broken.mode = mode
     with pytest.raises(error, match=message):
