@@ -126,10 +126,15 @@ def test_the_log_has_each_request_once() -> None:
     assert rules(made) == ["answered"]
 
 
-WRONG: tuple[dict[str, object], ...] = (
-    *({"listed": []}, {"engine": []}, {"mms": ["a-1", "a-2"]}, {"mms": ["a-2"]}, {"folders": []}),
-    *({"workers": 2}, {"sockets": 0}),
-)
+WRONG: list[dict[str, object]] = [
+    {"listed": []},
+    {"engine": []},
+    {"mms": ["a-1", "a-2"]},
+    {"mms": ["a-2"]},
+    {"folders": []},
+    {"workers": 2},
+    {"sockets": 0},
+]
 
 
 @pytest.mark.parametrize("wrong", WRONG, ids=str)
