@@ -193,14 +193,7 @@ class Download:
 
     def _fetch(self, wanted: Range) -> None:
         """Downloads a range; continues broken ones, and fails after `ATTEMPTS` without a byte."""
-        descriptor = os.open(self._path(self._files[wanted.file]), os.O_WRONLY)
-        try:
-            self._fetch_into(descriptor, self._files[wanted.file], wanted)
-        finally:
-            os.close(descriptor)
-
-    def _fetch_into(self, descriptor: int, file: StoredFile, wanted: Range) -> None:
-        attempts, position = 0, wanted.start
+        file, attempts, position = self._files[wanted.file], 0, wanted.start
         while position < wanted.stop:
             if not self._remote.ranged:
                 position = wanted.start
@@ -215,9 +208,8 @@ class Download:
                             f"{public_url(file.address)} sends more than the requested"
                             f" {wanted.stop - wanted.start} bytes"
                         )
-                    end = position + len(data)
-                    while position < end:  # an almost full disk may write less
-                        position += os.pwrite(descriptor, data[position - end :], position)
+                    self._write(file, position, data)
+                    position += len(data)
                 if position < wanted.stop:
                     raise StoreUnavailable(f"{public_url(file.address)} broke off")
             except Stopping:
@@ -228,6 +220,17 @@ class Download:
                 if attempts == ATTEMPTS:
                     raise
                 self._stopping.wait(PAUSE_S * attempts)
+
+    def _write(self, file: StoredFile, position: int, data: bytes) -> None:
+        # Opened for each piece: while a late thread waits for the store, the file may be removed,
+        # and an open one would keep its space on the disk.
+        descriptor = os.open(self._path(file), os.O_WRONLY)
+        try:
+            while data:  # an almost full disk may write less
+                written = os.pwrite(descriptor, data, position)
+                data, position = data[written:], position + written
+        finally:
+            os.close(descriptor)
 
     def _raise_if_stopped(self) -> None:
         if self._failed.is_set() or self._stopping.is_set():

@@ -1,4 +1,4 @@
-"""One request on a connection of its own, and what became of it."""
+"""One request on a connection of its own, and its outcome."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class Request:
 
 
 @dataclass
-class Heard:
-    """What has come so far."""
+class Received:
+    """The answer so far."""
 
     status: int = 0
     body: Any = None
@@ -43,15 +43,15 @@ class Heard:
 
 
 class HungUp(Exception):
-    """The client has gone away, as it meant to."""
+    """The client disconnects on purpose."""
 
 
 class NoEnd(Exception):
-    """An answer that breaks off."""
+    """The answer breaks off."""
 
 
 def request(kind: str, model: str, prompt: str, url: str = "") -> Request:
-    """`url`: what a load is to fetch."""
+    """A request of an `Op`'s kind. `url`: the artifact of a load."""
     path = quote(model, safe="")
     body: dict[str, Any]
     stream = kind.endswith("stream")
@@ -71,77 +71,78 @@ def request(kind: str, model: str, prompt: str, url: str = "") -> Request:
 
 def call(
     ports: tuple[int, int],
-    asked: Request,
+    request: Request,
     op: Op,
     timeout_s: float,
-    hang_up: Callable[[Heard], bool] = lambda heard: False,
+    hang_up: Callable[[Received], bool] = lambda received: False,
     host: str = "127.0.0.1",
 ) -> Op:
-    """`op` with its end. `ports`: for requests and for management. `hang_up` is asked when the
-    request is sent, and again at each token."""
-    connection = http.client.HTTPConnection(host, ports[asked.management], timeout=timeout_s)
-    heard, lost, gone = Heard(), "", False
+    """`op` with its end. `ports`: for requests and for management. `hang_up` decides, after the
+    request is sent and at each token, whether the client disconnects."""
+    connection = http.client.HTTPConnection(host, ports[request.management], timeout=timeout_s)
+    received, lost, gone = Received(), "", False
     try:
-        _hear(connection, asked, op.id, heard, hang_up)
+        _receive(connection, request, op.id, received, hang_up)
     except HungUp:
         gone = True
     except (OSError, http.client.HTTPException, ValueError, NoEnd) as error:
         lost = f"{type(error).__name__}: {error}"
     finally:
         connection.close()
-    said = heard.error or {}
-    status = heard.status
-    if heard.error is not None and status == 200:  # of a stream
-        status = int(said.get("code") or 500) if str(said.get("code")).isdigit() else 503
+    error_fields = received.error or {}
+    status = received.status
+    if received.error is not None and status == 200:  # of a stream
+        code = str(error_fields.get("code"))
+        status = int(code) or 500 if code.isdigit() else 503
     return replace(
         op,
         end=time.monotonic(),
         status=0 if lost or gone else status,
-        text=heard.text,
-        type=str(said.get("type", "")),
-        message=str(said.get("message", "")),
-        retry_after_s=heard.retry_after_s,
+        text=received.text,
+        type=str(error_fields.get("type", "")),
+        message=str(error_fields.get("message", "")),
+        retry_after_s=received.retry_after_s,
         lost=lost,
         hung_up=gone,
-        first_s=None if heard.first_at is None else heard.first_at - op.begin,
+        first_s=None if received.first_at is None else received.first_at - op.begin,
     )
 
 
-def _hear(
+def _receive(
     connection: http.client.HTTPConnection,
-    asked: Request,
+    request: Request,
     id: str,
-    heard: Heard,
-    hang_up: Callable[[Heard], bool],
+    received: Received,
+    hang_up: Callable[[Received], bool],
 ) -> None:
-    body = None if asked.body is None else json.dumps(asked.body).encode()
-    connection.request(asked.method, asked.path, body, {**HEADERS, "x-request-id": id})
+    body = None if request.body is None else json.dumps(request.body).encode()
+    connection.request(request.method, request.path, body, {**HEADERS, "x-request-id": id})
     if connection.sock is not None:
         connection.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    if hang_up(heard):
+    if hang_up(received):
         raise HungUp
     answer = connection.getresponse()
-    heard.status = answer.status
+    received.status = answer.status
     retry_after = answer.headers.get("Retry-After")
-    heard.retry_after_s = float(retry_after) if retry_after else None
+    received.retry_after_s = float(retry_after) if retry_after else None
     if (answer.headers.get("Content-Type") or "").startswith("text/event-stream"):
         ended = False
         for event in _events(answer):
-            ended = _take(event, heard) or ended
-            if heard.first_at is None:
-                heard.first_at = time.monotonic()
-            if hang_up(heard):
+            ended = _take(event, received) or ended
+            if received.first_at is None:
+                received.first_at = time.monotonic()
+            if hang_up(received):
                 raise HungUp
-        if not ended and heard.error is None:
+        if not ended and received.error is None:
             raise NoEnd("the stream ends without its last event")
         return
-    heard.body = json.loads(answer.read())
+    received.body = json.loads(answer.read())
     if answer.status != 200:
-        heard.error = heard.body.get("error", heard.body)
-    elif "generated_text" in heard.body:
-        heard.whole = heard.body["generated_text"]
-    elif "choices" in heard.body:
-        heard.whole = heard.body["choices"][0]["text"]
+        received.error = received.body.get("error", received.body)
+    elif "generated_text" in received.body:
+        received.whole = received.body["generated_text"]
+    elif "choices" in received.body:
+        received.whole = received.body["choices"][0]["text"]
 
 
 def _events(answer: http.client.HTTPResponse) -> Iterator[str]:
@@ -150,20 +151,20 @@ def _events(answer: http.client.HTTPResponse) -> Iterator[str]:
             yield line[6:].decode("utf-8").strip()
 
 
-def _take(event: str, heard: Heard) -> bool:
-    """Whether it is the last one. Raises `NoEnd` where that one differs from those before."""
+def _take(event: str, received: Received) -> bool:
+    """Whether the event is the last. Raises `NoEnd` if its text differs from the tokens'."""
     if event == "[DONE]":
         return True
-    said = json.loads(event)
-    if said.get("error"):
-        heard.error = said["error"]
+    value = json.loads(event)
+    if value.get("error"):
+        received.error = value["error"]
         return True
-    if "choices" in said:
-        heard.texts += [choice["text"] for choice in said["choices"]]
-    elif "generated_text" in said:
-        if said["generated_text"] != heard.text:
-            raise NoEnd(f"the tokens are {heard.text!r}, all of them {said['generated_text']!r}")
+    if "choices" in value:
+        received.texts += [choice["text"] for choice in value["choices"]]
+    elif "generated_text" in value:
+        if value["generated_text"] != received.text:
+            raise NoEnd(f"the tokens are {received.text!r}, the text {value['generated_text']!r}")
         return True
     else:
-        heard.texts.append(said["text"])
+        received.texts.append(value["text"])
     return False

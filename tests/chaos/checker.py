@@ -1,16 +1,16 @@
-"""Whether a history is one that a correct server could have made.
+"""Checks a history for what no correct server does.
 
-Every request was answered once; by the right model, in a version that it could have had, with the
-text that this one gives; or with an error that was true. What was loaded was there until somebody
-unloaded it, and what was unloaded was gone. Nothing was answered after its deadline. When all was
-quiet, all parts agreed. At the end nothing was left.
+Every request is answered once and before its deadline: with the text of its model in a version that
+the store had, or with an error that a fault or the model's state explains. A loaded model stays
+until it is unloaded, an unloaded one is gone. All parts agree once faults and requests have ended,
+and nothing is left over.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -22,13 +22,12 @@ AGREE_S = 5.0
 # From the end of a fault until it is no reason for an error any more.
 HEALED_S = 10.0
 STORE_HEALED_S = 30.0  # five attempts of boto3's with their pauses
-# By the first word of a fault, or all of it, the errors it explains. 404, 409 and 504 need a reason
-# of their own.
+# The errors that a fault explains, by its name or first word. 404, 409 and 504 need other reasons.
 EXPLAINS = {
     "kill": {503},
     "stop": {503},
     "kill gateway": {0, 503},
-    # A request that was lost with its worker three times is given up.
+    # A request whose worker was lost three times is not sent again.
     "kill worker": {500, 503},
     "kill host": {500, 503},
     "kill java": {500, 503},
@@ -43,19 +42,17 @@ EXPLAINS = {
 @dataclass(frozen=True)
 class Violation:
     rule: str
-    said: str
+    message: str
     op: Op | None = None
 
 
 def check(history: History, heal: float = 1.0) -> list[Violation]:
-    """What no correct server could have done. `heal` stretches the times that a slow or busy
-    machine needs."""
+    """The violations. `heal` is a factor on the times that a slow or busy machine needs."""
     return list(_Checker(history, heal).violations())
 
 
 def explained(history: History, heal: float) -> Counter[tuple[int, str]]:
-    """Of the answers of 5xx, how many each kind of fault explains: the last to have begun, where
-    several do."""
+    """How many 5xx answers each kind of fault explains; where several do, the last to begin."""
     checker = _Checker(history, heal)
     found: Counter[tuple[int, str]] = Counter()
     for op in history.ops:
@@ -72,29 +69,24 @@ class _Checker:
         self.faults = [fault for fault in history.faults if not fault.skipped]
 
     def violations(self) -> Iterator[Violation]:
-        rules: tuple[Callable[[Op], Iterator[Violation]], ...] = (
-            self.answered,
-            self.right,
-            self.true,
-            self.in_time,
-        )
+        rules = (self.answered, self.right, self.true, self.in_time)
         for op in self.history.ops:
             if op.kind != PUT:
                 for rule in rules:
                     yield from rule(op)
         yield from self.agreed()
-        for said in self.history.left:
-            yield Violation("left", said)
+        for message in self.history.left:
+            yield Violation("left", message)
 
     # One request
 
     def answered(self, op: Op) -> Iterator[Violation]:
-        """Once: by the client, and by the server's log."""
+        """Exactly one answer: at the client, and in the server's log."""
         lines = self.history.lines.get(op.id, 0)
         if lines > 1:
-            yield Violation("answered", f"{lines} times, as the log has it", op)
+            yield Violation("answered", f"{lines} times by the log", op)
         if op.status and not lines and not self._explained(0, op):
-            yield Violation("answered", "and the log knows nothing of it", op)
+            yield Violation("answered", "but the log has no line of it", op)
         if not op.status and not op.hung_up and not self._explained(0, op):
             yield Violation("answered", f"never: {op.lost}", op)
 
@@ -102,19 +94,19 @@ class _Checker:
         if op.status != 200 or op.hung_up or op.kind not in ROUTES:
             return
         if self.history.multi_model and self._is_gone(op):
-            yield Violation("unloaded", f"{op.model} answers, and nobody has loaded it", op)
+            yield Violation("unloaded", f"{op.model} answers though it is not loaded", op)
         may_be = self._versions(op)
         texts = self.history.texts
         if op.text in (texts[text_key(op.model, v, op.kind, op.prompt)] for v in may_be):
             return
-        said = [k for k, text in texts.items() if text == op.text]
-        of = " of ".join(reversed(said[0].split("\n")[:2])) if said else "nobody"
+        keys = [k for k, text in texts.items() if text == op.text]
+        of = " of ".join(reversed(keys[0].split("\n")[:2])) if keys else "no model"
         yield Violation(
             "right", f"the text is that of {of}, not of {sorted(may_be)} of {op.model}", op
         )
 
     def true(self, op: Op) -> Iterator[Violation]:
-        """An error has a reason, and a 503 says when to come back, unless it ends a stream."""
+        """An error has a reason, and a 503 has Retry-After unless it ends a stream."""
         status = op.status
         if status == 503 and not op.hung_up and op.retry_after_s is None and op.first_s is None:
             yield Violation("true", f"503 {op.type} has no Retry-After: {op.message}", op)
@@ -131,8 +123,7 @@ class _Checker:
             yield Violation("true", f"{status} {op.type} has no reason: {op.message}", op)
 
     def in_time(self, op: Op) -> Iterator[Violation]:
-        """Time without a gateway is not counted: who connects then waits for the next one, which
-        counts from when it takes the request."""
+        """Time without a gateway is not counted: connections wait for the next one."""
         stood = sum(
             max(min(op.end, end) - max(op.begin, begin), 0) for begin, end in self._without_gateway
         )
@@ -142,7 +133,7 @@ class _Checker:
 
     @cached_property
     def _without_gateway(self) -> list[tuple[float, float]]:
-        """Until it goes on, or another one has answered what was asked after the kill."""
+        """Until it continues, or its successor has answered a request begun after the kill."""
         found = []
         for fault in self.faults:
             end = fault.end
@@ -157,11 +148,11 @@ class _Checker:
 
     def agreed(self) -> Iterator[Violation]:
         for view in self.history.views:
-            for said in view.differences():
-                at = view.at - self.history.began
-                yield Violation("agree", f"at {at:.1f} s, {view.quiet_s:.1f} s quiet: {said}")
+            for difference in view.differences():
+                at, quiet_s = view.at - self.history.began, view.quiet_s
+                yield Violation("agree", f"at {at:.1f} s, {quiet_s:.1f} s quiet: {difference}")
 
-    # What could have been
+    # Possible states
 
     def _limit_s(self, op: Op) -> float:
         """An unload waits for requests in flight."""
@@ -179,7 +170,7 @@ class _Checker:
         if op.begin > fault.end + healed_s * self.heal or op.end < fault.begin:
             return set()
         found = EXPLAINS.get(fault.kind) or EXPLAINS.get(fault.kind.split()[0], set())
-        # Who connects while the gateway is away waits for the next one.
+        # Connections while there is no gateway wait for the next one.
         return found if op.begin <= fault.end else found - {0}
 
     @cached_property
@@ -190,12 +181,12 @@ class _Checker:
         return found
 
     def _ends(self, op: Op) -> float:
-        """When it has no effect any more: one that was not answered, or given up, may go on."""
+        """The end of its effects: without an answer, it may continue on the server."""
         whole = op.status in (200, 404, 409) and not op.hung_up
         return op.end if whole else op.end + self.history.load_s + self.history.request_s
 
     def _changing(self, op: Op, kinds: tuple[str, ...], since: float) -> bool:
-        """Whether another one of these kinds was under way between `since` and the end of `op`."""
+        """Whether another request of these kinds ran between `since` and the end of `op`."""
         return any(
             other is not op
             and other.kind in kinds
@@ -205,7 +196,7 @@ class _Checker:
         )
 
     def _last(self, op: Op, kind: str) -> Op | None:
-        """The last that succeeded before `op` began."""
+        """The last successful one before `op` began."""
         done = (
             other
             for other in self._by_model[op.model]
@@ -214,8 +205,8 @@ class _Checker:
         return max(done, key=lambda other: other.begin, default=None)
 
     def _is_there(self, op: Op) -> bool:
-        """Whether the model must have been loaded all the time. Where there is no room the server
-        unloads some, and on a full disk what is loaded cannot be written down."""
+        """Whether the model must have been loaded throughout. Short of memory the server evicts
+        models; on a full disk it cannot note which are loaded."""
         load = self._last(op, LOAD)
         return (
             load is not None
@@ -229,21 +220,20 @@ class _Checker:
         )
 
     def _is_gone(self, op: Op) -> bool:
-        """Whether the model must have been unloaded all the time."""
+        """Whether the model must have been unloaded throughout."""
         loading = (LOAD,) if self.history.multi_model else (LOAD, *ROUTES)
         unload = self._last(op, UNLOAD)
         return not self._changing(op, loading, unload.begin if unload else -math.inf)
 
     def _may_conflict(self, op: Op) -> bool:
-        """Whether a 409 is true: the model to load may be there already, or somebody unloads it
-        while its load is waited for."""
+        """Whether a 409 is right: the model may be loaded, or be unloaded during its load."""
         if op.kind == LOAD and not self._is_gone(op):
             return True
         return op.kind != UNLOAD and self._changing(op, (UNLOAD,), op.begin)
 
     def _versions(self, op: Op) -> set[int]:
-        """Those that the store had when what answered may have been loaded: not before the last
-        unload, and if a load since then was not undone, during that load."""
+        """The versions that the store had when the answering model may have been loaded: since the
+        last unload, and during the last load if the model has stayed since."""
         unload, load = self._last(op, UNLOAD), self._last(op, LOAD)
         since, until = unload.begin if unload else -math.inf, op.end
         if load is not None and self._is_there(op):

@@ -1,4 +1,4 @@
-"""Clients that ask, load, unload and go away, all the time, and remember what they were told."""
+"""Clients that call, load, unload and disconnect continuously, and record the outcomes."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
-from tests.chaos.calls import Heard, call, request
+from tests.chaos.calls import Received, call, request
 from tests.chaos.history import LIST, LOAD, PUT, ROUTES, UNLOAD, Op
 
 PROMPTS = ("가각갂", "간갇갉갊")
-# How often a client does what.
+# How often each kind of request is made.
 MIX = {
     "predictions": 30,
     "predictions-stream": 20,
@@ -32,10 +32,10 @@ RETRIES = 5
 
 @dataclass(frozen=True)
 class Models:
-    """Of the `steady` ones nobody unloads one; the others come and go, and change in the store.
+    """The models of a run: clients unload and replace only those that move.
 
     zipf: the exponent of their popularity, each kind's first the most popular; 0: all alike
-    full: those of the steady ones that are as large as KoGPT2; all others are tiny
+    full: steady ones that are as large as KoGPT2; all others are tiny
     """
 
     steady: tuple[str, ...]
@@ -52,7 +52,7 @@ class Models:
         return self.versions if model in self.moving else 1
 
     def choose(self, chance: random.Random, kind: str) -> str:
-        """One that a request of this kind may be for."""
+        """A model for a request of this kind."""
         among = self.moving
         if kind not in (LOAD, UNLOAD, PUT) and chance.random() < STEADY_SHARE:
             among = self.steady
@@ -61,8 +61,8 @@ class Models:
 
 
 class Clients:
-    """`count` of them, from `start` to `stop`; `ops` is what happened. `put` replaces a model in
-    the store. Nobody waits for longer than `lost_s`."""
+    """`count` clients, from `start` to `stop`; `ops` is their history. `put` replaces a model in
+    the store; an answer is lost after `lost_s`."""
 
     def __init__(
         self,
@@ -95,7 +95,7 @@ class Clients:
             thread.start()
 
     def pause(self) -> None:
-        """Returns once nothing is under way."""
+        """Returns once no request is in flight."""
         self._go.clear()
         with self._changed:
             self._changed.wait_for(lambda: self._busy == 0)
@@ -110,13 +110,13 @@ class Clients:
             thread.join()
 
     def ask(self, client: int, kind: str, model: str = "", prompt: int = 0, url: str = "") -> Op:
-        """One request that nobody hangs up."""
+        """One request, without disconnecting."""
         op = Op(f"{self._seed}-{client}-{kind}-{time.monotonic_ns()}", client, kind, model, 0, 0)
         op = replace(op, prompt=prompt, begin=time.monotonic())
-        asked = request(kind, model, PROMPTS[prompt], url)
-        return self._said(call(self._ports, asked, op, self._lost_s, host=self._host))
+        sent = request(kind, model, PROMPTS[prompt], url)
+        return self._record(call(self._ports, sent, op, self._lost_s, host=self._host))
 
-    def _said(self, op: Op) -> Op:
+    def _record(self, op: Op) -> Op:
         self.ops.append(op)
         return op
 
@@ -141,10 +141,10 @@ class Clients:
         if kind == PUT:
             self.replace(client, id, model)
             return
-        hang_up: Callable[[Heard], bool] = lambda heard: False  # noqa: E731
+        hang_up: Callable[[Received], bool] = lambda received: False  # noqa: E731
         if kind == "hang up":
             kind, tokens = chance.choice(ROUTES), chance.randrange(3)
-            hang_up = lambda heard: len(heard.texts) >= tokens  # noqa: E731
+            hang_up = lambda received: len(received.texts) >= tokens  # noqa: E731
         self._persist(client, id, kind, model, prompt, hang_up)
 
     def _persist(
@@ -154,31 +154,30 @@ class Clients:
         kind: str,
         model: str,
         prompt: int,
-        hang_up: Callable[[Heard], bool],
+        hang_up: Callable[[Received], bool],
     ) -> None:
-        """Asks, and asks again after the time that a 503 says."""
-        asked = request(kind, model, PROMPTS[prompt])
+        """Sends a request, and again after the Retry-After of a 503."""
+        sent = request(kind, model, PROMPTS[prompt])
         for attempt in range(RETRIES):
             op = Op(f"{id}-{attempt}", client, kind, "" if kind == LIST else model, 0, 0)
             op = replace(op, prompt=prompt, begin=time.monotonic())
-            op = self._said(call(self._ports, asked, op, self._lost_s, hang_up, self._host))
+            op = self._record(call(self._ports, sent, op, self._lost_s, hang_up, self._host))
             if op.status != 503 and (op.status or op.hung_up):
                 return
-            # Where nobody listens, soon again.
             if not self._go.is_set() or self._stop.wait(op.retry_after_s or 0.2):
                 return
 
     def replace(self, client: int, id: str, model: str) -> None:
-        """Has the store hold the next version of a model that moves."""
+        """Puts the next version of a model that moves into the store."""
         with self._put_turn:
             version = (self._stored[model] + 1) % self._models.versions
             op = Op(id, client, PUT, model, time.monotonic(), 0, 200, version=version)
             self._put(model, version)
             self._stored[model] = version
-            self._said(replace(op, end=time.monotonic()))
+            self._record(replace(op, end=time.monotonic()))
 
     def first_versions(self, at: float) -> list[Op]:
-        """What the store had before anything changed."""
+        """The store's versions at the start."""
         return [
             Op(f"first-{model}", -1, PUT, model, at, at, 200, version=0) for model in self._stored
         ]

@@ -1,7 +1,7 @@
-"""A clock of the server's own that can be set: libfaketime, preloaded into its processes.
+"""A clock of the server that can be set: libfaketime, preloaded into its processes.
 
-Only the time of day is another one, as when a clock is set: monotonic clocks go on, and so does
-what the kernel writes beside files. The library is that of the wheel among the tests' requirements:
+Only the time of day changes; monotonic clocks and the times of files do not. The library is that of
+the wheel in the tests' requirements:
 Debian's 0.9.10 breaks `time.sleep` of Python 3.11 (https://github.com/wolfcw/libfaketime/issues/426).
 """
 
@@ -21,7 +21,7 @@ SLEEPS = "import time; time.sleep(0.001)"
 
 
 class Clock:
-    """`environment` is what the server needs; empty where there is no library that works."""
+    """`environment` is for the server; empty without a library that works."""
 
     def __init__(self, folder: Path) -> None:
         self._file = folder / "clock"
@@ -39,9 +39,9 @@ class Clock:
         return {
             "LD_PRELOAD": str(library),
             "FAKETIME_TIMESTAMP_FILE": str(self._file),
-            "FAKETIME_CACHE_DURATION": "1",  # in seconds: so late it is seen
+            "FAKETIME_CACHE_DURATION": "1",  # seconds
             "FAKETIME_DONT_FAKE_MONOTONIC": "1",
-            # Or waits for a time on a monotonic clock end at once, and Java's threads only spin.
+            # Otherwise waits on a monotonic clock end at once, and Java's threads spin.
             "FAKETIME_FORCE_MONOTONIC_FIX": "0",
             "NO_FAKE_STAT": "1",
         }
@@ -61,7 +61,7 @@ def libraries() -> list[Path]:
 
 
 def works(environment: Mapping[str, str]) -> bool:
-    """Whether Python's sleep does, with a clock that is an hour ahead."""
+    """Whether Python can sleep with a clock that is an hour ahead."""
     shifted = {k: v for k, v in environment.items() if k != "FAKETIME_TIMESTAMP_FILE"}
     done = subprocess.run(
         [sys.executable, "-c", SLEEPS],

@@ -1,4 +1,4 @@
-"""Does to a running server what a plan says, and takes it back."""
+"""Injects a plan's faults into a running server, and takes them back."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from tests.chaos.store import Store
 from tests.chaos.system import System
 
 SLOW_CONNECTIONS = 1000
-# What a shrinking limit leaves beside what is used: hardly what a tiny model needs.
+# Beside the used memory: hardly what a tiny model needs.
 LEFT_BYTES = 4 << 20
-AHEAD_S = (3600, -3600)  # what a clock is set to, and back
+AHEAD_S = (3600, -3600)  # of a clock that is set
 
 
 class NotHere(Exception):
-    """This machine does not allow such a fault."""
+    """The fault is not possible on this machine."""
 
 
 class Injector:
-    """`done` is what it did."""
+    """Injects faults; `done` are those until now."""
 
     def __init__(self, system: System, store: Store) -> None:
         self._system, self._store = system, store
@@ -36,7 +36,7 @@ class Injector:
         self._stop = threading.Event()
 
     def run(self, plan: Plan) -> None:
-        """Returns when all that the plan does has been taken back; `stop` ends it earlier."""
+        """Returns when all faults are taken back, after the plan or `stop`."""
         began = time.monotonic()
         for fault in plan.faults:
             if self._stop.wait(max(began + fault.at_s - time.monotonic(), 0)):
@@ -118,7 +118,7 @@ class Injector:
 
     @contextlib.contextmanager
     def _less_memory(self, name: str, fault: Fault) -> Iterator[None]:
-        """Of the whole server; where control groups are not allowed, of the engine alone."""
+        """Less memory for the whole server, or for the engine without control groups."""
         group = self._system.group
         engine = self._process("engine", fault)
         with group.limited(LEFT_BYTES) if group else limited(engine, LEFT_BYTES):
@@ -137,7 +137,7 @@ class Injector:
 
     @contextlib.contextmanager
     def _slow_connections(self, name: str, fault: Fault) -> Iterator[None]:
-        """Each sends half a request's head, and no more."""
+        """Connections that send half a request's head, and no more."""
         with contextlib.ExitStack() as stack:
             for _ in range(SLOW_CONNECTIONS):
                 with contextlib.suppress(OSError):  # the gateway may be away
@@ -149,7 +149,7 @@ class Injector:
 
 @contextlib.contextmanager
 def limited(process: psutil.Process, left_bytes: int) -> Iterator[None]:
-    """Meanwhile it may have so much private memory beside what it has, and no more."""
+    """Limits a process's private memory to the present size and `left_bytes`."""
     try:
         _, hard = process.rlimit(psutil.RLIMIT_DATA)
         most = process.memory_info().data + left_bytes

@@ -1,4 +1,4 @@
-"""Histories by hand, which a correct server could have made until something is added."""
+"""Makes histories of a correct server, for tests of the checker."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ def text(version: int, model: str = MODEL) -> str:
 
 
 def op(kind: str, begin: float, end: float, status: int = 200, **more: Any) -> Op:
-    said: dict[str, Any] = {"retry_after_s": 1} if status == 503 else {}
+    fields: dict[str, Any] = {"retry_after_s": 1} if status == 503 else {}
     if kind == "predictions" and status == 200:
-        said["text"] = text(0)
-    return Op(f"r{next(numbers)}", 0, kind, MODEL, begin, end, status, **{**said, **more})
+        fields["text"] = text(0)
+    return Op(f"r{next(numbers)}", 0, kind, MODEL, begin, end, status, **{**fields, **more})
 
 
 def put(version: int, at: float) -> Op:
@@ -46,7 +46,7 @@ def fault(kind: str, begin: float, end: float | None = None) -> Done:
 
 
 def history(*ops: Op, multi_model: bool = True, faults: tuple[Done, ...] = ()) -> History:
-    """With both versions' texts, version 0 in the store, and a line in the log for each answer."""
+    """With version 0 in the store, and a line of the log for each answer."""
     texts = {
         text_key(model, version, "predictions", 0): text(version, model)
         for model in (MODEL, "여름")
@@ -58,6 +58,6 @@ def history(*ops: Op, multi_model: bool = True, faults: tuple[Done, ...] = ()) -
 
 
 def view(**more: Any) -> View:
-    """All have the same model."""
+    """A view in which all parts have the same model."""
     agreed = View(50, 1, [MODEL], [f"{MODEL}#a-1"], ["a-1"], ["a-1"], 1, 1)
     return replace(agreed, **more)

@@ -1,9 +1,8 @@
-"""What happened in a run: requests, faults, and looks at the server's parts, all on one clock."""
+"""The history of a run: requests, faults and views of the server's parts, on one clock."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,11 +16,9 @@ LOAD, UNLOAD, PUT, LIST = "load", "unload", "put", "list"
 class Op:
     """One request, as its client saw it. Times are `time.monotonic()`, in seconds.
 
-    status: 0 where no whole answer came, and then `lost` says why. A stream that ends with an error
-        has that error's.
-    text: what a model has said
-    version: of a PUT, what the store has from then on
-    hung_up: whether the client went away by itself
+    status: 0 without a whole answer, and then `lost` is the reason; a stream's error has its own
+    version: of a PUT, the store's from then on
+    hung_up: whether the client disconnected on purpose
     """
 
     id: str
@@ -44,8 +41,7 @@ class Op:
 
 @dataclass(frozen=True)
 class Done:
-    """A fault from its beginning until all that it did is taken back. One that was not possible
-    here has a `skipped`."""
+    """A fault until it is taken back; `skipped`: why it was not possible here."""
 
     kind: str
     begin: float
@@ -55,11 +51,7 @@ class Done:
 
 @dataclass(frozen=True)
 class View:
-    """What each part of the server says it has, after `quiet_s` without faults and requests.
-
-    ids: of the gateway's models, by name, and as the engine, Multi Model Server, the processes and
-        the folders have them
-    """
+    """The models that each part of the server has, after `quiet_s` without faults and requests."""
 
     at: float
     quiet_s: float
@@ -71,7 +63,7 @@ class View:
     sockets: int
 
     def differences(self) -> list[str]:
-        """Where they do not agree."""
+        """The disagreements."""
         ids = sorted(name.rpartition("#")[2] for name in self.engine)
         names = sorted(name.rpartition("#")[0] for name in self.engine)
         found = []
@@ -90,8 +82,7 @@ class View:
 
 @dataclass
 class History:
-    """A whole run. `texts` is what each model says, known beforehand: by model, version, route and
-    prompt, with a line break between."""
+    """A whole run. `texts` are the models' texts, learned beforehand, by `text_key`."""
 
     seed: int
     multi_model: bool
@@ -102,26 +93,22 @@ class History:
     ops: list[Op] = field(default_factory=list)
     faults: list[Done] = field(default_factory=list)
     views: list[View] = field(default_factory=list)
-    left: list[str] = field(default_factory=list)  # after all was unloaded
-    # What the server held when it was started, and after all was unloaded.
+    left: list[str] = field(default_factory=list)  # leftovers after all was unloaded
+    # Counts and bytes of the server at its start, and after all was unloaded.
     empty: list[dict[str, int]] = field(default_factory=list)
-    lines: dict[str, int] = field(default_factory=dict)  # of the server's log, by request
+    lines: dict[str, int] = field(default_factory=dict)  # of the log, by request
 
     def write(self, path: Path) -> None:
         path.write_text(json.dumps(asdict(self), ensure_ascii=False), encoding="utf-8")
 
     @classmethod
     def read(cls, path: Path) -> History:
-        said: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        said["ops"] = [Op(**op) for op in said["ops"]]
-        said["faults"] = [Done(**fault) for fault in said["faults"]]
-        said["views"] = [View(**view) for view in said["views"]]
-        return cls(**said)
+        value: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        value["ops"] = [Op(**op) for op in value["ops"]]
+        value["faults"] = [Done(**fault) for fault in value["faults"]]
+        value["views"] = [View(**view) for view in value["views"]]
+        return cls(**value)
 
 
 def text_key(model: str, version: int, route: str, prompt: int) -> str:
     return "\n".join((model, str(version), route.removesuffix("-stream"), str(prompt)))
-
-
-def of_kind(ops: Iterable[Op], *kinds: str) -> Iterator[Op]:
-    return (op for op in ops if op.kind in kinds)

@@ -1,4 +1,4 @@
-"""Which faults come when: drawn from a seed, or read from a file."""
+"""The faults of a run and their times, drawn from a seed or read from a file."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from command.errors import Problem
 PROCESSES = ("java", "launcher", "engine", "gateway", "host", "worker", "zygote", "texts")
 STORE = ("stall", "truncate", "403", "503", "change", "gone")
 DISKS = ("run", "cache", "prepared")
-# How often each is drawn. What is not possible on a machine is drawn all the same, and skipped: a
-# seed is the same plan everywhere.
+# The weight of each. A fault that a machine does not allow is skipped: a seed is the same plan
+# everywhere.
 KINDS = {
     **{f"kill {name}": 3 for name in PROCESSES},
     **{f"stop {name}": 2 for name in PROCESSES},
@@ -29,8 +29,7 @@ SHORTEST_S, LONGEST_S = 0.3, 4.0
 
 @dataclass(frozen=True)
 class Fault:
-    """`at_s` after the start; lasts `seconds` unless it is a kill; `pick` chooses among several
-    processes of a kind."""
+    """`seconds`: its length, unless it is a kill. `pick` chooses among processes of a kind."""
 
     at_s: float
     kind: str
@@ -40,7 +39,7 @@ class Fault:
 
 @dataclass(frozen=True)
 class Plan:
-    """`multi_model`: as on SageMaker, where calls load nothing by themselves."""
+    """`multi_model`: as on SageMaker, where calls load no models."""
 
     seed: int
     seconds: float
@@ -51,8 +50,7 @@ class Plan:
     def draw(
         cls, seed: int, seconds: float, every_s: float, kinds: Sequence[str] = tuple(KINDS)
     ) -> Plan:
-        """A fault every `every_s` on average, none in the last of these, so that it is seen to
-        heal under load."""
+        """A fault every `every_s` on average, and none in the last `every_s`."""
         chance = random.Random(seed)  # noqa: S311
         weights = [KINDS[kind] for kind in kinds]
         faults, at_s = [], every_s * chance.uniform(0.5, 1)
@@ -70,9 +68,9 @@ class Plan:
     def read(cls, path: Path) -> Plan:
         """Raises `Problem`."""
         try:
-            said = json.loads(path.read_text(encoding="utf-8"))
-            faults = tuple(Fault(**fault) for fault in said.pop("faults"))
-            plan = cls(**said, faults=faults)
+            value = json.loads(path.read_text(encoding="utf-8"))
+            faults = tuple(Fault(**fault) for fault in value.pop("faults"))
+            plan = cls(**value, faults=faults)
         except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
             raise Problem(f"{path} is no plan of python -m tests.chaos: {error}") from None
         if unknown := {fault.kind for fault in faults} - set(KINDS):

@@ -1,4 +1,4 @@
-"""How long it takes until all models answer again, for each process that may die."""
+"""Measures the time until all models answer again after a kill of each kind of process."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ MODELS = 5
 KINDS = ("worker", "host", "texts", "zygote", "gateway", "engine", "java", "launcher")
 # p95 in seconds.
 GOALS = {"worker": 0.5, "engine": 2.0, "gateway": 1.5, "java": 3.0}
-# Between two kills, for what a killed process takes with it.
+# Between two kills, for the processes that end with a killed one.
 REST_S = 2.5
 GIVE_UP_S = 60.0
 PAUSE_S = 0.01
 
 
 def measure(rounds: int, say: Callable[[str], None]) -> dict[str, Any]:
-    """Seconds by kind, one for each round, in each of which a new server loses each once."""
+    """Seconds by kind: in each round a new server loses one process of each kind."""
     found: dict[str, list[float]] = {kind: [] for kind in KINDS}
     with tempfile.TemporaryDirectory(prefix="recovery-") as folder:
         models = [*random_model.fine_tunes(Path(folder) / "models", random_model.TINY, MODELS)]
@@ -93,9 +93,9 @@ def _all_answer(server: Server, names: list[str]) -> None:
 
 def _answers(server: Server, name: str) -> None:
     end = time.monotonic() + GIVE_UP_S
-    asked = request("predictions", name, "가")
+    sent = request("predictions", name, "가")
     while time.monotonic() < end:
         op = Op("recovery", 0, "predictions", name, time.monotonic(), 0)
-        if call((server.port, server.management_port), asked, op, GIVE_UP_S).status == 200:
+        if call((server.port, server.management_port), sent, op, GIVE_UP_S).status == 200:
             return
         time.sleep(PAUSE_S)

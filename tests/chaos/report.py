@@ -1,4 +1,4 @@
-"""What a run was, for people and as files."""
+"""The report of a run, as text and as files."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ def lines(result: Result) -> list[str]:
     found.append("faults: " + ", ".join(f"{n} {kind}" for kind, n in sorted(done.items())))
     skipped = Counter(fault.skipped for fault in history.faults if fault.skipped)
     found += [f"  {n} not done: {why}" for why, n in skipped.items()]
-    kept, told = retries(history)
-    if told:
-        found.append(f"503 with Retry-After: {told}, and {kept} of them worked after that time")
+    worked, count = retries(history)
+    if count:
+        found.append(f"503 with Retry-After: {count}, and {worked} of them worked after that time")
     if result.explained:
         found += ["", _reasons(result.explained)]
     found.append("")
     for violation in result.violations[:SHOWN]:
-        found.append(f"{violation.rule}: {violation.said}")
+        found.append(f"{violation.rule}: {violation.message}")
         if op := violation.op:
             at = f"{op.begin - history.began:.2f} to {op.end - history.began:.2f} s"
             found.append(f"    {op.kind} {op.model} {op.id}, {at}: {op.status} {op.text!r}")
@@ -43,7 +43,7 @@ def lines(result: Result) -> list[str]:
 
 
 def empty(history: History) -> str:
-    """What the server held when it was started, and after all was unloaded."""
+    """Counts and bytes of the server at its start, and after all was unloaded."""
     start, end = history.empty
     rows = [
         [name, f"{start.get(name, 0):,}", f"{end.get(name, 0):,}"]
@@ -53,7 +53,7 @@ def empty(history: History) -> str:
 
 
 def _reasons(found: Counter[tuple[int, str]]) -> str:
-    """Faults by the answers of 5xx that they explain."""
+    """A table of faults by the 5xx answers that they explain."""
     statuses = sorted({status for status, _ in found})
     kinds = sorted({kind for _, kind in found})
     rows = [[kind, *(str(found[status, kind] or "") for status in statuses)] for kind in kinds]
@@ -74,14 +74,14 @@ def _requests(history: History) -> list[str]:
 
 
 def retries(history: History) -> tuple[int, int]:
-    """Of the 503s with a Retry-After that were asked again, how many worked at once, and all."""
+    """Of the retried 503s with Retry-After, how many worked at once, and how many there are."""
     by_id = {op.id: op for op in history.ops}
-    kept = told = 0
+    worked = count = 0
     for op in history.ops:
         begin, _, attempt = op.id.rpartition("-")
         if op.status == 503 and op.retry_after_s and attempt.isdigit():
             again = by_id.get(f"{begin}-{int(attempt) + 1}")
             if again is not None:
-                told += 1
-                kept += 0 < again.status < 500
-    return kept, told
+                count += 1
+                worked += 0 < again.status < 500
+    return worked, count

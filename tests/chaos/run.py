@@ -1,4 +1,4 @@
-"""One run: a server, clients, faults, and what the checker says of it all."""
+"""One run: a server, clients and faults; the checker reads the history."""
 
 from __future__ import annotations
 
@@ -27,25 +27,25 @@ from tests.chaos.system import SETTLED, System, left_of
 
 MODELS = Models(("소월", "동주", "steady"), ("봄", "여름", "moving"), 3)
 GROUP_MIB = 4096
-LOST_S = 90  # after the limit of a load nobody waits longer
+LOST_S = 90  # after the limit of a load, until an answer is lost
 
 
 @dataclass(frozen=True)
 class Size:
     """How large a run is.
 
-    room_mib: the engine's budget
+    memory_mib: the engine's budget
     loaded: whether the steady models are loaded first, or on demand
-    heal: how much longer than a quiet machine this one may take
-    pause_s: of a client after each answer, on average
-    image: what the server runs in as a container; "" for its processes alone
+    heal: a factor on recovery times, for a slow or busy machine
+    pause_s: a client's mean pause after each answer
+    image: run the server as a container of this image; "" for processes
     request_s, load_s: REQUEST_TIMEOUT_S, LOAD_TIMEOUT_S
     """
 
     clients: int = 8
     models: Models = MODELS
     mix: Mapping[str, int] = field(default_factory=lambda: MIX)
-    room_mib: int = 64
+    memory_mib: int = 64
     loaded: bool = True
     heal: float = 1.0
     pause_s: float = PAUSE_S
@@ -72,8 +72,8 @@ def run(
     say: Callable[[str], None] = print,
     beside: Callable[[System], contextlib.AbstractContextManager[object]] = nothing,
 ) -> Result:
-    """Carries a plan out on a server of its own and checks what happened; `beside` is entered when
-    the clients begin, and left when they have ended."""
+    """Carries out a plan on a server of its own and checks the history. `beside` is entered before
+    the clients start and left after they have ended."""
     size = size or Size()
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="chaos-")))
@@ -99,7 +99,7 @@ def _limits(plan: Plan, size: Size) -> dict[str, str]:
     return {
         "REQUEST_TIMEOUT_S": str(size.request_s),
         "LOAD_TIMEOUT_S": str(size.load_s),
-        "ENGINE_MEMORY_MIB": str(size.room_mib),
+        "ENGINE_MEMORY_MIB": str(size.memory_mib),
         "SAGEMAKER_MULTI_MODEL": str(plan.multi_model).lower(),
         "DRAIN_S": "5",
     }
@@ -144,7 +144,7 @@ class _Run:
         self.store.put(model, self.archives[model, version].read_bytes())
 
     def _change(self, model: str) -> None:
-        """In mid-download. A steady one stays what it is."""
+        """Replaces a moving model in mid-download."""
         if model in self.size.models.moving:
             self.clients.replace(-1, f"{self.plan.seed}-change-{time.monotonic_ns()}", model)
 
@@ -159,7 +159,7 @@ class _Run:
         files = {kind: _open_files(system, kind) for kind in SETTLED}
         clients.ops = clients.first_versions(history.began)
         for model in self.size.models.steady if self.size.loaded else ():
-            _surely(clients, LOAD, model)
+            _must(clients, LOAD, model)
         self.say(f"{len(self.plan.faults)} faults in {self.plan.seconds:.0f} s")
         clients.start()
         try:
@@ -182,19 +182,19 @@ class _Run:
         return self.system.agreed(AGREE_S * self.size.heal)
 
     def _answers_again(self) -> None:
-        """After the last fault, all models answer on all routes; the checker sees the requests."""
+        """Calls all models on all routes after the last fault."""
         for model in self.size.models.all:
             if self.plan.multi_model:
                 self.clients.ask(-1, LOAD, model)
             for route in ROUTES:
                 op = self.clients.ask(-1, route, model)
                 if op.status != 200:
-                    said = f"{op.status} {op.message}{op.lost}"
-                    self.history.left.append(f"{model} does not answer {route}: {said}")
+                    error = f"{op.status} {op.message}{op.lost}"
+                    self.history.left.append(f"{model} does not answer {route}: {error}")
 
     def _more(self, before: Counter[str], names: set[str]) -> list[str]:
-        """Processes that were not there, or are not any more, and files in RUN_DIR. Those that are
-        fetched and prepared are to stay, in folders of their own."""
+        """Processes that are new or gone, and new files in RUN_DIR. Fetched and prepared models
+        stay, in other folders."""
         now = self.system.counted()
         found = [f"{now[k] - before[k]:+d} {k}" for k in now if now[k] != before[k]]
         return [*found, *sorted(self.system.files("run") - names)]
@@ -206,7 +206,7 @@ class _Run:
         reserved: int,
         files: dict[str, dict[int, int]],
     ) -> Iterator[str]:
-        """What is there after all was unloaded, and was not at the start."""
+        """What there is after all models are unloaded and was not at the start."""
         yield from self.history.left
         ids = dict(name.rsplit("#", 1) for name in self._agreed().engine)
         for model in self.size.models.all:
@@ -227,7 +227,7 @@ class _Run:
             yield f"the engine has reserved {bytes_now} bytes, at the start {reserved}"
         for kind in SETTLED:
             for pid, count in _open_files(self.system, kind).items():
-                # Connections that are kept, threads that are: not what grows.
+                # More than kept connections and threads.
                 if count > files[kind].get(pid, count) + 40:
                     yield f"{kind} has {count} files open, {files[kind][pid]} at the start"
 
@@ -235,26 +235,26 @@ class _Run:
 def learn_texts(
     clients: Clients, put: Callable[[str, int], None], versions: Sequence[tuple[str, int]]
 ) -> dict[str, str]:
-    """What each version of each model says alone, before anything is broken; nothing is loaded
-    then, and the store has the first versions."""
+    """The text of each version of each model, before the first fault. Afterwards no model is loaded
+    and the store has the first versions."""
     texts = {}
     for model, version in reversed(versions):  # the first version comes last
         put(model, version)
-        _surely(clients, LOAD, model)
+        _must(clients, LOAD, model)
         for route in ("predictions", "completions"):
             for prompt in range(len(PROMPTS)):
                 op = clients.ask(-1, route, model, prompt)
                 if op.status != 200:
                     raise Failed(f"{model} does not answer: {op.status} {op.message}{op.lost}")
                 texts[text_key(model, version, route, prompt)] = op.text
-        _surely(clients, UNLOAD, model)
-    said = [text for key, text in texts.items() if key.endswith("predictions\n0")]
-    if len(set(said)) < len(said):
-        raise Failed("two models say the same, so they cannot be told apart")
+        _must(clients, UNLOAD, model)
+    first = [text for key, text in texts.items() if key.endswith("predictions\n0")]
+    if len(set(first)) < len(first):
+        raise Failed("two models have the same text, so they cannot be distinguished")
     return texts
 
 
-def _surely(clients: Clients, kind: str, model: str) -> None:
+def _must(clients: Clients, kind: str, model: str) -> None:
     op = clients.ask(-1, kind, model)
     if op.status != 200:
         raise Failed(f"{kind} of {model}: {op.status} {op.message}{op.lost}")
@@ -269,7 +269,7 @@ def _open_files(system: System, kind: str) -> dict[int, int]:
 
 
 def archives(models: Models, folder: Path) -> dict[tuple[str, int], Path]:
-    """By model and version, each with weights of its own, in `folder`, which is made."""
+    """Archives by model and version, each with weights of its own, in the new `folder`."""
     folder.mkdir()
     found: dict[tuple[str, int], Path] = {}
     for model in (model for model in models.all if model not in models.full):
@@ -282,7 +282,7 @@ def archives(models: Models, folder: Path) -> dict[tuple[str, int], Path]:
 
 
 def _packed(folder: Path) -> Path:
-    """In the folder's place. Random numbers are not worth the time to compress them."""
+    """Replaces the folder by an archive, without compressing random numbers."""
     packed = folder.with_suffix(".tar.gz")
     with tarfile.open(packed, mode="w:gz", compresslevel=0) as tar:
         for file in sorted(folder.iterdir()):

@@ -11,8 +11,7 @@ from tests.chaos.plan import Fault, Plan
 from tests.chaos.run import Size, run
 
 GAP_S = 1.5
-# How much longer than a quiet machine one may take that runs other tests at the same time: so long
-# any fault is a reason for a 503. What is lost, wrong or left is as on any other.
+# A factor on recovery times where other tests run at the same time.
 HEAL = 30.0
 MODELS = Models(("소월", "동주"), ("봄",), 2)
 
@@ -20,7 +19,7 @@ MODELS = Models(("소월", "동주"), ("봄",), 2)
 def nothing_is_lost_wrong_or_left(
     folder: Path, multi_model: bool, *kinds: str, image: str = ""
 ) -> None:
-    """Whatever breaks. A violation is shown with what it was, and `folder` has the server's log."""
+    """Injects the kinds of faults and checks the history; `folder` gets the server's log."""
     faults = (Fault(1 + GAP_S * i, kind, 1.0, i) for i, kind in enumerate(kinds))
     plan = Plan(int(multi_model), 2 + GAP_S * len(kinds), multi_model, tuple(faults))
     result = run(plan, Size(5, MODELS, heal=HEAL, image=image))

@@ -1,5 +1,4 @@
-"""Whether anything grows: what the server's processes and folders hold, looked at again and
-again."""
+"""A soak: samples what the server's processes and folders hold, and reports what grows."""
 
 from __future__ import annotations
 
@@ -10,7 +9,6 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import psutil
@@ -19,7 +17,6 @@ from benchmarks.report import machine
 from benchmarks.switching import process_tree
 from command.tables import ms, percent, table
 from serving.mms.leftovers import unix_sockets
-from tests.chaos.checker import Violation
 from tests.chaos.clients import Models
 from tests.chaos.history import PUT, History
 from tests.chaos.plan import Plan
@@ -27,21 +24,20 @@ from tests.chaos.run import Result, Size
 from tests.chaos.system import System
 
 MODELS, MOVING, FULL = 100, 10, 10
-# A fifth has room: of tiny ones of 0.45 MB, and of full-size ones with a row of keys and values.
-ROOM_MIB, FULL_MIB = 9, 475 + 73
+# Memory for a fifth: of tiny models of 0.45 MB, and of full-size ones with a row of keys.
+MEMORY_MIB, FULL_MIB = 9, 475 + 73
 REQUEST_S = 120  # some wait until two full-size models before them have answered
 LOAD_S = 900  # a full-size model that is prepared for the first time, on a busy machine
-LOOK_S = 10.0
+SAMPLE_S = 10.0
 WARM_UP = 1 / 6  # of the whole: the first ten minutes of an hour
 DRIFT, P99_DRIFT = 0.05, 0.10
 P99 = "first token p99 ms"
 MIX = {"predictions": 60, "predictions-stream": 40, PUT: 1}
 # Kinds of faults that leave the machine as it was; what is killed begins again with less.
 FAULTS = ("kill worker", "kill host", "store 503", "store change", "store truncate", "stop engine")
-# What all of a run's samples have. Log bytes are those of a request. Files and threads are without
-# those of the connections from Multi Model Server to models' workers: a model has one, or sixteen
-# if several ask it at once, until that was half a minute ago, and Java keeps the thread of one that
-# is closed for a minute. They are as many as the load, not the time, has them be.
+# Files and threads are without those of the connections from Multi Model Server to workers, whose
+# number depends on the load: sixteen for a model with concurrent requests in the last half minute,
+# and Java keeps the thread of a closed one for a minute.
 KEYS = ("rss", "pss", "files_open", "threads", "processes", "sockets", "files", "log_bytes")
 
 
@@ -52,8 +48,7 @@ def plan(seed: int, minutes: float) -> Plan:
 
 
 def size(clients: int, models: int, heal: float, pause_s: float) -> Size:
-    """`models`: tiny ones, and a tenth as many full-size ones, each tenth of those that do not
-    change in the store."""
+    """So many tiny models, and a tenth as many full-size ones, each tenth of the steady ones."""
     names = tuple(f"시-{number}" for number in range(models))
     moving, full = (max(models * share // MODELS, 1) for share in (MOVING, FULL))
     large = tuple(f"대-{number}" for number in range(full))
@@ -61,17 +56,8 @@ def size(clients: int, models: int, heal: float, pause_s: float) -> Size:
     for place, name in enumerate(large, 1):
         steady.insert(10 * place - 1, name)
     chosen = Models(tuple(steady), names[:moving], 2, zipf=1.0, full=large)
-    room_mib = max(ROOM_MIB * models // MODELS, 3) + max(full // 5, 1) * FULL_MIB
-    return Size(
-        clients,
-        chosen,
-        MIX,
-        room_mib,
-        heal=heal,
-        pause_s=pause_s,
-        request_s=REQUEST_S,
-        load_s=LOAD_S,
-    )
+    memory_mib = max(MEMORY_MIB * models // MODELS, 3) + max(full // 5, 1) * FULL_MIB
+    return Size(clients, chosen, MIX, memory_mib, True, heal, pause_s, "", REQUEST_S, LOAD_S)
 
 
 @dataclass(frozen=True)
@@ -92,7 +78,7 @@ class Sample:
 
 
 class Samples:
-    """A context manager that takes one each `LOOK_S`."""
+    """A context manager that takes a sample each `SAMPLE_S`."""
 
     def __init__(self, system: System) -> None:
         self.all: list[Sample] = []
@@ -104,17 +90,12 @@ class Samples:
         self._thread.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._stop.set()
         self._thread.join()
 
     def _run(self) -> None:
-        while not self._stop.wait(LOOK_S):
+        while not self._stop.wait(SAMPLE_S):
             with contextlib.suppress(OSError, psutil.Error):  # a process that has just ended
                 self.all.append(self._sample())
 
@@ -157,7 +138,7 @@ def _pooled(java: int) -> int:
 
 
 def judged(samples: Sequence[Sample], history: History) -> dict[str, Any]:
-    """How much each has grown from the part after the warm-up to the last part, as long."""
+    """The growth of each from the sixth after the warm-up to the last sixth."""
     last_s = samples[-1].at_s
     part_s = WARM_UP * last_s
     first = [s for s in samples if part_s <= s.at_s < 2 * part_s] or samples[:1]
@@ -188,13 +169,12 @@ def _first_tokens(history: History, part_s: float, last_s: float) -> Iterator[tu
 
 def results(samples: Samples, result: Result, commit: str) -> dict[str, Any]:
     history = result.history
-    kept: list[Violation] = result.violations
     return {
         "commit": commit,
         "machine": machine.describe(),
         "seconds": samples.all[-1].at_s,
         "requests": sum(op.kind != PUT for op in history.ops),
-        "violations": [f"{violation.rule}: {violation.said}" for violation in kept],
+        "violations": [f"{violation.rule}: {violation.message}" for violation in result.violations],
         "left": history.left,
         "empty": history.empty,
         "faults": [fault.kind for fault in history.faults],
@@ -204,20 +184,20 @@ def results(samples: Samples, result: Result, commit: str) -> dict[str, Any]:
 
 
 def grown(judged: dict[str, Any]) -> list[str]:
-    """What has grown by more than it may."""
+    """What has grown too much."""
     found = [key for key in KEYS[:-1] if judged[key]["drift"] > DRIFT]
     first, last = _p99(judged)
     return [*found, P99] if last > first * (1 + P99_DRIFT) else found
 
 
 def _p99(judged: dict[str, Any]) -> tuple[float, float]:
-    """In seconds; 0 where nobody streamed."""
+    """In seconds; 0 without streams."""
     first, last = (judged["first_token_p99_s"].get(part, 0) for part in ("first", "last"))
     return first, last
 
 
 def lines(results: dict[str, Any]) -> list[str]:
-    """Each with its drift, and whether that is more than it may be."""
+    """A table of the drifts."""
     judged = results["judged"]
     much = dict.fromkeys(grown(judged), "too much")
     rows = []

@@ -1,5 +1,4 @@
-"""A real S3 server (moto) and, before it, a proxy that can be told to fail in the ways that stores
-do."""
+"""An S3 server (moto) behind a proxy that fails on command."""
 
 from __future__ import annotations
 
@@ -22,8 +21,8 @@ HOP = {"connection", "transfer-encoding", "keep-alive"}
 
 
 class Store:
-    """`mode` is "" or one of `plan.STORE`; `changing` is called with the model that is downloaded
-    in mode `change`. `environment` is what a client of the proxy needs."""
+    """`mode`: "" or one of `plan.STORE`. In mode `change`, `changing` is called with the model in
+    mid-download. `environment` is for a client of the proxy."""
 
     def __init__(self, moto_port: int) -> None:
         import boto3
@@ -58,7 +57,7 @@ class Store:
 
 @contextlib.contextmanager
 def store(log: Path) -> Iterator[Store]:
-    """An empty one, in a process of its own. Raises `Problem` without moto."""
+    """An empty store in a process of its own. Raises `Problem` without moto."""
     try:
         import moto  # noqa: F401
     except ImportError:
@@ -81,11 +80,11 @@ class _Proxy(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), _Handler)
 
     def verify_request(self, request: Any, client_address: Any) -> bool:
-        """What is gone takes no connections: here, it closes them without a word."""
+        """In mode `gone`, closes connections at once."""
         return self.store.mode != "gone"
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """The client went away, or was made to."""
+        """Ignores clients that disconnect."""
 
 
 class _Handler(BaseHTTPRequestHandler):

@@ -1,4 +1,4 @@
-"""The server under test: its processes by kind, what its parts say they have, what it leaves."""
+"""The server under test: its processes by kind, the models of its parts, what it leaves over."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from serving.mms.worker_processes import has_process
 from tests.chaos.clock import Clock
 from tests.chaos.history import View
 
-# Words of the command lines. The texts' processes are forks of the zygote.
+# Parts of command lines. The texts' processes are forks of the zygote.
 COMMANDS = {
     "java": "ModelServer",
     "launcher": "serving.mms.launcher",
@@ -34,21 +34,19 @@ COMMANDS = {
     "zygote": "engine.sandbox.zygote",
     "texts": "engine.sandbox.zygote",
 }
-# Those that are there whatever is loaded, one of each.
+# One of each, whatever is loaded.
 SETTLED = ("java", "launcher", "engine", "gateway", "host", "zygote")
-# The three folders that a fault fills. What else the server writes to is its log.
+# The folders that a fault fills, by the setting of each.
 DISKS = {"run": "RUN_DIR", "cache": "MODEL_CACHE", "prepared": "ENGINE_CACHE_DIR"}
 DISK_MIB = 96
-QUIET_S = 60.0  # the most that is waited for all parts to agree
+QUIET_S = 60.0  # the longest wait until all parts answer
 
 
 class System(Server):
-    """The server.
+    """The server, as a context manager.
 
-    image: what it runs in as a container, on the engine of this machine; "" for its processes alone
-    small_disks: each of its folders is one of its own where mounts are allowed
-
-    Use as a context manager.
+    image: run it as a container of this image; "" for processes
+    small_disks: mount a small disk for each of its folders where that is allowed
     """
 
     def __init__(
@@ -63,16 +61,13 @@ class System(Server):
         self.group, self.disks, self.clock = group, Disks(folder, small_disks), clock
         self._image, self._name = image, f"kogpt2-{folder.name}"
         self.log = folder / "server.log"
+        clocked = clock.environment if clock else {}
         try:
             super().__init__(
                 folder,
                 self.log,
                 backend=("native", "fp32"),
-                environment={
-                    **environment,
-                    **self.disks.environment,
-                    **(clock.environment if clock else {}),
-                },
+                environment={**environment, **self.disks.environment, **clocked},
                 prefix=group.prefix if group else (),
             )
             if image:
@@ -106,7 +101,7 @@ class System(Server):
         return done.stdout
 
     def _command(self, settings: Mapping[str, str]) -> list[str]:
-        """As scripts/run has it, but that the store and our own sockets are this machine's."""
+        """As scripts/run, but with the host's network and folders."""
         if not self._image:
             return super()._command(settings)
         run = ["docker", "run", "--rm", "--name", self._name, "--network", "host"]
@@ -115,8 +110,8 @@ class System(Server):
         for path in self.disks.folders.values():
             run += ["--volume", f"{path}:{path}"]
         for name in settings.keys() - {"JAVA_HOME"}:
-            run += ["--env", name]  # with the value that it has here
-        if user := os.getuid():  # root may look into what belongs to the image's own
+            run += ["--env", name]
+        if user := os.getuid():  # root may read the files of the image's own user
             run += ["--user", f"{user}:{os.getgid()}"]
         return [*run, self._image, "serve"]
 
@@ -130,13 +125,12 @@ class System(Server):
         return _below(self.pid)
 
     def processes(self, kind: str) -> list[psutil.Process]:
-        """See `processes_of`."""
         return processes_of(self.pid, kind)
 
-    # What its parts have
+    # Models by part
 
     def view(self, quiet_s: float) -> View:
-        """Raises `OSError`, `EngineError` or `ValueError` where one does not answer."""
+        """Raises `OSError`, `EngineError` or `ValueError` if a part does not answer."""
         engine = EngineClient(str(self.run_dir / "engine.sock"))
         try:
             held = engine.request("GET", "/models", timeout_s=5)["models"]
@@ -156,8 +150,8 @@ class System(Server):
         )
 
     def agreed(self, within_s: float) -> View:
-        """How it looks as soon as all agree, or after `within_s`. Raises `TimeoutError` where a
-        part does not answer at all."""
+        """The view once all parts agree, or after `within_s`. Raises `TimeoutError` if a part does
+        not answer at all."""
         began = time.monotonic()
         while True:
             quiet_s = time.monotonic() - began
@@ -171,14 +165,14 @@ class System(Server):
                     return view
             time.sleep(0.1)
 
-    # What it leaves
+    # Leftovers
 
     def counted(self) -> Counter[str]:
         """Processes by kind."""
         return Counter({f"{kind} processes": len(self.processes(kind)) for kind in COMMANDS})
 
     def files(self, *disks: str) -> set[str]:
-        """Those in these of its folders, all of them if none is named."""
+        """The files in these of its folders; in all if none is given."""
         return {
             os.path.join(os.path.relpath(folder, self.disks.folder), name)
             for disk in disks or DISKS
@@ -187,8 +181,7 @@ class System(Server):
         }
 
     def held(self) -> dict[str, int]:
-        """Counts, and bytes: of the folders, of the engine's budget, and in the memory of each
-        process that stays."""
+        """Counts and bytes: of folders, of the engine's budget, and of each lasting process."""
         found = dict(self.counted())
         found["sockets"] = len(list(self.run_dir.glob(".mms.sock.*")))
         for disk, name in DISKS.items():
@@ -205,16 +198,16 @@ class System(Server):
         return found
 
     def reserved_bytes(self) -> int:
-        """What the engine holds of its budget."""
+        """The reserved part of the engine's budget."""
         engine = EngineClient(str(self.run_dir / "engine.sock"))
         try:
-            said = engine.request("GET", "/statistics")
-            return int(said["weight_bytes"]) + int(said["kv_bytes"])
+            statistics = engine.request("GET", "/statistics")
+            return int(statistics["weight_bytes"]) + int(statistics["kv_bytes"])
         finally:
             engine.close()
 
     def request_lines(self) -> Counter[str]:
-        """How many lines of the log each request has that says its end."""
+        """How many lines of the log tell the end of each request."""
         found: Counter[str] = Counter()
         for line in self.log.read_text(encoding="utf-8", errors="replace").splitlines():
             if '"request_id"' in line and '"path"' in line:
@@ -224,7 +217,7 @@ class System(Server):
 
 
 def _sizes(folder: Path) -> Iterator[int]:
-    """Of the disk: a frame of the engine's is a file of holes."""
+    """Allocated bytes: the engine's frames are sparse files."""
     for path in folder.rglob("*"):
         with contextlib.suppress(OSError):
             if path.is_file() and not path.is_symlink():
@@ -239,7 +232,7 @@ def _below(pid: int) -> list[psutil.Process]:
 
 
 def processes_of(pid: int, kind: str) -> list[psutil.Process]:
-    """Those of a kind below a server's process that live, the oldest first."""
+    """The living processes of a kind below a server, the oldest first."""
     found = []
     for process in _below(pid):
         with contextlib.suppress(psutil.Error):
@@ -256,7 +249,7 @@ def processes_of(pid: int, kind: str) -> list[psutil.Process]:
 
 
 class Disks:
-    """A folder for each of `DISKS`, if `small` on a tmpfs of its own where mounts are allowed."""
+    """A folder for each of `DISKS`; if `small`, on a tmpfs where mounts are allowed."""
 
     def __init__(self, folder: Path, small: bool) -> None:
         self.folder = folder
@@ -290,7 +283,7 @@ class Disks:
 
 
 def left_of(run_dir: Path, id: str) -> Iterator[str]:
-    """Of a worker, once its model's unload was answered."""
+    """What a worker leaves over after its model's unload."""
     if (run_dir / "workers" / id).exists():
         yield f"the folder of worker {id} outlives its unload"
     if has_process(id):
@@ -298,7 +291,7 @@ def left_of(run_dir: Path, id: str) -> Iterator[str]:
 
 
 def names(connection: http.client.HTTPConnection, limit: int = 100) -> list[str]:
-    """Of all models that the server or MMS behind it lists, `limit` to a page."""
+    """The names of all models that the server or MMS lists, `limit` to a page."""
     found: list[str] = []
     query = f"/models?limit={limit}"
     try:

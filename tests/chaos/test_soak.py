@@ -1,4 +1,4 @@
-"""What the soak asks of a server, and what it calls growth."""
+"""What a soak loads on a server, and what it calls growth."""
 
 from __future__ import annotations
 
@@ -16,17 +16,16 @@ def sample(at_s: float, rss: int) -> soak.Sample:
     return soak.Sample(at_s, rss, rss, 500, 100, 30, 20, 400, 1000, 20, 80)
 
 
-def test_each_tenth_of_the_models_by_popularity_is_full_size_and_a_fifth_has_room() -> None:
+def test_each_tenth_model_by_popularity_is_full_size_and_a_fifth_fits_the_memory() -> None:
     size = soak.size(16, 100, 1.0, 0.05)
-    assert [
-        rank for rank, name in enumerate(size.models.steady, 1) if name in size.models.full
-    ] == [*range(10, 101, 10)]
+    full = [rank for rank, name in enumerate(size.models.steady, 1) if name in size.models.full]
+    assert full == [*range(10, 101, 10)]
     assert len(size.models.all) == 110
-    assert 2 * soak.FULL_MIB < size.room_mib < 3 * soak.FULL_MIB
+    assert 2 * soak.FULL_MIB < size.memory_mib < 3 * soak.FULL_MIB
 
 
 @pytest.mark.parametrize(("last", "drift"), [(100, 0.0), (120, 0.2), (80, -0.2)])
-def test_growth_is_counted_from_after_the_warm_up(last: int, drift: float) -> None:
+def test_growth_is_counted_after_the_warm_up(last: int, drift: float) -> None:
     samples = [sample(at, 10 if at < 10 else 100 if at < 50 else last) for at in range(61)]
     judged = soak.judged(samples, history(op("predictions", 0, 1)))
     assert judged["rss"]["drift"] == pytest.approx(drift)
@@ -34,13 +33,12 @@ def test_growth_is_counted_from_after_the_warm_up(last: int, drift: float) -> No
     assert soak.grown(judged) == (["rss", "pss"] if drift > soak.DRIFT else [])
 
 
-@pytest.mark.parametrize(("last_s", "said"), [(0.105, []), (0.12, [soak.P99])])
-def test_the_first_token_is_to_come_as_soon_in_the_end(last_s: float, said: list[str]) -> None:
+@pytest.mark.parametrize(("last_s", "grown"), [(0.105, []), (0.12, [soak.P99])])
+def test_a_later_first_token_counts_as_growth(last_s: float, grown: list[str]) -> None:
     samples = [sample(at, 100) for at in range(61)]
-    ops = [
-        op("predictions-stream", at, at + 1, first_s=0.1 if at < 50 else last_s) for at in range(60)
-    ]
-    assert soak.grown(soak.judged(samples, history(*ops))) == said
+    firsts = [0.1 if at < 50 else last_s for at in range(60)]
+    ops = [op("predictions-stream", at, at + 1, first_s=s) for at, s in enumerate(firsts)]
+    assert soak.grown(soak.judged(samples, history(*ops))) == grown
 
 
 def test_a_soak_too_short_to_compare_anything_is_refused(tmp_path: Path) -> None:

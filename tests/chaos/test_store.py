@@ -21,86 +21,82 @@ BROKEN = (exceptions.BotoCoreError, HTTPError, OSError)
 
 
 @pytest.fixture(scope="module")
-def kept(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Store]:
-    with store(tmp_path_factory.mktemp("store") / "moto.log") as found:
-        yield found
+def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Store]:
+    with store(tmp_path_factory.mktemp("store") / "moto.log") as running:
+        yield running
 
 
-def read(kept: Store, read_timeout_s: float = 30) -> bytes:
+def read(broken: Store, read_timeout_s: float = 30) -> bytes:
     """One attempt through the proxy."""
-    options = Config(retries={"total_max_attempts": 1}, read_timeout=read_timeout_s)
     client = boto3.client(
         "s3",
-        endpoint_url=kept.environment["AWS_ENDPOINT_URL_S3"],
+        endpoint_url=broken.environment["AWS_ENDPOINT_URL_S3"],
         region_name="us-east-1",
         aws_access_key_id="test",
         aws_secret_access_key="test",  # noqa: S106
-        config=options,
+        config=Config(retries={"total_max_attempts": 1}, read_timeout=read_timeout_s),
     )
     try:
-        key = f"{PREFIX}{MODEL}{ENDING}"
-        body = client.get_object(Bucket=BUCKET, Key=key)["Body"]
+        body = client.get_object(Bucket=BUCKET, Key=f"{PREFIX}{MODEL}{ENDING}")["Body"]
         try:
-            data: bytes = body.read()
-            return data
+            return bytes(body.read())
         finally:
             body.close()
     finally:
         client.close()
 
 
-@pytest.fixture(autouse=True)
-def fresh(kept: Store) -> Iterator[None]:
-    kept.put(MODEL, OLD)
-    yield
-    kept.mode = ""
-    assert read(kept) in (OLD, NEW)
+@pytest.fixture
+def broken(started: Store) -> Iterator[Store]:
+    """Works again after the test."""
+    started.put(MODEL, OLD)
+    yield started
+    started.mode = ""
+    assert read(started) in (OLD, NEW)
 
 
-@pytest.mark.parametrize(("mode", "code"), [("403", "AccessDenied"), ("503", "SlowDown")])
-def test_it_refuses(kept: Store, mode: str, code: str) -> None:
-    kept.mode = mode
-    with pytest.raises(exceptions.ClientError, match=code):
-        read(kept)
+@pytest.mark.parametrize(
+    ("mode", "error", "message", "timeout_s"),
+    [
+        ("403", exceptions.ClientError, "AccessDenied", 30),
+        ("503", exceptions.ClientError, "SlowDown", 30),
+        ("truncate", BROKEN, None, 30),
+        ("gone", BROKEN, None, 30),
+        ("stall", BROKEN, None, 0.5),
+    ],
+)
+def test_a_download_fails(
+    broken: Store, mode: str, error: type[Exception], message: str | None, timeout_s: float
+) -> None:
+    broken.mode = mode
+    with pytest.raises(error, match=message):
+        read(broken, timeout_s)
 
 
-@pytest.mark.parametrize("mode", ["truncate", "gone"])
-def test_it_breaks_off(kept: Store, mode: str) -> None:
-    kept.mode = mode
-    with pytest.raises(BROKEN):
-        read(kept)
-
-
-def test_it_stalls_in_mid_download(kept: Store) -> None:
-    kept.mode = "stall"
-    with pytest.raises(BROKEN):
-        read(kept, 0.5)
-
-
-def test_it_changes_an_object_in_mid_download(kept: Store) -> None:
+def test_an_object_changes_in_mid_download(broken: Store) -> None:
     changed: list[str] = []
 
     def change(model: str) -> None:
         changed.append(model)
-        kept.put(model, NEW)
+        broken.put(model, NEW)
 
-    kept.mode, kept.changing = "change", change
-    assert read(kept) == OLD
+    broken.mode, broken.changing = "change", change
+    assert read(broken) == OLD
     assert changed == [MODEL]
-    kept.mode = ""
-    assert read(kept) == NEW
+    broken.mode = ""
+    assert read(broken) == NEW
 
 
-def test_what_stalls_goes_on_when_the_mode_ends(kept: Store) -> None:
-    kept.mode = "stall"
+def test_a_stalled_download_ends_with_the_mode(broken: Store) -> None:
+    broken.mode = "stall"
     ended = threading.Event()
 
     def reading() -> None:
         with pytest.raises(BROKEN):
-            read(kept)
+            read(broken)
         ended.set()
 
     threading.Thread(target=reading).start()
     assert not ended.wait(0.2)
-    kept.mode = ""
+    broken.mode = ""
     eventually(ended.is_set)

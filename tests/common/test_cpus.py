@@ -1,3 +1,5 @@
+"""The cores that this process may use: of the affinity, within the control group's quota."""
+
 from __future__ import annotations
 
 import os
@@ -7,33 +9,28 @@ import pytest
 
 from common import cpus
 
-
-@pytest.fixture
-def quota(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
-    for name in ("CGROUP_QUOTA", "CGROUP_QUOTA_V1", "CGROUP_PERIOD_V1"):
-        monkeypatch.setattr(cpus, name, tmp_path / name)
-    return tmp_path
-
-
-def test_all_cores_of_the_affinity_where_nothing_limits_them(quota: Path) -> None:
-    assert cpus.cpu_count() == 8
-    (quota / "CGROUP_QUOTA").write_text("max 100000\n")
-    assert cpus.cpu_count() == 8
+FILES = ("CGROUP_QUOTA", "CGROUP_QUOTA_V1", "CGROUP_PERIOD_V1")
 
 
 @pytest.mark.parametrize(
-    ("limit", "cores"),
-    [("200000 100000", 2), ("150000 100000", 2), ("50000 100000", 1), ("1600000 100000", 8)],
+    ("files", "cores"),
+    [
+        ([], 8),
+        (["max 100000"], 8),
+        (["200000 100000"], 2),
+        (["150000 100000"], 2),  # rounded up
+        (["50000 100000"], 1),
+        (["1600000 100000"], 8),
+        ([None, "-1", "100000"], 8),  # version 1 of control groups has two files
+        ([None, "300000", "100000"], 3),
+    ],
 )
-def test_a_quota_is_rounded_up_to_whole_cores(quota: Path, limit: str, cores: int) -> None:
-    (quota / "CGROUP_QUOTA").write_text(limit + "\n")
+def test_cores_are_those_of_the_affinity_and_of_the_quota(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, files: list[str | None], cores: int
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
+    for name, content in zip(FILES, [*files, None, None, None], strict=False):
+        monkeypatch.setattr(cpus, name, tmp_path / name)
+        if content is not None:
+            (tmp_path / name).write_text(content + "\n")
     assert cpus.cpu_count() == cores
-
-
-def test_version_one_of_cgroups_keeps_the_two_numbers_in_two_files(quota: Path) -> None:
-    (quota / "CGROUP_PERIOD_V1").write_text("100000\n")
-    (quota / "CGROUP_QUOTA_V1").write_text("-1\n")
-    assert cpus.cpu_count() == 8
-    (quota / "CGROUP_QUOTA_V1").write_text("300000\n")
-    assert cpus.cpu_count() == 3

@@ -1,4 +1,4 @@
-"""What every error says without anybody having thought of it."""
+"""Errors that pass by themselves say when to try again."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 import serving.errors  # noqa: F401
-from common.errors import EngineUnavailable, ServiceError
+from common.errors import ServiceError
 
 
 def errors(of: type[ServiceError] = ServiceError) -> Iterator[type[ServiceError]]:
@@ -17,11 +17,8 @@ def errors(of: type[ServiceError] = ServiceError) -> Iterator[type[ServiceError]
 
 
 @pytest.mark.parametrize("kind", [k for k in errors() if k.status == 503], ids=lambda k: k.__name__)
-def test_what_passes_by_itself_says_when_to_ask_again(kind: type[ServiceError]) -> None:
-    assert kind("저장소가 응답하지 않습니다").retry_after_s >= 1
+def test_a_503_has_a_time_to_try_again_of_its_own(kind: type[ServiceError]) -> None:
+    default = kind("저장소가 응답하지 않습니다").retry_after_s
+    assert default >= 1
     assert kind("저장소가 응답하지 않습니다", retry_after_s=7).retry_after_s == 7
-
-
-def test_one_that_is_told_keeps_to_itself_when_the_next_is() -> None:
-    assert EngineUnavailable("a", retry_after_s=7).retry_after_s == 7
-    assert EngineUnavailable("b").retry_after_s == 1
+    assert kind("다음").retry_after_s == default

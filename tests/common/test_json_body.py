@@ -1,4 +1,4 @@
-"""Bodies in JSON, and how much of them is made into values."""
+"""Bodies in JSON, whose values are counted before they are made."""
 
 from __future__ import annotations
 
@@ -43,12 +43,12 @@ def test_values_are_counted_before_they_are_made(body: bytes) -> None:
         ['\\"[' * 100] * 40,
     ],
 )
-def test_marks_in_texts_are_no_values(value: Any) -> None:
+def test_delimiters_in_strings_are_no_values(value: Any) -> None:
     for ascii_only in (True, False):
         assert read_json(json.dumps(value, ensure_ascii=ascii_only), 100) == value
 
 
-def test_what_is_no_json_is_told_so_however_long() -> None:
+def test_invalid_json_is_refused_however_long() -> None:
     for body in (
         b'["' + b"," * 1000,
         b'[",' + b'\\"' * 1000,

@@ -26,7 +26,7 @@ def test_a_line_is_json_with_korean_as_it_is() -> None:
     assert "소월" in line("소월")
 
 
-def test_no_line_is_long_whatever_it_quotes() -> None:
+def test_a_log_line_is_bounded() -> None:
     long = "가" * 1_000_000
     found = json.loads(line("%s", long, path=long, status=200))
     assert found["message"] == CUT
@@ -54,7 +54,7 @@ def test_a_name_that_is_not_utf8_can_be_logged() -> None:
 
 
 @pytest.mark.parametrize("kind", [ArtifactError, ArchiveError])
-def test_no_error_is_long_whatever_it_quotes(kind: type[ArtifactError | ArchiveError]) -> None:
+def test_an_errors_message_is_bounded(kind: type[ArtifactError | ArchiveError]) -> None:
     error = kind("가" * 1_000_000)
     assert error.message == str(error) == error.to_body()["message"] == CUT
     assert kind(f"{'가' * 1_000_000} is too long").message.endswith("가 is too long")

@@ -25,11 +25,11 @@ OFFERED = (JSON, CSV, NPY)
         ("Application/X-NPY", NPY),
     ],
 )
-def test_accept_chooses_the_answer(accept: str | None, media_type: str) -> None:
+def test_accept_chooses_the_media_type(accept: str | None, media_type: str) -> None:
     assert accepted(accept, OFFERED) == media_type
 
 
 @pytest.mark.parametrize("accept", ["image/png", "text/csv;q=0", "한글"])
-def test_an_accept_that_cannot_be_is_406(accept: str) -> None:
+def test_an_accept_without_an_offered_type_is_406(accept: str) -> None:
     with pytest.raises(NotAcceptable, match=f"Accept is {accept}, can be application/json"):
         accepted(accept, OFFERED)

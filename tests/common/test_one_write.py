@@ -1,4 +1,4 @@
-"""What uvicorn writes of an answer, write by write."""
+"""How an answer is written to its connection: in one write where its body is short and known."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ import asyncio
 import logging
 from typing import Any
 
+import pytest
 from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 from common.one_write import MAX_BYTES, join
 
 BODY = "가나다".encode()
-LENGTH = (b"content-length", b"%d" % len(BODY))
+LONG = b"x" * (MAX_BYTES + 1)
 
 
 class Recorder(asyncio.Transport):
@@ -28,11 +29,24 @@ class Recorder(asyncio.Transport):
         self.closed = True
 
 
-def answered(method: str, headers: list[tuple[bytes, bytes]], *bodies: bytes) -> Recorder:
-    """Of an application that fails behind the last body unless it says that it is the last."""
+def answered(method: str, length: int | None, *bodies: bytes) -> Recorder:
+    """The writes of uvicorn for an application that fails after the head if it has no body."""
     recorder = Recorder()
+    headers = [] if length is None else [(b"content-length", b"%d" % length)]
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        messages: list[Any] = [{"type": "http.response.start", "status": 200, "headers": headers}]
+        for i, body in enumerate(bodies, 1):
+            more = i < len(bodies)
+            messages.append({"type": "http.response.body", "body": body, "more_body": more})
+        for message in messages:
+            join(cycle, message)
+            await send(message)
+        if not bodies:
+            raise ValueError("no body")
 
     async def run() -> None:
+        nonlocal cycle
         cycle = RequestResponseCycle(
             scope={"type": "http", "method": method, "http_version": "1.1"},  # type: ignore[arg-type]
             transport=recorder,
@@ -46,62 +60,37 @@ def answered(method: str, headers: list[tuple[bytes, bytes]], *bodies: bytes) ->
             keep_alive=True,
             on_response=lambda: None,
         )
-
-        async def app(scope: Any, receive: Any, send: Any) -> None:
-            messages: list[Any] = [
-                {"type": "http.response.start", "status": 200, "headers": headers}
-            ]
-            messages += [
-                {"type": "http.response.body", "body": body, "more_body": i < len(bodies) - 1}
-                for i, body in enumerate(bodies)
-            ]
-            for message in messages:
-                join(cycle, message)
-                await send(message)
-            if not bodies:
-                raise ValueError("no body")
-
         await cycle.run_asgi(app)
 
+    cycle: Any = None
     asyncio.run(run())
     return recorder
 
 
-def test_an_answer_of_known_length_is_one_write() -> None:
-    (only,) = answered("GET", [LENGTH], BODY).writes
-    assert only.startswith(b"HTTP/1.1 200 OK\r\n")
-    assert only.endswith(b"\r\n\r\n" + BODY)
+@pytest.mark.parametrize(
+    ("method", "length", "bodies", "writes"),
+    [
+        ("GET", len(BODY), [BODY], [BODY]),
+        ("GET", len(BODY), [BODY[:4], BODY[4:]], [BODY[:4], BODY[4:]]),
+        ("GET", len(LONG), [LONG], [b"", LONG]),
+        ("GET", 0, [b""], [b""]),
+        ("HEAD", len(BODY), [BODY], [b""]),
+    ],
+    ids=["short", "in pieces", "long and not copied", "empty", "of HEAD"],
+)
+def test_a_body_of_known_length_is_written_with_its_head(
+    method: str, length: int, bodies: list[bytes], writes: list[bytes]
+) -> None:
+    first, *others = answered(method, length, *bodies).writes
+    assert first.startswith(b"HTTP/1.1 200 OK\r\n")
+    assert first.endswith(b"\r\n\r\n" + writes[0])
+    assert others == writes[1:]
 
 
-def test_its_further_pieces_are_written_as_they_come() -> None:
-    first, second = answered("GET", [LENGTH], BODY[:4], BODY[4:]).writes
-    assert first.endswith(b"\r\n\r\n" + BODY[:4])
-    assert second == BODY[4:]
+def test_the_head_of_a_stream_is_written_at_once() -> None:
+    assert answered("GET", None, BODY).writes[0].endswith(b"transfer-encoding: chunked\r\n\r\n")
 
 
-def test_a_long_body_is_not_copied() -> None:
-    body = b"x" * (MAX_BYTES + 1)
-    head, written = answered("GET", [(b"content-length", b"%d" % len(body))], body).writes
-    assert head.endswith(b"\r\n\r\n")
-    assert written == body
-
-
-def test_the_head_of_a_stream_waits_for_nothing() -> None:
-    head, *_ = answered("GET", [], BODY).writes
-    assert head.endswith(b"transfer-encoding: chunked\r\n\r\n")
-
-
-def test_an_answer_to_head_is_its_head() -> None:
-    (head,) = answered("HEAD", [LENGTH], BODY).writes
-    assert head.endswith(b"\r\n\r\n")
-
-
-def test_an_answer_without_a_body_ends() -> None:
-    (head,) = answered("GET", [(b"content-length", b"0")], b"").writes
-    assert head.endswith(b"\r\n\r\n")
-
-
-def test_a_head_behind_which_the_application_fails_is_sent_before_the_end() -> None:
-    recorder = answered("GET", [LENGTH])
-    assert len(recorder.writes) == 1
-    assert recorder.closed
+def test_the_head_is_written_before_the_end_where_the_application_fails() -> None:
+    recorder = answered("GET", len(BODY))
+    assert (len(recorder.writes), recorder.closed) == (1, True)

@@ -20,40 +20,21 @@ def refused(given: Any) -> str:
 
 
 @pytest.mark.parametrize("given", [None, {}, dict.fromkeys(CHECKS)])
-def test_what_is_not_given_or_null_has_its_default(given: Any) -> None:
+def test_a_missing_or_null_field_has_its_default(given: Any) -> None:
     assert Parameters.parse(given) == Parameters()
 
 
 def test_every_field_can_be_given() -> None:
     given: dict[str, Any] = {
-        "max_new_tokens": 5,
-        "stop": ["끝", "\n"],
-        "do_sample": True,
-        "temperature": 0.5,
-        "top_k": 10,
-        "top_p": 0.9,
-        "min_p": 0.05,
-        "repetition_penalty": 1.2,
-        "frequency_penalty": -2,
-        "presence_penalty": 0.5,
-        "logit_bias": {"3": -100, "17": 2.5},
-        "seed": 7,
-        "num_return_sequences": 2,
-        "logprobs": 3,
-        "return_full_text": True,
-        "decoder_input_details": True,
-        "ignore_eos": True,
-        "choice_logprobs": True,
-        "typical_p": 0.9,
-        "no_repeat_ngram_size": 3,
-        "min_new_tokens": 4,
-        "bad_words": ["욕", " 나쁜 말"],
-        "bad_words_ids": [[3], [5, 6]],
-        "dry_multiplier": 0.8,
-        "dry_base": 1.5,
-        "dry_allowed_length": 3,
-        "dry_penalty_last_n": 64,
-        "dry_sequence_breakers": ["\n", "。"],
+        **{"max_new_tokens": 5, "min_new_tokens": 4, "stop": ["끝", "\n"], "ignore_eos": True},
+        **{"do_sample": True, "temperature": 0.5, "top_k": 10, "top_p": 0.9, "min_p": 0.05},
+        **{"typical_p": 0.9, "seed": 7, "num_return_sequences": 2, "repetition_penalty": 1.2},
+        **{"frequency_penalty": -2, "presence_penalty": 0.5, "no_repeat_ngram_size": 3},
+        **{"logit_bias": {"3": -100, "17": 2.5}, "logprobs": 3, "choice_logprobs": True},
+        **{"return_full_text": True, "decoder_input_details": True},
+        **{"bad_words": ["욕", " 나쁜 말"], "bad_words_ids": [[3], [5, 6]]},
+        **{"dry_multiplier": 0.8, "dry_base": 1.5, "dry_allowed_length": 3},
+        **{"dry_penalty_last_n": 64, "dry_sequence_breakers": ["\n", "。"]},
     }
     assert set(given) == CHECKS.keys() - FORMS.keys()
     given |= {"json_schema": {"type": "string"}}
@@ -85,31 +66,16 @@ def test_every_field_can_be_given() -> None:
         ({"choice": ["a"], "regex": "a"}, "choice and parameters.regex are given"),
     ],
 )
-def test_a_form_that_is_none_is_refused_with_what_it_must_be(given: Any, message: str) -> None:
+def test_a_wrong_form_is_refused_with_what_it_must_be(given: Any, message: str) -> None:
     assert f"parameters.{message}" in refused(given)
 
 
-def test_a_form_of_a_request_stands_in_place_of_the_models_own() -> None:
+def test_a_requests_form_replaces_the_models_own() -> None:
     own = {"choice": ["긍정", "부정"]}
     assert Parameters.parse({}, own).form == Form("choice", ("긍정", "부정"))
     assert Parameters.parse({"regex": "a"}, own).form == Form("regex", ("a",))
     assert Parameters.parse({"choice": []}, own).form is None
     assert Parameters.parse({"choice": None}, own).form is not None
-
-
-@pytest.mark.parametrize("given", [[], "greedy", 1, True, 0.5])
-def test_parameters_that_are_no_object_are_refused(given: Any) -> None:
-    assert "parameters must be a JSON object" in refused(given)
-
-
-def test_an_unknown_field_is_named_beside_the_known_ones() -> None:
-    message = refused({"max_tokens": 3})
-    assert "parameters.max_tokens is not known" in message
-    assert "max_new_tokens" in message
-
-
-def test_an_unknown_field_is_refused_even_if_it_is_null() -> None:
-    assert "parameters.온도" in refused({"온도": None})
 
 
 INTEGERS = (
@@ -122,38 +88,38 @@ NUMBERS = (
 )
 ABOVE_0 = ("top_p", "typical_p", "repetition_penalty")
 BOOLEANS = ("do_sample", "return_full_text", "decoder_input_details", "ignore_eos")
+TEXTS = ("stop", "bad_words", "dry_sequence_breakers")
+INF, NAN = float("inf"), float("nan")
+WRONG_TYPES: list[tuple[tuple[str, ...], str, list[Any]]] = [
+    (INTEGERS, "an integer", ["3", 0.5, INF, NAN, True, False, [3], {}]),
+    (NUMBERS, "a number", ["1", True, False, [1], {}]),
+    (BOOLEANS, "true or false", [0, 1, "true", [], {}]),
+    (TEXTS, "a string or a list of strings", [1, True, {}, [1], ["a", None], [["a"]]]),
+    (("bad_words_ids",), "a list of lists of token ids", [1, "가", {}, [1], ["a"], [[1], 2]]),
+    (("bad_words_ids",), "an integer", [[["1"]], [[True]], [[0.5]]]),
+    (("logit_bias",), "an object", [[[7, 1]]]),
+    (("logit_bias.7",), "", [101, -100.5, "1", None, True, NAN]),
+]
 
 
-@pytest.mark.parametrize("field", INTEGERS)
-@pytest.mark.parametrize("value", ["3", 0.5, float("inf"), True, False, [3], {}, float("nan")])
-def test_an_integer_field_takes_integers_only(field: str, value: Any) -> None:
-    assert f"parameters.{field} must be an integer" in refused({field: value})
+@pytest.mark.parametrize(
+    ("field", "kind", "values"),
+    [(field, kind, values) for fields, kind, values in WRONG_TYPES for field in fields],
+)
+def test_a_value_of_another_type_is_refused(field: str, kind: str, values: list[Any]) -> None:
+    name, _, token = field.partition(".")
+    for value in values:
+        given = {token: value} if token else value
+        assert f"parameters.{field} must be {kind}" in refused({name: given})
 
 
-@pytest.mark.parametrize("field", NUMBERS)
-@pytest.mark.parametrize("value", ["1", True, False, [1], {}])
-def test_a_number_field_takes_numbers_only(field: str, value: Any) -> None:
-    assert f"parameters.{field} must be a number" in refused({field: value})
-
-
-@pytest.mark.parametrize("field", BOOLEANS)
-@pytest.mark.parametrize("value", [0, 1, "true", [], {}])
-def test_a_boolean_field_takes_booleans_only(field: str, value: Any) -> None:
-    assert f"parameters.{field} must be true or false" in refused({field: value})
-
-
-@pytest.mark.parametrize("field", ["stop", "bad_words", "dry_sequence_breakers"])
-@pytest.mark.parametrize("value", [1, True, {}, [1], ["a", None], [["a"]]])
-def test_a_field_of_texts_takes_texts_only(field: str, value: Any) -> None:
-    assert f"parameters.{field} must be a string or a list of strings" in refused({field: value})
-
-
-@pytest.mark.parametrize("value", [1, "가", {}, [1], ["a"], [[1], 2]])
-def test_banned_ids_are_lists_of_ids(value: Any) -> None:
-    message = refused({"bad_words_ids": value})
-    assert "parameters.bad_words_ids must be a list of lists of token ids" in message
-    for ids in ([["1"]], [[True]], [[0.5]]):
-        assert "parameters.bad_words_ids must be an integer" in refused({"bad_words_ids": ids})
+def test_parameters_are_an_object_of_known_fields() -> None:
+    for given in ([], "greedy", 1, True, 0.5):
+        assert "parameters must be a JSON object" in refused(given)
+    message = refused({"max_tokens": 3})
+    assert "parameters.max_tokens is not known" in message
+    assert "max_new_tokens" in message
+    assert "parameters.온도" in refused({"온도": None})
 
 
 def test_an_answer_cannot_have_to_be_longer_than_it_may_be() -> None:
@@ -164,84 +130,60 @@ def test_an_answer_cannot_have_to_be_longer_than_it_may_be() -> None:
     assert Parameters.parse({"max_new_tokens": 5}, {"min_new_tokens": 6}).max_new_tokens == 5
 
 
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("max_new_tokens", 0),
-        ("max_new_tokens", -1),
-        ("max_new_tokens", 1_000_001),
-        ("top_k", -2),
-        ("top_k", 1e300),
-        ("seed", -1),
-        ("seed", 2**63),
-        ("num_return_sequences", 0),
-        ("num_return_sequences", 17),
-        ("logprobs", -1),
-        ("logprobs", 21),
-        *((field, value) for field in NUMBERS for value in (-0.5, 1e9, 10**400)),
-        *((field, value) for field in ABOVE_0 for value in (0, 0.0)),
-        *((field, float(value)) for field in NUMBERS for value in ("nan", "inf", "-inf")),
-        ("top_p", 1.0001),
-        ("typical_p", 1.0001),
-        ("dry_base", 0.99),
-        ("dry_penalty_last_n", -2),
-        ("no_repeat_ngram_size", -1),
-        ("bad_words", ["a", ""]),
-        ("bad_words", "a" * 65),
-        ("bad_words", ["a"] * 257),
-        ("bad_words_ids", [[]]),
-        ("bad_words_ids", [[-1]]),
-        ("bad_words_ids", [[1] * 1025]),
-        *((f"{kind}_penalty", v) for kind in ("frequency", "presence") for v in (-2.1, 2.1)),
-        ("frequency_penalty", float("nan")),
-        ("logit_bias", {str(i): 0 for i in range(1025)}),
-        ("logit_bias", {"가": 1}),
-        ("logit_bias", {"-1": 1}),
-        ("stop", ""),
-        ("stop", ["a", ""]),
-        ("stop", "a" * 257),
-        ("stop", ["a"] * 17),
-    ],
-)
-def test_a_value_out_of_range_is_refused(field: str, value: Any) -> None:
-    assert f"parameters.{field} " in refused({field: value})
+OUT_OF_RANGE: dict[str, list[Any]] = {
+    "max_new_tokens": [0, -1, 1_000_001],
+    "top_k": [-2, 1e300],
+    "seed": [-1, 2**63],
+    "num_return_sequences": [0, 17],
+    "logprobs": [-1, 21],
+    **{field: [-0.5, 1e9, 10**400, NAN, INF, -INF] for field in NUMBERS},
+    "dry_penalty_last_n": [-2],
+    "no_repeat_ngram_size": [-1],
+    "bad_words": [["a", ""], "a" * 65, ["a"] * 257],
+    "bad_words_ids": [[[]], [[-1]], [[1] * 1025]],
+    "frequency_penalty": [-2.1, 2.1, NAN],
+    "presence_penalty": [-2.1, 2.1],
+    "logit_bias": [{str(i): 0 for i in range(1025)}, {"가": 1}, {"-1": 1}],
+    "stop": ["", ["a", ""], "a" * 257, ["a"] * 17],
+}
+for name in ABOVE_0:
+    OUT_OF_RANGE[name] += [0, 0.0]
+for name, value in (("top_p", 1.0001), ("typical_p", 1.0001), ("dry_base", 0.99)):
+    OUT_OF_RANGE[name].append(value)
 
 
-@pytest.mark.parametrize("value", [101, -100.5, "1", None, True, float("nan")])
-def test_a_bias_is_a_number_from_minus_to_plus_100(value: Any) -> None:
-    assert "parameters.logit_bias.7 must be" in refused({"logit_bias": {"7": value}})
+@pytest.mark.parametrize("field", OUT_OF_RANGE)
+def test_a_value_out_of_range_is_refused(field: str) -> None:
+    for value in OUT_OF_RANGE[field]:
+        assert f"parameters.{field} " in refused({field: value})
 
 
-def test_biases_are_an_object() -> None:
-    assert "parameters.logit_bias must be an object" in refused({"logit_bias": [[7, 1]]})
+AT_THE_END_OF_ITS_RANGE: dict[str, list[Any]] = {
+    "max_new_tokens": [1],
+    "presence_penalty": [-2],
+    "frequency_penalty": [2],
+    "top_k": [0],
+    "top_p": [1],
+    "temperature": [100],
+    "min_p": [0, 1],
+    "seed": [0, 2**63 - 1],
+    "logprobs": [0, 20],
+    "stop": [["가" * 256], []],
+}
 
 
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("max_new_tokens", 1),
-        ("presence_penalty", -2),
-        ("frequency_penalty", 2),
-        ("top_k", 0),
-        ("top_p", 1),
-        ("temperature", 100),
-        ("min_p", 0),
-        ("min_p", 1),
-        ("seed", 0),
-        ("seed", 2**63 - 1),
-        ("logprobs", 0),
-        ("logprobs", 20),
-        ("stop", ("가" * 256,)),
-        ("stop", ()),
-    ],
-)
-def test_the_ends_of_a_range_belong_to_it(field: str, value: Any) -> None:
-    given = list(value) if isinstance(value, tuple) else value
-    assert getattr(Parameters.parse({field: given}), field) == value
+@pytest.mark.parametrize("field", AT_THE_END_OF_ITS_RANGE)
+def test_the_ends_of_a_range_belong_to_it(field: str) -> None:
+    for value in AT_THE_END_OF_ITS_RANGE[field]:
+        expected = tuple(value) if isinstance(value, list) else value
+        assert getattr(Parameters.parse({field: value}), field) == expected
 
 
-def test_one_stop_may_come_without_a_list() -> None:
+def test_other_spellings_of_a_value_are_taken() -> None:
     assert Parameters.parse({"stop": "끝"}).stop == ("끝",)
+    assert Parameters.parse({"top_k": -1}).top_k == 0  # off
+    tokens = Parameters.parse({"max_new_tokens": 3.0}).max_new_tokens  # JSON has one kind of number
+    assert (tokens, type(tokens)) == (3, int)
 
 
 @pytest.mark.parametrize(
@@ -273,21 +215,12 @@ def test_several_greedy_answers_are_refused_since_they_would_be_equal() -> None:
     assert Parameters.parse({"num_return_sequences": 2, "seed": 1}).num_return_sequences == 2
 
 
-def test_a_temperature_of_0_is_greedy_whoever_gives_it() -> None:
+def test_a_temperature_of_0_is_greedy_in_a_request_and_in_a_model() -> None:
     assert Parameters.parse({"temperature": 0}) == Parameters()
     drawn = {"do_sample": True, "temperature": 0.7}
     assert Parameters.parse({"temperature": 0}, drawn) == Parameters()
     assert Parameters.parse({"seed": 1}, {"temperature": 0}).do_sample is False
     assert Parameters.parse({"temperature": 0.7}, {"temperature": 0}).do_sample is True
-
-
-def test_json_has_one_kind_of_number() -> None:
-    found = Parameters.parse({"max_new_tokens": 3.0, "seed": 7.0}).max_new_tokens
-    assert (found, type(found)) == (3, int)
-
-
-def test_a_top_k_of_minus_1_is_off() -> None:
-    assert Parameters.parse({"top_k": -1}).top_k == 0
 
 
 def test_names_of_other_servers_are_known() -> None:

@@ -1,4 +1,4 @@
-"""The client on unix sockets, of servers that answer as they like."""
+"""The HTTP client for unix sockets: reuse of connections, broken answers, streams."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
-from typing import TypeVar
+from typing import Any
 
 import pytest
 
@@ -14,13 +14,14 @@ from common import unix_http
 from common.unix_http import UnixHTTP
 
 OK = b"HTTP/1.1 200 OK\r\ncontent-length: 6\r\nX-Name: a\r\n\r\n\xec\x8b\x9c\xec\x9d\xb8"
-WAIT_S = 60.0
-T = TypeVar("T")
-Answer = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[object]]
+POEM = (200, {"content-length": "6", "x-name": "a"}, "시인".encode())
+WIDE_S = 60.0
+# False: the connection is closed then.
+Answer = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[bool]]
 
 
 class Server:
-    """Answers each request by the next of `answers`; a connection ends with the last of its own."""
+    """Answers each request by the next of `answers`, which are on as many connections as needed."""
 
     def __init__(self, *answers: Answer) -> None:
         self.answers, self.requests = list(answers), list[bytes]()
@@ -35,7 +36,7 @@ class Server:
                 length = [line for line in head.split(b"\r\n") if b"content-length" in line]
                 size = int(length[0].split()[1]) if length else 0
                 self.requests.append(head + await reader.readexactly(size))
-                if await self.answers.pop(0)(reader, writer) is False:
+                if not await self.answers.pop(0)(reader, writer):
                     break
         writer.close()
         with contextlib.suppress(ConnectionError):
@@ -43,26 +44,21 @@ class Server:
         self.open -= 1
 
 
-def says(*pieces: bytes, ends: bool = False) -> Answer:
+def send(*pieces: bytes, close: bool = False) -> Answer:
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
         for piece in pieces:
             writer.write(piece)
             await writer.drain()
-            await asyncio.sleep(0.01)
-        return not ends
+            await asyncio.sleep(0)
+        return not close
 
     return answer
 
 
-async def silent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
-    await reader.read()
-    return False
-
-
 @contextlib.asynccontextmanager
-async def client_of(server: Server, path: Path) -> AsyncIterator[UnixHTTP]:
-    listening = await asyncio.start_unix_server(server.serve, str(path))
-    client = UnixHTTP(str(path))
+async def client_of(server: Server, folder: Path) -> AsyncIterator[UnixHTTP]:
+    listening = await asyncio.start_unix_server(server.serve, str(folder / "s"))
+    client = UnixHTTP(str(folder / "s"))
     try:
         yield client
     finally:
@@ -72,63 +68,48 @@ async def client_of(server: Server, path: Path) -> AsyncIterator[UnixHTTP]:
             await asyncio.sleep(0.01)
 
 
-def run(tmp_path: Path, server: Server, work: Callable[[UnixHTTP], Awaitable[T]]) -> T:
-    async def main() -> T:
-        async with client_of(server, tmp_path / "s") as client:
-            return await asyncio.wait_for(work(client), WAIT_S)
-
-    return asyncio.run(main())
-
-
-async def ask(client: UnixHTTP, method: str = "POST", timeout_s: float = WAIT_S) -> bytes:
-    status, _, body = await client.request(method, "/m?a=b", timeout_s, {"x-id": "1"}, b"body")
+async def ask(client: UnixHTTP, method: str = "POST", timeout_s: float = WIDE_S) -> None:
+    status, _, _ = await client.request(method, "/m?a=b", timeout_s, {"x-id": "1"}, b"body")
     assert status == 200
-    return body
 
 
-def test_a_request_is_sent_as_it_is_and_its_answer_read_in_whatever_pieces(tmp_path: Path) -> None:
-    server = Server(says(*(OK[i : i + 1] for i in range(len(OK)))))
-    answer = run(
-        tmp_path,
-        server,
-        lambda c: c.request("POST", "/m?a=b", WAIT_S, {"x-id": "1"}, "가".encode()),
-    )
-    assert answer == (200, {"content-length": "6", "x-name": "a"}, "시인".encode())
-    assert server.requests == [
-        b"POST /m?a=b HTTP/1.1\r\nhost: localhost\r\nx-id: 1\r\ncontent-length: 3\r\n\r\n"
-        + "가".encode()
-    ]
+@pytest.mark.parametrize(
+    "pieces",
+    [
+        [OK],
+        [OK[i : i + 1] for i in range(len(OK))],
+        [b"HTTP/1.1 100 Continue\r\nx-early: 1\r\n\r\n", OK],
+    ],
+    ids=["whole", "byte by byte", "behind an informational one"],
+)
+async def test_an_answer_is_read(tmp_path: Path, pieces: list[bytes]) -> None:
+    server = Server(send(*pieces))
+    async with client_of(server, tmp_path) as client:
+        body = "가".encode()
+        assert await client.request("POST", "/m?a=b", WIDE_S, {"x-id": "1"}, body) == POEM
+    head = b"POST /m?a=b HTTP/1.1\r\nhost: localhost\r\nx-id: 1\r\ncontent-length: 3\r\n\r\n"
+    assert server.requests == [head + body]
 
 
-async def test_a_connection_is_used_again_unless_it_is_closed(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("max_idle_s", "connections"), [(WIDE_S, 2), (-1.0, 4)])
+async def test_a_connection_is_reused_unless_it_is_closed_or_was_idle_too_long(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, max_idle_s: float, connections: int
+) -> None:
+    monkeypatch.setattr(unix_http, "MAX_IDLE_S", max_idle_s)
     closing = OK.replace(b"X-Name: a", b"connection: close")
-    server = Server(says(OK), says(OK), says(closing, ends=True), says(OK))
-
-    async with client_of(server, tmp_path / "s") as client:
+    server = Server(send(OK), send(OK), send(closing, close=True), send(OK))
+    async with client_of(server, tmp_path) as client:
         for _ in range(4):
             await ask(client)
-    assert server.connections == 2
-
-
-async def test_a_connection_that_has_rested_too_long_is_not_used(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(unix_http, "MAX_IDLE_S", -1.0)
-    server = Server(says(OK), says(OK))
-
-    async with client_of(server, tmp_path / "s") as client:
-        await ask(client)
-        await ask(client)
-    assert server.connections == 2
+    assert server.connections == connections
 
 
 @pytest.mark.parametrize("method", ["GET", "POST"])
-async def test_what_may_be_asked_twice_is_asked_again_where_its_connection_was_just_closed(
+async def test_only_a_get_is_sent_again_where_its_reused_connection_was_closed(
     tmp_path: Path, method: str
 ) -> None:
-    server = Server(says(OK), says(ends=True), says(OK))
-
-    async with client_of(server, tmp_path / "s") as client:
+    server = Server(send(OK), send(close=True), send(OK))
+    async with client_of(server, tmp_path) as client:
         await ask(client)
         if method == "GET":
             await ask(client, method)
@@ -139,7 +120,7 @@ async def test_what_may_be_asked_twice_is_asked_again_where_its_connection_was_j
 
 
 @pytest.mark.parametrize(
-    "told",
+    "sent",
     [
         b"",
         OK[:-1],
@@ -149,40 +130,29 @@ async def test_what_may_be_asked_twice_is_asked_again_where_its_connection_was_j
         b"HTTP/1.1 200 OK\r\n" + b"x: " + 70_000 * b"y" + b"\r\n\r\n",
     ],
 )
-async def test_a_broken_answer_is_none(tmp_path: Path, told: bytes) -> None:
-    async with client_of(Server(says(told, ends=True)), tmp_path / "s") as client:
+async def test_a_broken_answer_is_an_error(tmp_path: Path, sent: bytes) -> None:
+    async with client_of(Server(send(sent, close=True)), tmp_path) as client:
         with pytest.raises(ConnectionError):
             await ask(client)
 
 
-def test_an_answer_may_come_behind_another_that_is_none(tmp_path: Path) -> None:
-    server = Server(says(b"HTTP/1.1 100 Continue\r\nx-early: 1\r\n\r\n", OK))
-    answer = run(tmp_path, server, lambda c: c.request("POST", "/", WAIT_S, {}, b""))
-    assert answer == (200, {"content-length": "6", "x-name": "a"}, "시인".encode())
+async def test_a_request_ends_at_its_timeout_or_cancellation_and_hangs_up(tmp_path: Path) -> None:
+    hung_up = asyncio.Queue[bytes]()
 
-
-async def test_silence_is_not_waited_for(tmp_path: Path) -> None:
-    async with client_of(Server(silent), tmp_path / "s") as client:
-        with pytest.raises(asyncio.TimeoutError):
-            await ask(client, timeout_s=0.1)
-
-
-async def test_who_is_cancelled_hangs_up(tmp_path: Path) -> None:
-    hung_up = asyncio.Event()
-
-    async def watching(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
-        await reader.read()
-        hung_up.set()
+    async def silent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
+        await hung_up.put(await reader.read())
         return False
 
-    server = Server(watching)
-
-    async with client_of(server, tmp_path / "s") as client:
+    server = Server(silent, silent)
+    async with client_of(server, tmp_path) as client:
+        with pytest.raises(asyncio.TimeoutError):
+            await ask(client, timeout_s=0.1)
+        await hung_up.get()
         task = asyncio.create_task(ask(client))
-        while not server.requests:
+        while len(server.requests) < 2:
             await asyncio.sleep(0.01)
         task.cancel()
-        await hung_up.wait()
+        await hung_up.get()
 
 
 async def test_a_stream_is_read_as_it_comes(tmp_path: Path) -> None:
@@ -195,21 +165,19 @@ async def test_a_stream_is_read_as_it_comes(tmp_path: Path) -> None:
         writer.write(b"3\r\n\xeb\x82\x98\r\n0\r\nx-trailer: 1\r\n\r\n")
         return True
 
-    server = Server(answer, says(OK))
-
-    async with client_of(server, tmp_path / "s") as client:
-        async with client.stream("GET", "/", WAIT_S, {}, None) as told:
-            assert told.status == 200
-            assert await told.piece() == "가".encode()
+    server = Server(answer, send(OK))
+    async with client_of(server, tmp_path) as client:
+        async with client.stream("GET", "/", WIDE_S, {}, None) as stream:
+            assert stream.status == 200
+            assert await stream.piece() == "가".encode()
             goes_on.set()
-            assert await told.piece() == "나".encode()
-            assert await told.piece() == b""
-            assert told.headers == {"transfer-encoding": "chunked"}
+            assert [await stream.piece() for _ in range(2)] == ["나".encode(), b""]
+            assert stream.headers == {"transfer-encoding": "chunked"}
         await ask(client)
     assert server.connections == 1
 
 
-def test_the_sender_of_a_stream_that_nobody_reads_waits_for_its_reader(tmp_path: Path) -> None:
+async def test_the_sender_of_an_unread_stream_is_held_back(tmp_path: Path) -> None:
     size, sent = 32 << 20, 0
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
@@ -221,22 +189,22 @@ def test_the_sender_of_a_stream_that_nobody_reads_waits_for_its_reader(tmp_path:
             sent += 1 << 16
         return True
 
-    async def work(client: UnixHTTP) -> int:
-        async with client.stream("GET", "/", WAIT_S, {}, None) as told:
-            before = -1
-            while before != sent:
-                before = sent
-                await asyncio.sleep(0.2)
-            assert sent < size // 2
-            got = 0
-            while piece := await told.piece():
-                got += len(piece)
-            return got
+    async with (
+        client_of(Server(answer), tmp_path) as client,
+        client.stream("GET", "/", WIDE_S, {}, None) as stream,
+    ):
+        before: Any = None
+        while before != sent:
+            before = sent
+            await asyncio.sleep(0.2)
+        assert sent < size // 2
+        received = 0
+        while piece := await stream.piece():
+            received += len(piece)
+    assert received == size
 
-    assert run(tmp_path, Server(answer), work) == size
 
-
-async def test_a_line_that_would_end_early_is_not_sent(tmp_path: Path) -> None:
-    async with client_of(Server(), tmp_path / "s") as client:
+async def test_a_header_with_a_line_break_is_not_sent(tmp_path: Path) -> None:
+    async with client_of(Server(), tmp_path) as client:
         with pytest.raises(ValueError, match="cannot be sent"):
-            await client.request("GET", "/", WAIT_S, {"x": "1\r\ny: 2"}, None)
+            await client.request("GET", "/", WIDE_S, {"x": "1\r\ny: 2"}, None)

@@ -1,4 +1,4 @@
-"""What is done to a fleet while clients call it, and taken back."""
+"""Faults of a fleet under load, which are taken back."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from tests.fleet.fleet import SPARE, Fleet
 
 NAMES = 300
 HOT = "봄"
-COLD = "영랑"  # the least popular
+COLD = "영랑"  # the least popular model
 CLIENTS = 8
 CALLED = Models(("소월", "동주", "육사", "백석", "만해", COLD), (HOT,), 2, zipf=1)
 Fault = Callable[[Fleet, Clients, random.Random], contextlib.AbstractContextManager[None]]
 
 
 def _server(fleet: Fleet, chance: random.Random) -> str:
-    """One that has some of the models that are called."""
+    """A server that has called models."""
     return fleet.home(chance.choice(CALLED.all))
 
 
 def _shares(fleet: Fleet, clients: Clients) -> dict[str, str]:
-    """By hash alone: under load the next server on the ring may have some."""
+    """The servers by hash alone, without load."""
     clients.pause()
     found = fleet.shares(NAMES)
     clients.resume()
@@ -40,7 +40,7 @@ def _shares(fleet: Fleet, clients: Clients) -> dict[str, str]:
 
 
 def _moved_only(with_it: dict[str, str], without: dict[str, str], server: str) -> None:
-    """Only its share of the names has another home without it."""
+    """Without a server only the names of its own move."""
     moved = {name for name, home in with_it.items() if without[name] != home}
     assert moved == {name for name, home in with_it.items() if home == server}
     servers = len(set(with_it.values()))
@@ -99,8 +99,8 @@ def parted_from_proxy(fleet: Fleet, clients: Clients, chance: random.Random) -> 
 
 @contextlib.contextmanager
 def parted_from_store(fleet: Fleet, clients: Clients, chance: random.Random) -> Iterator[None]:
-    """Another server answers in its place for what it cannot load."""
-    clients.pause()  # so that it is by hash alone that the call comes to that one
+    """Another server answers for the one that cannot load a model."""
+    clients.pause()  # so that the call goes by hash alone
     with _no_store(fleet, clients, fleet.home(COLD)) as call:
         assert call.result().status == 200
         clients.resume()
@@ -109,7 +109,7 @@ def parted_from_store(fleet: Fleet, clients: Clients, chance: random.Random) -> 
 
 @contextlib.contextmanager
 def store_gone(fleet: Fleet, clients: Clients, chance: random.Random) -> Iterator[None]:
-    """A call for what is not loaded waits for its return."""
+    """A call of a model that is not loaded waits for the store."""
     with _no_store(fleet, clients, *fleet.nodes) as call:
         yield
         assert not call.done()
@@ -118,7 +118,7 @@ def store_gone(fleet: Fleet, clients: Clients, chance: random.Random) -> Iterato
 
 @contextlib.contextmanager
 def _no_store(fleet: Fleet, clients: Clients, *names: str) -> Iterator[Future[Op]]:
-    """Of these servers, all of which have to load one of the models, and a call for it."""
+    """Parts these servers from the store and calls a model that they have to load."""
     port = int(fleet.s3.url.rpartition(":")[2])
     with ThreadPoolExecutor(1) as pool, contextlib.ExitStack() as stack:
         for name in names:
@@ -144,8 +144,8 @@ def reloaded(fleet: Fleet, clients: Clients, chance: random.Random) -> Iterator[
 
 @contextlib.contextmanager
 def replaced(fleet: Fleet, clients: Clients, chance: random.Random) -> Iterator[None]:
-    """As an operator does: the store has another, and each server is told to unload the one that
-    it has. From then on all answer with the new one."""
+    """Puts a new version into the store and unloads the old one everywhere; all answer with the new
+    one then."""
     holders = lambda: [name for name in fleet.nodes if HOT in fleet.loaded(name)]  # noqa: E731
     eventually(lambda: len(holders()) > 1)
     clients.replace(-1, f"replaced-{HOT}", HOT)

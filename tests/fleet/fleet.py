@@ -1,4 +1,4 @@
-"""Servers in namespaces of their own behind the real proxy, on one S3 store."""
+"""Servers in network namespaces behind the real HAProxy, on one S3 store."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from tests.fleet.network import Host, Network
 from tests.fleet.upstream import SERVED_BY, names
 from tests.serving.store.s3 import BUCKET, S3Server, archive
 
-MODELS, ROOM = 40, 10
-LONG_WINDED = "긴시"
-ROOM_MIB = {ROOM: 17, 3 * ROOM: 51}  # of `small`
+MODELS, FITTING = 40, 10
+LENGTHY = "긴시"
+MEMORY_MIB = {FITTING: 17, 3 * FITTING: 51}  # for so many of `small`
 PORT = 8080
 SPARE = "node4"  # not started, and not on the ring
 
@@ -31,11 +31,11 @@ def model(number: int) -> str:
 
 
 def fill(s3: S3Server, folder: Path) -> None:
-    """With the models, and one that takes a second and more for `LONG`."""
+    """Puts the models into the store, and one that takes a second and more for `LONG`."""
     for number in range(MODELS):
         _put(s3, model(number), small(folder / str(number), number))
     long = make_artifact(folder / "long", layers=2, units=128, vocab=160, max_length=2048)
-    _put(s3, LONG_WINDED, long)
+    _put(s3, LENGTHY, long)
 
 
 def _put(s3: S3Server, name: str, artifact: Path) -> None:
@@ -43,27 +43,27 @@ def _put(s3: S3Server, name: str, artifact: Path) -> None:
     s3.put(f"{name}.tar.gz", packed)
 
 
-def environment(s3: S3Server, room: int) -> dict[str, str]:
-    """Of a server with room for so many of the models."""
+def environment(s3: S3Server, models: int) -> dict[str, str]:
+    """The settings of a server with memory for so many models."""
     return {
         **FAST,
         **s3.environment,
         "MODEL_STORE": f"s3://{BUCKET}",
-        "ENGINE_MEMORY_MIB": str(ROOM_MIB[room]),
+        "ENGINE_MEMORY_MIB": str(MEMORY_MIB[models]),
         "ENGINE_OVERCOMMIT": "1",
         "DRAIN_S": "25",
     }
 
 
 def loads(server: Server) -> int:
-    """How many it has made since it was started."""
+    """How many models it has loaded since its start."""
     seen = metrics(server)
     evicted = seen.get(("kogpt2_model_idle_at_eviction_seconds_count",), 0)
     return int(evicted + seen["kogpt2_models",])
 
 
 class Fleet:
-    """`nodes` are the servers on the ring, by name. A context manager."""
+    """`nodes`: the servers on the ring by name. A context manager."""
 
     def __init__(self, folder: Path, s3: S3Server, network: Network) -> None:
         self._folder, self.s3, self.network = folder, s3, network
@@ -92,14 +92,14 @@ class Fleet:
     def _start(self, name: str) -> None:
         folder = self._folder / name / str(time.monotonic_ns())
         folder.mkdir(parents=True)
-        host, settings = self.hosts[name], environment(self.s3, ROOM)
+        host, settings = self.hosts[name], environment(self.s3, FITTING)
         prefix = self._groups.enter_context(host.limited())
         self.nodes[name] = Server(
             folder, None, settings, port=PORT, host=host.address, prefix=prefix
         )
 
     def start(self, name: str) -> None:
-        """One that is new, or in the place of one that has ended."""
+        """Starts a server, perhaps in the place of one that has ended."""
         self._start(name)
         self.nodes[name].wait_until_ready()
 
@@ -107,7 +107,7 @@ class Fleet:
         return self.nodes.keys() - {name}
 
     def restore(self) -> None:
-        """Three servers, all of them up."""
+        """Has three servers up again."""
         if spare := self.nodes.pop(SPARE, None):
             spare.stop()
             self.proxy.reload(1, 2, 3)
@@ -121,8 +121,7 @@ class Fleet:
         return [process, *process.children(recursive=True)]
 
     def kill(self, name: str) -> None:
-        """Every process at once, as when its machine goes: all are suspended first, or the gateway
-        would still tell its clients of an engine that ended before it."""
+        """Kills every process at once: suspended first, so that none reports the end of another."""
         for end in (psutil.Process.suspend, psutil.Process.kill):
             for process in self.processes(name):
                 with contextlib.suppress(psutil.NoSuchProcess):
@@ -138,10 +137,10 @@ class Fleet:
 
     @contextlib.contextmanager
     def stream(self) -> Iterator[tuple[str, Iterator[bytes]]]:
-        """Which server answers with a long stream, and the lines after its first. The engine is
-        suspended meanwhile, so that the stream does not end before the server is killed."""
+        """A long stream: its server, and the lines after the first. The engine is suspended
+        meanwhile, so that the stream does not end."""
         engines = {name: node.descendants("-m engine ")[0] for name, node in self.nodes.items()}
-        url = self.proxy.url(f"/predictions/{LONG_WINDED}")
+        url = self.proxy.url(f"/predictions/{LENGTHY}")
         body = {**LONG, "stream": True}
         with requests.post(url, json=body, timeout=90, stream=True) as answer:
             lines = answer.iter_lines()
@@ -155,11 +154,11 @@ class Fleet:
                     engine.resume()
 
     def home(self, model: str, session: requests.Session | None = None) -> str:
-        """The server that is asked for it."""
+        """The server that the proxy routes a model to."""
         url = self.proxy.url(f"/v2/models/{model}/ready")
         return (session or requests).get(url, timeout=60).headers[SERVED_BY]
 
     def shares(self, count: int) -> dict[str, str]:
-        """The homes of so many names, which are no models', so that nothing is loaded."""
+        """The servers of so many names, which are no models', so that nothing is loaded."""
         with requests.Session() as session:
             return {name: self.home(f".{name}", session) for name in map(str, range(count))}

@@ -1,4 +1,4 @@
-"""Hosts with a network namespace, an address and a control group each, on one bridge; by root."""
+"""Hosts with a network namespace, an address and a control group each, on one bridge."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def run(*command: str) -> str:
 
 
 class Host:
-    """`prefix` before a command runs it there; `limited`, also within the control group."""
+    """`prefix` before a command runs it there; that of `limited` in the control group, too."""
 
     def __init__(self, namespace: str, address: str) -> None:
         self.address, self._namespace = address, namespace
@@ -65,7 +65,7 @@ class Host:
 
     @contextlib.contextmanager
     def parted_from(self, address: str, port: int | None = None) -> Iterator[None]:
-        """Packets from and to there are dropped meanwhile, without a word to either side."""
+        """Drops packets from and to an address."""
         ways = (("INPUT", "-s", "--sport"), ("OUTPUT", "-d", "--dport"))
         for chain, end, port_of in ways:
             where = ["-p", "tcp", port_of, str(port)] if port else []
@@ -124,7 +124,7 @@ class Network:
         return Host(namespace, address)
 
     def _connect(self, link: str, name: str, namespace: str = "") -> None:
-        """A cable from there to the bridge, where its end has this name."""
+        """Connects a namespace to the bridge by a pair of links."""
         bridge, there = f"{self._prefix}bridge", ["-n", namespace] if namespace else []
         ends = ["link", "add", link, "type", "veth", "peer", "name", name, "netns", bridge]
         run("ip", *there, *ends)
@@ -132,7 +132,7 @@ class Network:
 
 
 def remove_left() -> None:
-    """Removes what tests left that were killed."""
+    """Removes the namespaces and groups of killed tests."""
     found = NAMESPACES.glob(f"{PREFIX}*") if NAMESPACES.is_dir() else ()
     for pid in {int(path.name.removeprefix(PREFIX).partition("-")[0]) for path in found}:
         if not psutil.pid_exists(pid):
@@ -142,12 +142,12 @@ def remove_left() -> None:
 
 
 def control_groups(pid: int) -> list[Path]:
-    """Those that this process has made."""
+    """The control groups of a process."""
     return [*CONTROL_GROUPS.glob(f"*/{GROUP}{pid}-*"), *CONTROL_GROUPS.glob(f"{GROUP}{pid}-*")]
 
 
 def _remove(pid: int) -> None:
-    """What this process has made, and what runs in it."""
+    """Removes the namespaces of a process, and ends what runs in them."""
     for path in sorted(NAMESPACES.glob(f"{PREFIX}{pid}-*")):
         ended = []
         for inside in map(int, run("ip", "netns", "pids", path.name).split()):
@@ -157,5 +157,5 @@ def _remove(pid: int) -> None:
                 ended.append(process)
         psutil.wait_procs(ended, 10)
         run("ip", "netns", "del", path.name)
-    # The other cables go with their namespaces, soon.
+    # The other links go with their namespaces.
     subprocess.run(["ip", "link", "del", f"kogpt2-{pid}"], capture_output=True)

@@ -1,4 +1,4 @@
-"""Three servers behind HAProxy: as good as one three times as large, and better when one ends."""
+"""Three servers behind HAProxy: hits as of one large server, and right answers under faults."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.chaos.run import archives, learn_texts
 from tests.e2e.server import Server, eventually
 from tests.e2e.stores import SHORT, text
 from tests.fleet.faults import CALLED, CLIENTS, FAULTS, HOT
-from tests.fleet.fleet import MODELS, ROOM, Fleet, environment, fill, loads, model
+from tests.fleet.fleet import FITTING, MODELS, Fleet, environment, fill, loads, model
 from tests.fleet.haproxy import needs_haproxy
 from tests.fleet.network import Network, needs_namespaces
 from tests.serving.store.s3 import S3Server, s3_server
@@ -29,14 +29,14 @@ from tests.serving.store.s3 import S3Server, s3_server
 pytestmark = [needs_haproxy, needs_namespaces, pytest.mark.slow]
 
 REQUESTS = 160
-ASKED = trace(36, Kind(bursts=0, scans=0, moves=False), MODELS, REQUESTS)
+TRACE = trace(36, Kind(bursts=0, scans=0, moves=False), MODELS, REQUESTS)
 SEEDS = [int(seed) for seed in os.environ.get("FLEET_SEEDS", "1").split(",")]
 Put = Callable[[str, int], None]
 CALLS = {kind: MIX[kind] for kind in (*ROUTES, "hang up")}
 MORE = 32
 PAUSE_S = 0.1  # of a client, so that servers have time to start meanwhile
 HEAL = 30.0  # as in tests/chaos: other tests run at the same time
-# There a stream that had begun ends without its end, or with an error.
+# Here a stream that has begun is cut off, or ends with an error.
 CUTS_STREAMS = {"killed", "engine_killed", "parted_from_proxy"}
 
 
@@ -63,25 +63,25 @@ def running(
 
 @pytest.fixture
 def fleet(running: Fleet) -> Iterator[Fleet]:
-    """Whole again after the test, whatever it was that failed."""
+    """Whole again after the test."""
     yield running
     running.restore()
 
 
 def replay(url: str) -> dict[str, set[str]]:
-    """The texts of each model in what the trace asks for."""
+    """The texts of each model of the trace."""
     texts: dict[str, set[str]] = {}
     with requests.Session() as session:
-        for number in ASKED:
+        for number in TRACE:
             answer = session.post(f"{url}/predictions/{model(number)}", json=SHORT, timeout=90)
             texts.setdefault(model(number), set()).add(text(answer))
     return texts
 
 
-def test_three_find_a_model_loaded_as_often_as_one_three_times_as_large(
+def test_three_servers_have_the_hits_of_one_three_times_as_large(
     fleet: Fleet, s3: S3Server, tmp_path: Path
 ) -> None:
-    large = Server(tmp_path, None, environment(s3, 3 * ROOM))
+    large = Server(tmp_path, None, environment(s3, 3 * FITTING))
     try:
         large.wait_until_ready()
         with ThreadPoolExecutor(2) as pool:
@@ -95,12 +95,12 @@ def test_three_find_a_model_loaded_as_often_as_one_three_times_as_large(
     assert three >= 0.95 * one
     assert texts == of_three
     assert len(set(map(frozenset, texts.values()))) == len(texts) > 30
-    assert all(len(said) == 1 for said in texts.values())
+    assert all(len(each) == 1 for each in texts.values())
 
 
 @pytest.fixture(scope="module")
 def put(s3: S3Server, tmp_path_factory: pytest.TempPathFactory) -> Put:
-    """Has the store hold a version of one of those that are called."""
+    """Puts a version of a called model into the store."""
     made = archives(CALLED, tmp_path_factory.mktemp("called") / "archives")
     return lambda name, version: s3.put(f"{name}.tar.gz", made[name, version].read_bytes())
 
@@ -146,7 +146,7 @@ def test_no_answer_is_wrong_and_none_is_lost(
         clients.stop()
     ops = sorted(clients.ops, key=lambda op: op.begin)
     history = History(seed, False, 60, 120, texts, began, ops)
-    # How often a server has answered is not looked at: the proxy asks another where one is cut off.
+    # A server's log is not checked: the proxy retries on another.
     history.lines = {op.id: 1 for op in ops}
     cut = {
         op.id

@@ -1,4 +1,4 @@
-"""Namespaces go, whatever ends the tests that made them."""
+"""Namespaces of killed tests are removed."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ with network.host("node").limited() as prefix:
 """
 
 
-def test_what_a_killed_test_left_is_removed_and_nothing_else() -> None:
+def test_only_namespaces_of_killed_tests_are_removed() -> None:
     with subprocess.Popen([sys.executable, "-c", MAKER], stdout=subprocess.PIPE) as maker:
         assert maker.stdout
         inside = int(maker.stdout.readline())

@@ -1,5 +1,4 @@
-"""What deploy declares for HAProxy and Envoy, run by them: which server is asked, when again, and
-what never."""
+"""The declared HAProxy and Envoy: routing by model, retries, and paths that stay closed."""
 
 from __future__ import annotations
 
@@ -59,7 +58,7 @@ def started(
 def servers(running: list[Upstream], started: Proxy) -> list[Upstream]:
     for server in running:
         server.act = Handler.well
-        server.asked.clear()
+        server.requests.clear()
     started.wait_for(*names(3))
     return running
 
@@ -79,24 +78,18 @@ def chat(name: str, before: str = "", escaped: bool = False) -> dict[str, object
 
 
 @pytest.mark.parametrize("name", ["sowol", "소월", "팀/봄 밤", "a.b-c", "m7"])
-def test_a_model_has_one_server_by_whatever_contract_it_is_asked_for(
-    proxy: Proxy, name: str
-) -> None:
-    path = quote(name)
+def test_a_model_has_one_server_in_every_contract(proxy: Proxy, name: str) -> None:
+    path, encoded = quote(name), name.encode()
     calls = [
         ("POST", f"/predictions/{path}", {}),
         ("OPTIONS", f"/predictions/{path}", {}),
         ("POST", f"/predictions/{quote(name, safe='')}?stream=1", {}),
         ("POST", f"/models/{path}/invoke", {}),
-        ("POST", "/invocations", {"headers": {TARGET: name.encode()}}),
+        ("POST", "/invocations", {"headers": {TARGET: encoded}}),
         ("POST", "/invocations", {"headers": {TARGET: f"/{name}.tar.gz".encode()}}),
         ("POST", f"/invocations?model_name={path}", {}),
-        ("POST", "/endpoints/봄/invocations", {"headers": {TARGET: name.encode()}}),
-        (
-            "POST",
-            "/endpoints/e/invocations-response-stream",
-            {"headers": {COMPONENT: name.encode()}},
-        ),
+        ("POST", "/endpoints/봄/invocations", {"headers": {TARGET: encoded}}),
+        ("POST", "/endpoints/e/invocations-response-stream", {"headers": {COMPONENT: encoded}}),
         ("GET", f"/v2/models/{path}", {}),
         ("GET", f"/v2/models/{path}/ready", {}),
         ("POST", f"/v2/models/{path}/infer", {}),
@@ -114,7 +107,7 @@ def test_a_model_has_one_server_by_whatever_contract_it_is_asked_for(
     assert set(asked) == {(200, asked[0][1])}, list(zip(calls, asked, strict=True))
 
 
-def test_a_name_that_a_body_escapes_has_one_server_too(proxy: Proxy) -> None:
+def test_a_name_with_escapes_in_json_has_one_server(proxy: Proxy) -> None:
     for name in ("소월", "봄"):
         answers = [ask(proxy, "POST", "/v1/completions", **chat(name, "", True)) for _ in range(6)]
         assert len({answer.headers[SERVED_BY] for answer in answers}) == 1
@@ -128,7 +121,7 @@ def test_a_name_that_a_body_escapes_has_one_server_too(proxy: Proxy) -> None:
         ("/v1/completions", chat("봄\n밤", "", True)),
     ],
 )
-def test_a_name_that_can_be_in_no_header_is_for_a_server_to_refuse(
+def test_a_name_that_fits_no_header_is_left_to_a_server_to_refuse(
     proxy: Proxy, servers: list[Upstream], path: str, arguments: dict[str, object]
 ) -> None:
     for server in servers:
@@ -137,7 +130,7 @@ def test_a_name_that_can_be_in_no_header_is_for_a_server_to_refuse(
     assert (answer.status_code, answer.content.decode()) == (400, "이름이 아니다")
 
 
-def test_what_is_hot_spills_over_to_one_more_server_always_the_same(
+def test_a_popular_model_spills_over_to_one_more_server_always_the_same(
     proxy: Proxy, servers: list[Upstream]
 ) -> None:
     at_once = 4  # more than 150% of the mean of four on three servers
@@ -205,15 +198,15 @@ def test_servers_have_equal_shares_of_the_models(proxy: Proxy) -> None:
         "POST /v2/models/m1/trace/setting",
     ],
 )  # fmt: skip
-def test_only_models_answers_come_through(proxy: Proxy, servers: list[Upstream], call: str) -> None:
+def test_only_calls_of_models_are_passed_on(
+    proxy: Proxy, servers: list[Upstream], call: str
+) -> None:
     method, path = call.split()
     assert ask(proxy, method, path).status_code in (403, 404)
-    assert not any(server.asked for server in servers)
+    assert not any(server.requests for server in servers)
 
 
-def test_a_server_that_cannot_answer_now_is_passed_over(
-    proxy: Proxy, servers: list[Upstream]
-) -> None:
+def test_a_request_is_retried_on_another_server(proxy: Proxy, servers: list[Upstream]) -> None:
     with_it = ask(proxy, "POST", "/predictions/m1").headers[SERVED_BY]
     for act in (lambda handler: handler.answer(503, b"draining"), Handler.drop):
         servers[int(with_it[-1]) - 1].act = act
@@ -223,25 +216,23 @@ def test_a_server_that_cannot_answer_now_is_passed_over(
             assert answer.headers[SERVED_BY] != with_it
 
 
-def test_what_no_server_can_answer_is_told_in_the_servers_words(
+def test_an_error_of_all_servers_has_the_servers_message(
     proxy: Proxy, servers: list[Upstream]
 ) -> None:
     for server in servers:
         server.act = lambda handler: handler.answer(503, "가게가 답하지 않는다".encode())
     answer = ask(proxy, "POST", "/predictions/m1")
     assert (answer.status_code, answer.content.decode()) == (503, "가게가 답하지 않는다")
-    assert sum(len(server.asked) for server in servers) == 4
-    assert sum(bool(server.asked) for server in servers) > 1
+    assert sum(len(server.requests) for server in servers) == 4
+    assert sum(bool(server.requests) for server in servers) > 1
 
 
 @pytest.mark.parametrize("status", [400, 404, 429, 500, 504, 507])
-def test_an_answer_is_no_reason_to_ask_another(
-    proxy: Proxy, servers: list[Upstream], status: int
-) -> None:
+def test_other_errors_are_not_retried(proxy: Proxy, servers: list[Upstream], status: int) -> None:
     for server in servers:
         server.act = lambda handler: handler.answer(status, b"x")
     assert ask(proxy, "POST", "/predictions/m1").status_code == status
-    assert sum(len(server.asked) for server in servers) == 1
+    assert sum(len(server.requests) for server in servers) == 1
 
 
 def begin(handler: Handler) -> None:
@@ -264,7 +255,7 @@ def stream(proxy: Proxy) -> HTTPConnection:
     return connection
 
 
-def test_a_token_comes_through_before_the_next_one_is_made(
+def test_a_token_is_passed_on_before_the_next_one_is_made(
     proxy: Proxy, servers: list[Upstream]
 ) -> None:
     read = threading.Event()
@@ -286,7 +277,7 @@ def test_a_token_comes_through_before_the_next_one_is_made(
     connection.close()
 
 
-def test_a_stream_that_had_begun_is_cut_off_and_not_begun_again(
+def test_a_stream_that_has_begun_is_cut_off_and_not_retried(
     proxy: Proxy, servers: list[Upstream]
 ) -> None:
     def act(handler: Handler) -> None:
@@ -299,5 +290,5 @@ def test_a_stream_that_had_begun_is_cut_off_and_not_begun_again(
     answer = connection.getresponse()
     with pytest.raises(IncompleteRead):  # so no client takes it for the whole
         answer.read()
-    assert sum(len(server.asked) for server in servers) == 1
+    assert sum(len(server.requests) for server in servers) == 1
     connection.close()

@@ -1,4 +1,4 @@
-"""What a client sends through a proxy are as many requests to the gateway as to the proxy."""
+"""A proxy and the gateway see the same number of requests in a client's bytes."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ IN_TARGETS = {
     }.items()
     for what, hidden in {"encoded": HEAD_IN_PATH.replace("봄", "%EB%B4%84"), "plain": "a"}.items()
 }
-# Here the length of a body is that of a whole request, which has no id then.
+# A case whose body is a whole request, without an id.
 CASES = {**AMBIGUOUS, **CLEAR, **IN_TARGETS}
 del CASES["a-body-like-a-request"]
 IDLE_S = 3.0  # without an answer: then the proxy waits for the rest of a body, which never comes
@@ -53,7 +53,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 
 def sent(port: int, data: bytes) -> bytes:
-    """What comes back until the proxy closes, or is waiting for more."""
+    """The answer until the proxy closes the connection or waits for more."""
     answer = b""
     with socket.create_connection(("127.0.0.1", port), timeout=IDLE_S) as client:
         client.sendall(data)
@@ -88,7 +88,7 @@ def test_one_request_never_becomes_two(
     for case, future in answers.items():
         answer, id = future.result(), f"{kind.__name__}-{case}"
         echoed = re.findall(rf"(?i)\r\nx-request-id: ({kind.__name__}[^\r]*)".encode(), answer)
-        # No answer to what somebody else has asked, and to each request that was taken, one.
+        # Every request that was taken has one answer, at its own client.
         assert {i.decode() for i in echoed} <= {id}, (case, answer)
         assert seen[id] <= len(re.findall(rb"HTTP/1\.\d \d", answer)), (case, answer)
     assert all(seen[f"{kind.__name__}-{case}"] for case in ("tab", "extension", "upper-case"))

@@ -1,4 +1,4 @@
-"""Servers behind a proxy that do as a test says, and tell what they were asked."""
+"""Servers behind a proxy with the behaviour that a test sets, which record their requests."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ SERVED_BY = "x-served-by"
 
 
 def names(count: int) -> tuple[str, ...]:
-    """Of servers, in their order behind a proxy."""
+    """The names of servers, in their order behind a proxy."""
     return tuple(f"node{number}" for number in range(1, count + 1))
 
 
 class Upstream(ThreadingHTTPServer):
-    """Answers 200 to `/ping` and does `act` for all else; without it, answers 200."""
+    """Answers 200 to `/ping`, and all other requests by `act`."""
 
     daemon_threads = True
     request_queue_size = 64
@@ -25,7 +25,7 @@ class Upstream(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), Handler)
         self.name = name
         self.act: Callable[[Handler], None] = Handler.well
-        self.asked: list[str] = []
+        self.requests: list[str] = []
         self._thread = threading.Thread(target=self.serve_forever, args=(0.05,))
         self._thread.start()
 
@@ -34,7 +34,7 @@ class Upstream(ThreadingHTTPServer):
         return self.server_port
 
     def handle_error(self, request: object, client_address: object) -> None:
-        """A health check goes away once it has read the status."""
+        """Ignores health checks that disconnect after the status."""
 
     def stop(self) -> None:
         self.shutdown()
@@ -47,14 +47,14 @@ class Handler(BaseHTTPRequestHandler):
     wbufsize = -1  # an answer is one packet
     server: Upstream
 
-    def _asked(self) -> None:
+    def _handle(self) -> None:
         self.body = self.rfile.read(int(self.headers.get("content-length") or 0))
         if self.path == "/ping":
             return self.well()
-        self.server.asked.append(f"{self.command} {self.path}")
+        self.server.requests.append(f"{self.command} {self.path}")
         return self.server.act(self)
 
-    do_GET = do_POST = do_PUT = do_DELETE = do_OPTIONS = _asked
+    do_GET = do_POST = do_PUT = do_DELETE = do_OPTIONS = _handle
 
     def well(self) -> None:
         self.answer(200, b"{}")
@@ -68,7 +68,7 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.flush()
 
     def drop(self) -> None:
-        """Ends the connection with no answer."""
+        """Closes the connection without an answer."""
         self.close_connection = True
 
     def log_message(self, format: str, *args: object) -> None:

@@ -1,12 +1,12 @@
-"""Feeds hostile inputs to every parser of foreign bytes, for as long as it is told.
+"""Feeds hostile inputs to every parser of foreign bytes, or hostile requests to a server.
 
 python -m tests.fuzz --minutes 10              all of them in turn
 python -m tests.fuzz --minutes 10 npy torch    these
 python -m tests.fuzz --server --minutes 10     a server of its own, by requests
 python -m tests.fuzz.guided npy                with coverage as the guide
 
-A defect ends it: the input is kept in a file that is named, and `python -m tests.fuzz npy --file F`
-shows it again. With a new file in tests/fuzz/corpus/npy it stays found.
+It ends at the first defect, and names the file with the input: `python -m tests.fuzz npy --file F`
+repeats it. As a new file in tests/fuzz/corpus/npy it is a test.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ SHOWN_EVERY_S = 30.0
 
 
 def tried(name: str, data: bytes, measured: bool = True) -> bool:
-    """Whether it was taken; a defect is told with the input that shows it, and raised."""
+    """Whether the input is taken. Writes that of a defect into a file, and raises the error."""
     began = time.process_time()
     try:
         taken = attempt(TARGETS[name], data, measured)
@@ -64,10 +64,10 @@ def run(names: list[str], minutes: float, seed: int) -> None:
 
 
 def against_a_server(minutes: float, seed: int, clients: int) -> None:
-    """Ends with an `AssertionError` at the first answer that may not be."""
+    """Raises `AssertionError` at the first wrong answer."""
     with TemporaryDirectory() as folder, live.served(Path(folder)) as server:
         lasting, ended = Lasting(server, Path(folder)), threading.Event()
-        asking = [live.Client(server, seed + i) for i in range(clients)]
+        hostile = [live.Client(server, seed + i) for i in range(clients)]
         end = time.monotonic() + 60 * minutes
 
         def ask(client: live.Client) -> None:
@@ -77,14 +77,14 @@ def against_a_server(minutes: float, seed: int, clients: int) -> None:
 
         with ThreadPoolExecutor(clients + 1) as pool:
             beside = pool.submit(live.neighbour, server, ended)
-            working = {pool.submit(ask, client) for client in asking}
+            working = {pool.submit(ask, client) for client in hostile}
             try:
                 while working:
                     done, working = wait(working, SHOWN_EVERY_S, FIRST_EXCEPTION)
                     for one in done:
                         one.result()
-                    lasting.look()
-                    statuses = sum((client.statuses for client in asking), Counter[int]())
+                    lasting.check_memory()
+                    statuses = sum((client.statuses for client in hostile), Counter[int]())
                     print(f"{statuses.total()} requests", file=sys.stderr)
                 ended.set()
                 measured = lasting.check(alone=clients == 1)

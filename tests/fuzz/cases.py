@@ -1,18 +1,20 @@
-"""Hostile inputs made from good ones: bytes changed, JSON with odd values deep in it."""
+"""Hostile inputs made from valid ones: changed bytes, JSON with odd values deep in it."""
 
 from __future__ import annotations
 
+import base64
 import json
 import random
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.fuzz.tokenizers import JSON, SENTENCEPIECE, made
+from tests.fuzz.tokenizers import NAMES as TOKENIZERS
+from tests.fuzz.tokenizers import made
 
 CORPUS = Path(__file__).with_name("corpus")
 MOST_BYTES = 60_000
-# Real files that other tests have, too.
+# Files of other tests.
 ELSEWHERE = {"torch": [CORPUS.parents[1] / "engine/artifacts/pytorch_model.bin"]}
 
 DEEP: list[Any] = []
@@ -23,6 +25,19 @@ ODD: list[Any] = [
     *("", "가", "\ud800", "\0", "a\r\nX: b", "한" * 3000, "</s>", "../../etc/passwd", "${jndi:x}"),
     *([], {}, [[]], [None], {"": ""}, [1, "가"], [[1], [1, 2]], [0] * 2000, DEEP),
     *("BYTES", "FP32", "NaN", "stream", "1" * 5000, "http://127.0.0.1:1/", "é".encode().hex()),
+    # Parts of a tokenizer.json
+    *(
+        {"type": t}
+        for t in ("BPE", "Unigram", "WordPiece", "Replace", "Precompiled", "ByteFallback")
+    ),
+    {"type": "Replace", "pattern": {"String": ""}, "content": "aa"},
+    {"type": "Replace", "pattern": {"Regex": "(a*)*$"}, "content": ""},
+    {"type": "Split", "pattern": {"Regex": "(a|aa)+$"}, "behavior": "Isolated", "invert": False},
+    {"type": "Prepend", "prepend": "x" * 10_000},
+    {"type": "Precompiled", "precompiled_charsmap": base64.b64encode(b"\xff" * 40).decode()},
+    {"type": "Sequence", "normalizers": [], "pretokenizers": [], "processors": [], "decoders": []},
+    {"type": "Strip", "content": "가", "start": 2**40, "stop": 2**40},
+    {"content": "<s>", "special": True, "id": 2**31},
 ]
 TOKENS = (
     *(b"\0", b"\xff", b"\xed\xa0\x80", b"\r\n", b'"', b"\\", b"{", b"[" * 1200, b"{{", b"%", b","),
@@ -34,26 +49,25 @@ TOKENS = (
 
 def seeds(name: str) -> list[bytes]:
     """The target's corpus."""
-    if name in (JSON, SENTENCEPIECE):
+    if name in TOKENIZERS:
         return made(name)
     files = ELSEWHERE.get(name) or sorted((CORPUS / name).iterdir())
     return [path.read_bytes() for path in files]
 
 
 def case(rng: random.Random, known: Sequence[bytes]) -> bytes:
-    """One input, from what is known of its format."""
+    """One input, made from known ones of its format."""
     data = rng.choice(known)
     if rng.random() < 0.5:
         try:
-            said = json.loads(data)
+            value = json.loads(data)
         except (ValueError, RecursionError):
             pass
         else:
             for _ in range(rng.randint(1, 3)):
-                said = changed(said, rng)
-            data = json.dumps(said, ensure_ascii=rng.random() < 0.5).encode(
-                "utf-8", "surrogatepass"
-            )
+                value = changed(value, rng)
+            text = json.dumps(value, ensure_ascii=rng.random() < 0.5)
+            data = text.encode("utf-8", "surrogatepass")
             if rng.random() < 0.7:
                 return data[:MOST_BYTES]
     for _ in range(rng.randint(1, 6)):
@@ -62,7 +76,7 @@ def case(rng: random.Random, known: Sequence[bytes]) -> bytes:
 
 
 def damaged(data: bytes, rng: random.Random, known: Sequence[bytes]) -> bytes:
-    """Changed in one place."""
+    """The data changed in one place."""
     at = rng.randint(0, len(data))
     to = min(len(data), at + rng.choice((1, 1, 2, 4, 8, 64)))
     match rng.randrange(8):
@@ -84,7 +98,7 @@ def damaged(data: bytes, rng: random.Random, known: Sequence[bytes]) -> bytes:
 
 
 def changed(value: Any, rng: random.Random) -> Any:
-    """With something in it, deep down, replaced, left out, doubled or under another name."""
+    """The value with one of its values replaced, removed, repeated or renamed."""
     if isinstance(value, dict) and value and rng.random() < 0.85:
         key = rng.choice(sorted(value))
         match rng.randrange(10):

@@ -1,9 +1,8 @@
-"""Feeds hostile inputs to one parser, with the branches that they take as the guide.
+"""Feeds hostile inputs to one parser, guided by the coverage of its branches.
 
 python -m tests.fuzz.guided --minutes 5 npy        (pip install atheris==3.0.0)
 
-A defect ends it, as it does `python -m tests.fuzz`, of which this is the slower half: atheris reads
-the bytecode of our packages, not what numpy or a tokenizer does in C.
+It ends at a defect as `python -m tests.fuzz` does. Atheris sees our packages' bytecode, not C.
 """
 
 from __future__ import annotations

@@ -1,5 +1,4 @@
-"""Names for schemathesis that lead somewhere, most of the time: a document cannot say which models
-a store has. SCHEMATHESIS_HOOKS=tests.fuzz.hooks"""
+"""Names of models in the store for schemathesis, as SCHEMATHESIS_HOOKS=tests.fuzz.hooks."""
 
 from __future__ import annotations
 
@@ -10,8 +9,8 @@ import schemathesis
 KNOWN = ("a", "시", "texts", "script")
 
 
-def known(said: Any) -> str:
-    return KNOWN[sum(map(ord, str(said))) % len(KNOWN)]
+def known(name: Any) -> str:
+    return KNOWN[sum(map(ord, str(name))) % len(KNOWN)]
 
 
 @schemathesis.hook
@@ -23,7 +22,7 @@ def map_path_parameters(context: Any, path_parameters: Any) -> Any:
 
 @schemathesis.hook
 def map_body(context: Any, body: Any) -> Any:
-    """A load under a name of its own, which the links call and unload then."""
+    """A load under a name of its own, which the links then call and unload."""
     if isinstance(body, dict) and isinstance(body.get("url"), str):
         body |= {"url": known(body["url"]), "model_name": f"x{len(body['url'])}"}
     elif isinstance(body, dict) and isinstance(body.get("model"), str):

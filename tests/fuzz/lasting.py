@@ -1,5 +1,5 @@
-"""What a server has before hostile requests and has after them: its processes, the files around it,
-its memory, its log without errors, a thread of steps that nothing holds up."""
+"""What hostile requests must not change: a server's processes, the files around it, its memory, a
+log without errors, and the time of the engine's steps."""
 
 from __future__ import annotations
 
@@ -8,23 +8,22 @@ from pathlib import Path
 from tests.e2e.server import Server
 from tests.e2e.stores import statistics
 
-# Nothing a client sends may end these: of workers and scripts, those that are there before.
+# No request may end these processes.
 PROCESSES = (
     *("serving.gateway", "ModelServer", "handlers.host", "-m engine ", "model_service_worker"),
     *("handlers.worker", "handlers/user_code/child.py"),
 )
 ZYGOTE = "engine.sandbox.zygote"
-# Of gateway and engine each, from the loaded models on: some bodies of the largest size at once, as
-# Python holds them, and what malloc keeps of that. A long run shows what leaks.
+# Of gateway and engine each: a few of the largest bodies at once as Python objects, and what malloc
+# keeps of them. A long run shows leaks.
 GROWTH_BYTES = 300 << 20
-# A step that something holds up. The goal, 100 ms, is one for a quiet machine: on a busy one the
-# clock counts others too, so the bound is wide and the result shows the longest.
+# The goal, 100 ms, is for a quiet machine; on a busy one the clock counts other processes, too.
 STEP_S = 10.0
-PREPARED = ".prepared"  # what the server adds to a model that it may write to
+PREPARED = ".prepared"  # the server's own folder beside a model
 
 
 class Lasting:
-    """`folder` is where the server, its store, `HOME` and `TMPDIR` are."""
+    """`folder` has the server, its store, `HOME` and `TMPDIR`."""
 
     def __init__(self, server: Server, folder: Path) -> None:
         self.server, self._folder = server, folder
@@ -40,7 +39,7 @@ class Lasting:
         return {p.pid: " ".join(p.cmdline()) for p in found}
 
     def _around(self) -> dict[str, bytes | None]:
-        """All beside the server's own folder and log; of files what they hold."""
+        """All paths beside the server's own folder and log, with the content of files."""
         found: dict[str, bytes | None] = {}
         own = {self.server.run_dir, self.server.log}
         for path in self._folder.rglob("*"):
@@ -56,32 +55,26 @@ class Lasting:
             for words in self._grown
         }
 
-    def look(self) -> None:
-        """Memory is as it may be; asked for now and then."""
+    def check_memory(self) -> None:
         for words, now in self._memory().items():
             self._grown[words] = max(self._grown[words], now - self._rss_bytes[words])
         assert max(self._grown.values()) <= GROWTH_BYTES, self._grown
 
     def check(self, *, alone: bool = True) -> str:
-        """After the requests; says what was measured. Of several clients, one unloads what another
-        loads, which MMS and workers log as errors."""
+        """Checks all after the requests; returns the measurements. One of several clients (not
+        `alone`) unloads a model that another loads, which MMS and workers log as errors."""
         living = {process.pid for process in self.server.descendants()}
         lost = {pid: line for pid, line in self.processes.items() if pid not in living}
         assert not lost, lost
-        failed = [
-            line
-            for line in self.server.text().splitlines()
-            if '"traceback"' in line or (alone and '"error"' in line)
-        ]
+        words = ('"traceback"', '"error"')[: 1 + alone]
+        log = self.server.text().splitlines()
+        failed = [line for line in log if any(word in line for word in words)]
         assert not failed, failed[:3]
         files = self._around()
-        changed = {
-            path
-            for path in files.keys() | self._files.keys()
-            if files.get(path, b"?") != self._files.get(path, b"?")
-        }
-        assert not changed, sorted(changed)[:10]
-        self.look()
+        paths = sorted(files.keys() | self._files.keys())
+        changed = [p for p in paths if files.get(p, b"?") != self._files.get(p, b"?")]
+        assert not changed, changed[:10]
+        self.check_memory()
         longest_s = statistics(self.server)["longest_step_s"]
         assert longest_s <= STEP_S, longest_s
         gateway, engine = (grown >> 20 for grown in self._grown.values())

@@ -1,8 +1,8 @@
 """Hostile requests to a running server: every route of its OpenAPI document, with bodies made from
-the corpora, names of all sorts and headers that fit badly.
+the corpora, odd names and headers.
 
-What may not happen: an answer of 5xx that is no overload, a traceback in an answer or in the log,
-another text from the model beside them, and what `tests.fuzz.lasting` says of the server.
+Failures are a 5xx that is no overload, a traceback in an answer or in the log, a changed text of a
+model beside them, and those of `tests.fuzz.lasting`.
 """
 
 from __future__ import annotations
@@ -33,30 +33,16 @@ LARGE_ONE_IN = 1000
 KINDS = ("text-json", "json", "openai", "generate", "v2-binary", "npy", "csv", "settings", "grpc")
 FITTING = {"/v1/": "openai", "/generate": "generate", "/infer": "v2-binary"}
 TYPES = (
-    "application/json",
-    "text/plain",
-    "application/x-npy",
-    "text/csv",
-    "text/html",
-    "",
-    "application/x-www-form-urlencoded",
-    "multipart/form-data; boundary=x",
+    *("application/json", "text/plain", "application/x-npy", "text/csv", "text/html", ""),
+    *("application/x-www-form-urlencoded", "multipart/form-data; boundary=x"),
 )
 NAMES = ("a", "시", unicodedata.normalize("NFD", "시"), "tensors", "texts", "script", "absent", "x")
 HEAVY = ("tensors", "texts", "script")  # processes that take seconds to start again
 NEIGHBOUR = "곁"
-# Loaded before the first request, named by none, and with workers of their own but for the first.
+# Loaded before the first request, and named by none.
 BESIDE = (NEIGHBOUR, "곁-script", "곁-tensors")
 ODD_NAMES = (
-    "..",
-    "%2e%2e%2fa",
-    "a/../b",
-    "%00",
-    "%ff",
-    "a" * 1500,
-    quote("가" * 400),
-    ".",
-    "%2f",
+    *("..", "%2e%2e%2fa", "a/../b", "%00", "%ff", "a" * 1500, quote("가" * 400), ".", "%2f"),
     "a%0d%0ab",
 )
 SCRIPT = """
@@ -70,7 +56,7 @@ def transform_fn(model, body, content_type, accept):
 
 @contextlib.contextmanager
 def served(folder: Path) -> Iterator[Server]:
-    """Models of each kind, small enough that no answer takes long; those beside are loaded."""
+    """A server with small models of each kind; those beside are loaded."""
     store = folder / "store"
     for seed, name in enumerate(("a", "시", NEIGHBOUR)):
         make_artifact(
@@ -93,7 +79,7 @@ def served(folder: Path) -> Iterator[Server]:
 
 @cache
 def large() -> list[bytes]:
-    """As large as requests may be, or nearly: what takes long to read, and one too large."""
+    """Bodies of nearly the largest size that take long to read, and one too large."""
     fields = b",".join(b'"f%d":"a"' % i for i in range(440_000))
     messages = b",".join([b'{"role":"user","content":"a"}'] * 200_000)
     biases = b",".join(b'"%d":1' % i for i in range(500_000))
@@ -108,7 +94,7 @@ def large() -> list[bytes]:
 
 
 class Client:
-    """Requests on one connection after the other, and how they ended."""
+    """Sends random requests on one connection after the other; counts their statuses."""
 
     def __init__(self, server: Server, seed: int) -> None:
         self._ports = (server.port, server.management_port)
@@ -127,7 +113,7 @@ class Client:
             connection.close()
 
     def ask(self) -> None:
-        """One request, made up; its answer has to be one that may be."""
+        """Sends one random request and checks its answer."""
         rng = self._rng
         port = self._ports[rng.random() < 0.1]
         method, path = rng.choice(self._routes)
@@ -149,22 +135,15 @@ class Client:
             body = rng.choice(large())
         headers = self._headers(name)
         if rng.random() < 0.1:
-            path += (
-                "?"
-                + quote(str(rng.choice(ODD))[:200], safe="=&", errors="replace")
-                + "="
-                + quote(name)
-            )
+            field = quote(str(rng.choice(ODD))[:200], safe="=&", errors="replace")
+            path += f"?{field}={quote(name)}"
         self._send(port, method, path, body, headers)
 
     def _load(self) -> bytes:
         rng = self._rng
-        said = {"model_name": "x", "url": rng.choice(NAMES), "synchronous": rng.random() < 0.9}
-        return (
-            case(rng, [json.dumps(said).encode()])
-            if rng.random() < 0.7
-            else json.dumps(said).encode()
-        )
+        given = {"model_name": "x", "url": rng.choice(NAMES), "synchronous": rng.random() < 0.9}
+        body = json.dumps(given).encode()
+        return case(rng, [body]) if rng.random() < 0.7 else body
 
     def _headers(self, name: str) -> dict[str, str]:
         rng = self._rng
@@ -174,10 +153,7 @@ class Client:
         if rng.random() < 0.5:
             found["X-Amzn-SageMaker-Target-Model"] = name
         for header, values in (
-            (
-                "Accept",
-                ("*/*", "text/event-stream", "application/x-ndjson", "text/csv", "a/b;q=nan"),
-            ),
+            ("Accept", ("*/*", "text/event-stream", "application/x-ndjson", "text/csv", "a;q=nan")),
             ("Content-Encoding", ("gzip", "identity")),
             ("Inference-Header-Content-Length", ("4", "0", "99999999", "-1", "9" * 30)),
             ("X-Amzn-SageMaker-Session-Id", ("NEW_SESSION", "../lock", "0" * 8000)),
@@ -200,29 +176,28 @@ class Client:
             connection.request(method, path, body, headers)
             answer = connection.getresponse()
             content = answer.read()
-        except (http.client.RemoteDisconnected, ConnectionError):  # one that had rested too long
+        except (http.client.RemoteDisconnected, ConnectionError):  # idle for too long
             connection.close()
             self.statuses[0] += 1
             return
         self.statuses[answer.status] += 1
-        told = f"{method} {path} {headers} {body!r:.2000}: {answer.status} {content!r:.500}"
-        assert b"Traceback" not in content, told
-        assert answer.headers["x-request-id"], told
+        shown = f"{method} {path} {headers} {body!r:.2000}: {answer.status} {content!r:.500}"
+        assert b"Traceback" not in content, shown
+        assert answer.headers["x-request-id"], shown
         if answer.status == 424:
-            assert json.loads(content)["OriginalStatusCode"] < 500, told
+            assert json.loads(content)["OriginalStatusCode"] < 500, shown
         elif answer.status >= 500:
             later = answer.headers["Retry-After"] or path.partition("?")[0].endswith("/ready")
-            assert (answer.status == 503 and later) or answer.status == 507, told
+            assert (answer.status == 503 and later) or answer.status == 507, shown
 
 
 def neighbour(server: Server, ended: threading.Event) -> int:
-    """Has a model that no hostile request names answer again and again, each time the same; says
-    how often."""
+    """Calls a model that no hostile request names, until `ended`; its text stays the same. Returns
+    the number of answers."""
     count, first = 0, ""
     while not ended.wait(0.02):
-        answer = text(
-            server.predict(NEIGHBOUR, {"inputs": "나", "parameters": {"do_sample": False}})
-        )
+        body = {"inputs": "나", "parameters": {"do_sample": False}}
+        answer = text(server.predict(NEIGHBOUR, body))
         count, first = count + 1, first or answer
         assert answer == first
     return count

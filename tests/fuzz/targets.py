@@ -1,7 +1,7 @@
-"""Every parser of bytes that strangers send or store, as a function of those bytes.
+"""Every parser of foreign bytes, as a function of those bytes.
 
-A target returns for what is right and raises a `ServiceError` for what is wrong; anything else that
-it raises, and memory beyond a small multiple of the input, is a defect.
+A target returns for valid input and raises a `ServiceError` for invalid input; any other error, and
+memory beyond a small multiple of the input, is a defect.
 """
 
 from __future__ import annotations
@@ -36,6 +36,10 @@ from handlers.tensors import tensor_model, v2
 from handlers.tensors.codec import CSV, NPY, Array, TensorSpec
 from handlers.text import v2 as text_v2
 from handlers.user_code.entry_point import find_script, manifest_name
+from scripts.client.answers import EVENTS, LINES
+from scripts.client.answers import read as read_answer
+from scripts.client.errors import CallFailed
+from scripts.client.targets import Answer
 from serving.api import tgi
 from serving.api.openai import parsing, responses
 from serving.api.v2.generate import parse as parse_generate
@@ -48,12 +52,12 @@ from serving.store.settings import StoreSettings
 from tests.bounded import bounded
 from tests.engine.hugging_face import make_hugging_face
 from tests.engine.models import make_artifact
-from tests.fuzz.streams import answers
-from tests.fuzz.tokenizers import JSON, SENTENCEPIECE, Tokenizer
+from tests.fuzz.tokenizers import NAMES as TOKENIZERS
+from tests.fuzz.tokenizers import Tokenizer
 
 LIMIT = 100_000  # of bodies
 FREE_BYTES = 8 << 20
-SIZE = 4  # of what says how a binary request is divided
+SIZE = 4  # of the first bytes, the length of a binary request's JSON
 
 MESSAGES = [{"role": "system", "content": "시"}, {"role": "user", "content": "나 보기가"}]
 PIECES = (
@@ -74,7 +78,7 @@ Target = Callable[[bytes], object]
 
 
 def attempt(target: Target, data: bytes, measured: bool = True) -> bool:
-    """Whether it was taken. A refusal is in words that can be sent. Measuring memory is slow."""
+    """Whether the input is taken; a refusal can be encoded. Measuring memory is slow."""
     with bounded(len(data), FREE_BYTES) if measured else contextlib.nullcontext():
         try:
             target(data)
@@ -87,7 +91,7 @@ def attempt(target: Target, data: bytes, measured: bool = True) -> bool:
 
 
 class Echo:
-    """A model of tensors that answers what it is sent."""
+    """A model of tensors whose outputs are its inputs."""
 
     def __init__(self, *datatypes: str, shape: tuple[str | None, ...] = ("n", None)) -> None:
         specs = [TensorSpec(f"x{i}", kind, shape) for i, kind in enumerate(datatypes)]
@@ -100,7 +104,7 @@ class Echo:
 
 
 FLOATS, TEXTS, SEVERAL = Echo("FP32"), Echo("BYTES"), Echo("INT64", "BOOL", "UINT8", "FP64")
-LINES = Echo("BYTES", shape=("n",))
+ROWS = Echo("BYTES", shape=("n",))
 
 
 def tensors(kind: str, *models: Echo) -> Target:
@@ -114,15 +118,15 @@ def tensors(kind: str, *models: Echo) -> Target:
 
 
 def binary_tensors(data: bytes) -> None:
-    """The first bytes say where the JSON ends."""
+    """A request of tensors in binary."""
     size, body = data[:SIZE].decode("latin-1").strip(), data[SIZE:]
     kind = f"{BINARY};{HEADER_SIZE}={size}"
     for model in (SEVERAL, TEXTS, FLOATS):
         with contextlib.suppress(ServiceError):
             tensor_model.transform_fn(model, body, kind, None)
-    asked = text_v2.parse(body, kind)
-    if asked is not None:
-        payload.parse(asked.body, "application/json")
+    request = text_v2.parse(body, kind)
+    if request is not None:
+        payload.parse(request.body, "application/json")
 
 
 def text_request(data: bytes) -> None:
@@ -172,7 +176,7 @@ def generate(data: bytes) -> None:
 
 
 def model_settings(data: bytes) -> None:
-    """As a load request's body, its query, and the file beside a model."""
+    """The settings of a load: its body, its query, and the file beside a model."""
     with contextlib.suppress(ServiceError):
         ModelSettings.parse(dict(parse_qsl(data.decode("utf-8", "replace"))))
     ModelSettings.parse(json_object(data))
@@ -186,7 +190,7 @@ def names(data: bytes) -> None:
 
 
 def url(data: bytes) -> None:
-    """Nothing outside of the store is found, and no host is asked."""
+    """Only models in the store are found, without requests to a host."""
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder) / "store"
         root.mkdir()
@@ -202,18 +206,18 @@ def url(data: bytes) -> None:
 
 
 def template(data: bytes) -> None:
-    """Each byte is a piece of a chat template."""
+    """A chat template of a piece for each byte."""
     source = "".join(PIECES[byte % len(PIECES)] for byte in data[:40])
     ChatTemplate(source, "chat_template.jinja", {"eos_token": "</s>"}).render(MESSAGES)
 
 
 def stops(data: bytes) -> None:
-    """Stop and strip texts; what is told piece by piece is what the whole text gives."""
-    said = read_json(data)
-    if not isinstance(said, dict) or not all(isinstance(v, list) for v in said.values()):
+    """Stop and strip texts: the streamed pieces are those of the whole text."""
+    value = read_json(data)
+    if not isinstance(value, dict) or not all(isinstance(v, list) for v in value.values()):
         raise BadRequest("no lists")
     pieces, stop, strip = (
-        [v[:most] for v in said.get(name, ())[:16] if isinstance(v, str) and v]
+        [v[:most] for v in value.get(name, ())[:16] if isinstance(v, str) and v]
         for name, most in (("pieces", 300), ("stop", MAX_STOP_CHARACTERS), ("strip", 64))
     )
 
@@ -224,7 +228,7 @@ def stops(data: bytes) -> None:
         def flush(self) -> str:
             return ""
 
-    def told(ends: list[str]) -> str:
+    def streamed(ends: list[str]) -> str:
         answer, text = AnswerText(Pieces(), tuple(stop), tuple(ends)), ""  # type: ignore[arg-type]
         for token in range(len(pieces)):
             piece, ended = answer.write(token)
@@ -236,9 +240,9 @@ def stops(data: bytes) -> None:
     whole = "".join(pieces)
     cuts = [at for s in stop if (at := whole.find(s)) >= 0]
     if not cuts:
-        assert told([]) == whole
-    assert told([]) in whole
-    assert told(strip) in told([])
+        assert streamed([]) == whole
+    assert streamed([]) in whole
+    assert streamed(strip) in streamed([])
 
 
 def in_file(name: str, index_file: Callable[[Path], Index]) -> Target:
@@ -262,7 +266,7 @@ def model(kind: str) -> Path:
 
 
 def in_artifact(name: str) -> Target:
-    """One file of a model's folder."""
+    """A target for one file of a model's folder."""
 
     def target(data: bytes) -> None:
         (model(name) / name).write_bytes(data)
@@ -273,7 +277,7 @@ def in_artifact(name: str) -> Target:
 
 
 def manifest(data: bytes) -> None:
-    """Of a `.mar`, and the settings beside a model."""
+    """The manifest of a `.mar`, and the settings beside a model."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / MANIFEST
         path.parent.mkdir()
@@ -292,6 +296,18 @@ def archive(data: bytes) -> None:
         extract(io.BytesIO(data), Path(folder) / "m", "모델.tar.gz", LIMIT, lambda size: None)
         found = [*Path(folder).rglob("*")]
         assert sum(f.stat().st_size for f in found if f.is_file() and not f.is_symlink()) <= LIMIT
+
+
+def answers(data: bytes) -> None:
+    """Of servers, as the commands read them; the first byte chooses among whole and streamed."""
+    kinds, body = ("application/json", EVENTS, LINES[0]), data[1:]
+    cut = (body[at : at + 7] for at in range(0, len(body), 7))  # letters are cut in half
+    try:
+        completion = read_answer(Answer(kinds[sum(data[:1]) % len(kinds)], cut))
+    except CallFailed as error:
+        raise BadRequest(str(error)) from None
+    for text in (completion.text, *completion.others.values()):
+        text.encode("utf-8")
 
 
 def grpc_infer(data: bytes) -> None:
@@ -323,7 +339,7 @@ TARGETS: dict[str, Target] = {
     "generate": generate,
     "generation.json": in_artifact("generation.json"),
     "grpc": grpc_infer,
-    "json": tensors("application/json", FLOATS, SEVERAL, TEXTS, LINES),
+    "json": tensors("application/json", FLOATS, SEVERAL, TEXTS, ROWS),
     "manifest": manifest,
     "names": names,
     "npy": tensors(NPY, FLOATS, Echo("BOOL"), Echo("INT64")),
@@ -331,15 +347,14 @@ TARGETS: dict[str, Target] = {
     "params": in_file("any.params", index_params),
     "safetensors": in_file("any.safetensors", index_safetensors),
     "settings": model_settings,
-    SENTENCEPIECE: Tokenizer(SENTENCEPIECE),
     "stops": stops,
     "template": template,
     "text": plain_text,
     "text-json": text_request,
-    JSON: Tokenizer(JSON),
     "tgi": tgi_body,
     "torch": in_file("any.bin", index_torch),
     "types": types,
     "url": url,
     "v2-binary": binary_tensors,
+    **{name: Tokenizer(name) for name in TOKENIZERS},
 }

@@ -1,5 +1,5 @@
-"""A running server under hostile requests: what schemathesis makes of its OpenAPI document, and
-what `tests.fuzz.live` makes of the corpora. `python -m tests.fuzz --server` does it for longer."""
+"""A running server under hostile requests: those of schemathesis from its OpenAPI document, and
+those of `tests.fuzz.live` from the corpora. `python -m tests.fuzz --server` runs longer."""
 
 from __future__ import annotations
 
@@ -18,9 +18,8 @@ from tests.fuzz.live import Client, served
 pytestmark = pytest.mark.slow
 
 REQUESTS = 600
-# Not: positive_ and negative_data_, since a document cannot say which models there are nor what
-# their own code takes; missing_required_header, none is; ignored_auth, since tokens are a setting
-# and no part of the document (tests/e2e/test_red_team.py asks every route for them).
+# Not positive_ and negative_data_: a document has neither the models nor what their code takes. Not
+# ignored_auth: tokens are a setting (tests/e2e/test_red_team.py tests them on every route).
 CHECKS = (
     "not_a_server_error,status_code_conformance,content_type_conformance,"
     "response_headers_conformance,response_schema_conformance,unsupported_method,"
@@ -35,9 +34,8 @@ def lasting(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lasting]:
         yield Lasting(server, folder)
 
 
-@pytest.mark.parametrize("seed", [1])
-def test_no_request_is_an_error_of_the_server(lasting: Lasting, seed: int) -> None:
-    client = Client(lasting.server, seed)
+def test_no_request_is_an_error_of_the_server(lasting: Lasting) -> None:
+    client = Client(lasting.server, seed=1)
     for _ in range(REQUESTS):
         client.ask()
     client.close()
@@ -46,12 +44,12 @@ def test_no_request_is_an_error_of_the_server(lasting: Lasting, seed: int) -> No
     lasting.check()
 
 
-# On the management port the same code answers: there it is asked less.
+# The management port has the same code.
 @pytest.mark.parametrize(
     ("port", "phases"),
     [("url", "coverage,fuzzing,stateful"), ("management", "fuzzing,stateful")],
 )
-def test_the_server_does_as_its_openapi_document_says(
+def test_the_server_conforms_to_its_openapi_document(
     lasting: Lasting, tmp_path: Path, port: str, phases: str
 ) -> None:
     python = os.environ.get("CLIENTS_PYTHON")

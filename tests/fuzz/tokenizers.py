@@ -1,24 +1,39 @@
-"""Strangers' tokenizers, read where the engine reads them: by libraries in C++ and Rust, in a
-process that may crash."""
+"""Foreign tokenizers, read as by the engine: by libraries in C++ and Rust, in a sandbox."""
 
 from __future__ import annotations
 
 import atexit
+import json
 import tempfile
+from functools import cache
 from pathlib import Path
 
+from common.errors import ArtifactError
+from engine.sandbox import Limits, Sandbox
 from serving.errors import BadRequest
 from tests.engine.hugging_face import KINDS, train_tokenizer
 from tests.engine.models import spiece
-from tests.engine.text.test_child import Tries
+from tests.fuzz.tokenizer_attempts import attempts
 
-JSON, SENTENCEPIECE = "tokenizer.json", "spiece"
+JSON, SETTINGS, SENTENCEPIECE = NAMES = ("tokenizer.json", "tokenizer_config.json", "spiece")
+WIDE_S = 60.0
+OUTCOMES = {"used", "ArtifactError", "InvalidRequest", "PromptTooLong", "EngineError", "ended"}
+BESIDE = {
+    "bos_token": {"content": "<s>", "lstrip": False},
+    "eos_token": "</s>",
+    "extra_special_tokens": ["<a>", {"content": "<b>", "special": False}],
+    "additional_special_tokens": {"x": "<c>"},
+    "added_tokens_decoder": {"9": {"content": "<d>", "normalized": True}, "10": "<e>"},
+}
 
 
+@cache
 def made(name: str) -> list[bytes]:
-    """Good ones, from which the others are made."""
+    """Valid files, from which hostile ones are made."""
     if name == JSON:
         return [train_tokenizer(kind, 200).to_str().encode() for kind in KINDS]
+    if name == SETTINGS:
+        return [json.dumps(BESIDE).encode(), b"{}"]
     from sentencepiece import sentencepiece_model_pb2 as protobuf
 
     model = protobuf.ModelProto.FromString(spiece())
@@ -27,20 +42,31 @@ def made(name: str) -> list[bytes]:
 
 
 class Tokenizer:
-    """A target: the file of this name, read by a process that goes on until one ends it."""
+    """A target: the file of this name, read in a sandbox that is replaced when it ends."""
 
     def __init__(self, name: str) -> None:
-        self._name = name if name == JSON else f"tokenizer.{name}"
-        self._tries: Tries | None = None
+        self._name = f"tokenizer.{name}" if name == SENTENCEPIECE else name
+        self._child: Sandbox | None = None
 
     def __call__(self, data: bytes) -> None:
-        if self._tries is None:
-            self._tries = Tries()
-            atexit.register(self._tries.close)
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / self._name
             path.write_bytes(data)
-            before = self._tries.outcomes["used"]
-            self._tries(path)
-        if self._tries.outcomes["used"] == before:
-            raise BadRequest("a tokenizer that cannot be used")
+            if self._name == SETTINGS:
+                path = path.with_name(JSON)
+                path.write_bytes(made(JSON)[0])
+            if (outcome := self._outcome(path)) != "used":
+                raise BadRequest(f"a tokenizer that cannot be used: {outcome}")
+
+    def _outcome(self, path: Path) -> str:
+        if self._child is None or not self._child.alive:
+            self._child = Sandbox(attempts, what=path.name, limits=Limits(256))
+            atexit.register(self._child.kill)
+            self._child.ready(WIDE_S)
+        try:
+            outcome: str = self._child.call(str(path), timeout_s=WIDE_S)
+        except ArtifactError as error:  # it crashed, took too long or too much
+            ended = not self._child.alive or "MiB" in error.message
+            outcome = "ended" if ended else error.message
+        assert outcome in OUTCOMES
+        return outcome

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import struct
 from pathlib import Path
 
@@ -15,6 +16,11 @@ def request_message(body: bytes) -> bytes:
     message = b"I" + _sized("id") + struct.pack("!i", -1) + _sized("body")
     message += _sized("application/octet-stream") + struct.pack("!i", len(body)) + body
     return message + struct.pack("!ii", -1, -1)
+
+
+def ask(connection: socket.socket, message: bytes) -> bytes:
+    connection.sendall(message)
+    return connection.recv(1 << 16)
 
 
 def _sized(text: str) -> bytes:

@@ -64,24 +64,11 @@ class Worker:
         self.handler._service.pool._free[0].stop()
 
     def ask(self, body: str, content_type: str = "application/octet-stream") -> Reply:
-        kind = content_type.encode()
-        return _read(
-            self.service.predict(
-                [
-                    {
-                        "requestId": b"1",
-                        "headers": [{"name": b"content-type", "value": kind}],
-                        "parameters": [
-                            {
-                                "name": "body",
-                                "contentType": content_type,
-                                "value": bytearray(body.encode()),
-                            }
-                        ],
-                    }
-                ]
-            )
-        )
+        headers = [{"name": b"content-type", "value": content_type.encode()}]
+        value = bytearray(body.encode())
+        parameters = [{"name": "body", "contentType": content_type, "value": value}]
+        request = {"requestId": b"1", "headers": headers, "parameters": parameters}
+        return _read(self.service.predict([request]))
 
 
 def _read(message: bytes) -> Reply:
@@ -167,11 +154,7 @@ def test_unusual_answers_reach_the_client(worker: Worker, code: str, expected: s
         ("raise 오류(10 ** 30, '', 'x')", 500, ""),
         ("raise SystemExit('\\ud800')", 500, "called sys.exit('\\ud800')"),
         ("return b'', '\\ud800'", 500, "must be printable ASCII"),
-        (
-            "context.set_response_header(0, 'x-봄', '1')\nreturn 'x'",
-            500,
-            "'x-봄' is no header name",
-        ),
+        ("context.set_response_header(0, 'x-봄', '1')\nreturn 'x'", 500, "'x-봄' is no header na"),
         ("context.set_response_header(0, 'x y', '1')\nreturn 'x'", 500, "'x y' is no header name"),
         ("context.set_response_header(0, 'x', '봄')\nreturn 'x'", 500, "header x is '봄'"),
         ("context.set_response_header(0, 'x', 'a\\r\\ny: 1')\nreturn 'x'", 500, "header x is"),

@@ -19,7 +19,7 @@ from handlers.host import Poller
 from serving.entrypoint import host_accepts
 from serving.mms.launcher import MMS_HOME
 from tests.e2e.server import REPOSITORY, eventually
-from tests.handlers.messages import load_message, request_message
+from tests.handlers.messages import ask, load_message, request_message
 from tests.processes import has_ended, nothing_starts_in
 
 # A handler service that logs its calls in a file.
@@ -59,29 +59,28 @@ if sys.argv[2] != "0":
     become_a_user(int(sys.argv[2]))
 host.main()
 """
-
-
-MMS = ["/bin/sh", "-c", '"$@" & wait', "mms"]  # a parent of an owner's
+MMS = ["/bin/sh", "-c", '"$@" & wait', "mms"]  # a parent of an owner
+REQUEST = request_message(b"x")
 
 
 class Processes:
     """A host, and owners that are started as MMS does."""
 
-    def __init__(self, folder: Path, left_alone_s: float, user: int) -> None:
-        self.folder, self._left_alone_s, self._user = folder, left_alone_s, user
+    def __init__(self, folder: Path, disconnected_s: float, user: int) -> None:
+        self.folder, self._options = folder, [str(disconnected_s), str(user)]
         (folder / "echo.py").write_text(textwrap.dedent(ECHO))
-        self._environment = {
-            **os.environ,
-            "RUN_DIR": str(folder),
-            "PYTHONPATH": f"{REPOSITORY}:{folder}",
-        }
+        python_path = f"{REPOSITORY}:{folder}"
+        self._environment = {**os.environ, "RUN_DIR": str(folder), "PYTHONPATH": python_path}
         self._started: list[subprocess.Popen[str]] = []
         self._models: list[Model] = []
         self.host = self.start_host()
 
     def start_host(self) -> subprocess.Popen[str]:
-        command = [sys.executable, "-c", HOST, str(self._left_alone_s), str(self._user)]
-        return self._start(command, self.folder)
+        return self._start([sys.executable, "-c", HOST, *self._options], self.folder)
+
+    def end_host(self) -> None:
+        self.host.kill()
+        self.host.wait()
 
     def own(self, name: str, within: Sequence[str] = ()) -> Model:
         """Starts a model's owner, below the program `within`, and waits until it listens."""
@@ -94,10 +93,9 @@ class Processes:
 
     def begin(self, name: str, within: Sequence[str] = (), output: int = subprocess.PIPE) -> Model:
         """Starts a model's owner."""
-        slot = self.folder / name
+        slot, path = self.folder / name, self.folder / f"{name}.sock"
         slot.mkdir()
         (slot / "hosted").touch()
-        path = self.folder / f"{name}.sock"
         command = [sys.executable, str(MMS_HOME / "mms" / "model_service_worker.py")]
         command += ["--sock-type", "unix", "--sock-name", str(path), "--handler", "echo"]
         command += ["--model-path", str(slot), "--model-name", name, "--preload-model", "false"]
@@ -108,11 +106,11 @@ class Processes:
     def _start(
         self, command: list[str], folder: Path, output: int = subprocess.PIPE
     ) -> subprocess.Popen[str]:
-        process = subprocess.Popen(
-            command, cwd=folder, env=self._environment, stdout=output, text=True
+        environment = self._environment
+        self._started.append(
+            subprocess.Popen(command, cwd=folder, env=environment, stdout=output, text=True)
         )
-        self._started.append(process)
-        return process
+        return self._started[-1]
 
     def end(self) -> None:
         for model in self._models:
@@ -127,7 +125,6 @@ class Processes:
 class Model:
     def __init__(self, name: str, slot: Path, path: Path, owner: subprocess.Popen[str]) -> None:
         self.name, self.slot, self.path, self.owner = name, slot, path, owner
-        self._connections = 0
         self.sockets: list[socket.socket] = []
 
     def connect(self) -> socket.socket:
@@ -137,26 +134,41 @@ class Model:
         connection.connect(str(self.path))
         return connection
 
-    def load(self, connection: socket.socket) -> bytes:
-        self._connections += 1
-        message = load_message(self.name, self.slot, "echo", f"{self.name}-{self._connections}")
-        connection.sendall(message)
-        return connection.recv(1 << 16)
+    def load(self, connection: socket.socket) -> None:
+        io_name = f"{self.name}-{self.sockets.index(connection)}"
+        assert b"loaded model" in ask(
+            connection, load_message(self.name, self.slot, "echo", io_name)
+        )
 
-    def ask(self, connection: socket.socket, body: bytes) -> bytes:
-        connection.sendall(request_message(body))
-        return connection.recv(1 << 16)
+    def loaded(self, count: int = 1) -> list[socket.socket]:
+        """So many connections on which the model is loaded."""
+        connections = [self.connect() for _ in range(count)]
+        for connection in connections:
+            self.load(connection)
+        return connections
+
+    def answers(self, connection: socket.socket, body: str = "x") -> bool:
+        answer = ask(connection, request_message(body.encode()))
+        return f"{self.name} heard {body}".encode() in answer
 
     def notes(self) -> list[str]:
         return (self.slot / "notes").read_text().split()
 
 
+def answers_the_rest(connections: list[socket.socket]) -> bool:
+    """Whether requests are answered whose first byte was sent before."""
+    return all(b"a heard x" in ask(connection, REQUEST[1:]) for connection in connections)
+
+
+Start = Callable[..., Processes]
+
+
 @pytest.fixture
-def start(tmp_path: Path) -> Iterator[Callable[[float], Processes]]:
+def start(tmp_path: Path) -> Iterator[Start]:
     started: list[Processes] = []
 
-    def processes(left_alone_s: float = 60.0, user: int = 0) -> Processes:
-        started.append(Processes(tmp_path, left_alone_s, user))
+    def processes(disconnected_s: float = 60.0, user: int = 0) -> Processes:
+        started.append(Processes(tmp_path, disconnected_s, user))
         return started[-1]
 
     yield processes
@@ -164,89 +176,67 @@ def start(tmp_path: Path) -> Iterator[Callable[[float], Processes]]:
         each.end()
 
 
-Start = Callable[..., Processes]
-
-
 def test_one_host_answers_for_several_models(start: Start) -> None:
     processes = start()
     models = [processes.own("a"), processes.own("b")]
-    connections = [model.connect() for model in models]
+    connections = [model.loaded()[0] for model in models]
     for model, connection in zip(models, connections, strict=True):
-        assert b"loaded model" in model.load(connection)
-    for model, connection in zip(models, connections, strict=True):
-        for _ in range(3):
-            assert f"{model.name} heard 봄".encode() in model.ask(connection, "봄".encode())
+        assert all(model.answers(connection, "봄") for _ in range(3))
+    assert b"Prediction failed" in ask(connections[0], request_message(b"fail"))
+    assert models[0].answers(connections[0])
 
 
 def test_connections_to_one_model_share_what_it_loaded(start: Start) -> None:
     model = start().own("a")
-    connections = [model.connect() for _ in range(20)]
-    for connection in connections:
-        model.load(connection)
-    assert all(b"a heard x" in model.ask(c, b"x") for c in connections)
+    connections = model.loaded(20)
+    assert all(map(model.answers, connections))
     for connection in connections:
         connection.close()
-    eventually(
-        lambda: sorted(model.notes()) == sorted(["loaded"] + 20 * ["connected", "disconnected"])
-    )
+    calls = sorted(["loaded"] + 20 * ["connected", "disconnected"])
+    eventually(lambda: sorted(model.notes()) == calls)
 
 
 def test_threads_of_many_requests_at_once_end_with_them(start: Start) -> None:
     processes = start()
     model, host = processes.own("a"), psutil.Process(processes.host.pid)
-    connections = [model.connect() for _ in range(60)]
+    connections = model.loaded(60)
     for connection in connections:
-        model.load(connection)
-        connection.sendall(request_message(b"x")[:1])  # keeps one who waits for the rest
+        connection.sendall(REQUEST[:1])  # keeps a thread that waits for the rest
     eventually(lambda: host.num_threads() > 60)
     assert host_accepts(processes.folder)
-    for connection in connections:
-        connection.sendall(request_message(b"x")[1:])
-        assert b"a heard x" in connection.recv(1 << 16)
+    assert answers_the_rest(connections)
     eventually(lambda: host.num_threads() < 40)
-    assert b"a heard x" in model.ask(connections[0], b"x")
+    assert model.answers(connections[0])
 
 
 def test_threads_that_do_not_start_delay_no_request(start: Start) -> None:
     processes = start(user=54323)
-    models = [processes.own("a"), processes.own("b")]
-    held, free = ([model.connect() for _ in range(10)] for model in models)
-    for model, connections in zip(models, (held, free), strict=True):
-        for connection in connections:
-            assert b"loaded model" in model.load(connection)
+    held, free = processes.own("a"), processes.own("b")
+    waiting, answered = held.loaded(10), free.loaded(10)
     with nothing_starts_in(processes.host.pid):
-        for connection in held:
-            connection.sendall(request_message(b"x")[:1])  # keeps a thread that waits for the rest
+        for connection in waiting:
+            connection.sendall(REQUEST[:1])
         for _ in range(3):
-            for connection in free:
-                assert "b heard 봄".encode() in models[1].ask(connection, "봄".encode())
-        for connection in held:
-            connection.sendall(request_message(b"x")[1:])
-            assert b"a heard x" in connection.recv(1 << 16)
+            assert all(free.answers(connection, "봄") for connection in answered)
+        assert answers_the_rest(waiting)
 
 
 def test_more_requests_than_threads_can_start_are_answered_once_they_can(start: Start) -> None:
     processes = start(user=54324)
-    model = processes.own("a")
-    connections = [model.connect() for _ in range(40)]
-    for connection in connections:
-        assert b"loaded model" in model.load(connection)
+    connections = processes.own("a").loaded(40)
     host = psutil.Process(processes.host.pid)
     with nothing_starts_in(host.pid):
         for connection in connections:
-            connection.sendall(request_message(b"x")[:1])
+            connection.sendall(REQUEST[:1])
         assert processes.host.stdout is not None
         assert any("can't start new thread" in line for line in processes.host.stdout)
     eventually(lambda: host.num_threads() > len(connections))  # also without another message
-    for connection in connections:
-        connection.sendall(request_message(b"x")[1:])
-        assert b"a heard x" in connection.recv(1 << 16)
+    assert answers_the_rest(connections)
 
 
 def test_messages_are_answered_however_they_arrive(start: Start) -> None:
     model = start().own("a")
-    connection = model.connect()
-    model.load(connection)
+    (connection,) = model.loaded()
     for byte in request_message("봄".encode()):
         connection.sendall(bytes([byte]))
     assert "a heard 봄".encode() in connection.recv(1 << 16)
@@ -258,53 +248,34 @@ def test_messages_are_answered_however_they_arrive(start: Start) -> None:
         more = connection.recv(1 << 16)
         assert more
         answers += more
-    assert b"a heard x" in model.ask(connection, b"x")
+    assert model.answers(connection)
 
 
-def test_a_failed_request_does_not_close_its_connection(start: Start) -> None:
-    model = start().own("a")
-    connection = model.connect()
-    model.load(connection)
-    assert b"Prediction failed" in model.ask(connection, b"fail")
-    assert b"a heard x" in model.ask(connection, b"x")
-
-
-def test_a_model_ends_with_its_owner(start: Start) -> None:
+def test_a_model_ends_with_its_owner_and_no_other_does(start: Start) -> None:
     processes = start()
     killed, other = processes.own("a"), processes.own("b")
-    connection, other_connection = killed.connect(), other.connect()
-    killed.load(connection)
-    other.load(other_connection)
+    (connection,), (other_connection,) = killed.loaded(), other.loaded()
     killed.owner.kill()
     assert connection.recv(1) == b""  # MMS sees its worker end
     eventually(lambda: "closed" in killed.notes())
     with pytest.raises(ConnectionRefusedError):
         killed.connect()
-    assert b"b heard x" in other.ask(other_connection, b"x")
+    assert other.answers(other_connection)
     assert "closed" not in other.notes()
 
 
-def test_owners_that_end_at_once_affect_no_other_model(start: Start) -> None:
+def test_owners_that_end_at_once_or_send_no_socket_affect_no_other_model(start: Start) -> None:
     processes = start()
-    before = processes.own("b")
-    assert b"loaded model" in before.load(before.connect())
+    processes.own("b").loaded()
     for _ in range(500):
         with socket.socket(socket.AF_UNIX) as owner, socket.socket(socket.AF_UNIX) as listener:
             owner.connect(str(processes.folder / "workers.sock"))
             listener.bind("")
             listener.listen()
             socket.send_fds(owner, [b"."], [listener.fileno()])
-    model = processes.own("a")
-    assert b"loaded model" in model.load(model.connect())
-
-
-def test_an_owner_that_sends_no_socket_delays_no_other(start: Start) -> None:
-    processes = start()
-    eventually(lambda: host_accepts(processes.folder))
     with socket.socket(socket.AF_UNIX) as silent:
         silent.connect(str(processes.folder / "workers.sock"))
-        model = processes.own("a")
-        assert b"loaded model" in model.load(model.connect())
+        processes.own("a").loaded()
         assert silent.recv(1) == b""
 
 
@@ -313,8 +284,7 @@ def test_a_stopped_host_takes_no_models(start: Start) -> None:
     eventually(lambda: host_accepts(processes.folder))
     processes.host.send_signal(signal.SIGSTOP)
     assert not host_accepts(processes.folder)
-    processes.host.kill()
-    processes.host.wait()
+    processes.end_host()
     assert not host_accepts(processes.folder)
 
 
@@ -338,26 +308,23 @@ def test_a_socket_is_polled_again_after_an_error() -> None:
 
 
 def test_the_owner_of_an_unregistered_model_ends(start: Start) -> None:
-    model = start(left_alone_s=0.2).own("a")
-    connection = model.connect()
-    model.load(connection)
-    connection.close()
+    model = start(disconnected_s=0.2).own("a")
+    model.loaded()[0].close()
     assert model.owner.wait(30) == 0
     assert not model.path.exists()
     eventually(lambda: "closed" in model.notes())
 
 
-def test_the_next_host_takes_over_what_a_killed_one_had(start: Start) -> None:
+def test_the_next_host_takes_over_the_models_of_a_killed_one(start: Start) -> None:
     processes = start()
     model = processes.own("a")
-    before = model.connect()
-    model.load(before)
+    (before,) = model.loaded()
     processes.host.send_signal(signal.SIGKILL)
     assert before.recv(1) == b""
     after = model.connect()  # before the next one is there
     processes.start_host()
-    assert b"loaded model" in model.load(after)
-    assert b"a heard x" in model.ask(after, b"x")
+    model.load(after)
+    assert model.answers(after)
 
 
 @pytest.mark.parametrize("had_a_host", [False, True])
@@ -366,11 +333,10 @@ def test_an_owner_without_a_host_ends_with_multi_model_server(
 ) -> None:
     processes = start()
     if not had_a_host:
-        processes.host.kill()
-        processes.host.wait()
+        processes.end_host()
     model = processes.own("a", within=MMS)
     if had_a_host:
-        assert b"loaded model" in model.load(model.connect())
+        model.loaded()
         processes.host.send_signal(signal.SIGSTOP)  # so that it does not react to the owner's end
     (owner,) = eventually(psutil.Process(model.owner.pid).children)
     model.owner.kill()
@@ -381,8 +347,7 @@ def test_an_owner_without_a_host_ends_with_multi_model_server(
 
 def test_an_owner_that_cannot_print_ends_with_multi_model_server(start: Start) -> None:
     processes = start()
-    processes.host.kill()
-    processes.host.wait()
+    processes.end_host()
     reader, writer = os.pipe()
     with open(reader, "rb") as output:
         with open(writer, "wb", buffering=0) as full:
@@ -401,7 +366,7 @@ def test_an_owner_that_cannot_print_ends_with_multi_model_server(start: Start) -
 
 def test_an_owner_whose_model_is_hosted_takes_no_memory(start: Start) -> None:
     model = start().own("a")
-    assert b"loaded model" in model.load(model.connect())
+    model.loaded()
     owner = psutil.Process(model.owner.pid)
     eventually(lambda: owner.name() == "sh")
     assert owner.memory_full_info().uss < 1 << 20
@@ -409,13 +374,11 @@ def test_an_owner_whose_model_is_hosted_takes_no_memory(start: Start) -> None:
 
 
 def test_only_models_of_the_engine_are_hosted(tmp_path: Path) -> None:
-    text, script, graph = (tmp_path / name for name in ("글", "script", "graph"))
-    for folder in (text, script / "code", graph):
-        folder.mkdir(parents=True)
-    (text / "m.params").touch()
-    (text / "m.spiece").touch()
-    (script / "m.params").touch()
-    (script / "code" / "inference.py").write_text("def model_fn(model_dir): ...")
-    (graph / "model.onnx").touch()
-    assert [is_hosted(folder) for folder in (text, script, graph)] == [True, False, False]
-    assert not is_hosted(text, "module:function")
+    for file in ("글/m.params", "글/m.spiece", "script/m.params", "graph/model.onnx"):
+        (tmp_path / file).parent.mkdir(exist_ok=True)
+        (tmp_path / file).touch()
+    (tmp_path / "script" / "code").mkdir()
+    (tmp_path / "script" / "code" / "inference.py").write_text("def model_fn(model_dir): ...")
+    hosted = [is_hosted(tmp_path / name) for name in ("글", "script", "graph")]
+    assert hosted == [True, False, False]
+    assert not is_hosted(tmp_path / "글", "module:function")

@@ -17,7 +17,7 @@ import pytest
 from handlers.user_code.confinement import landlock
 from handlers.user_code.confinement.rules import UIDS, may_change_user
 from tests.e2e.server import REPOSITORY, eventually
-from tests.handlers.messages import load_message, request_message
+from tests.handlers.messages import ask, load_message, request_message
 from tests.processes import has_ended, nothing_starts_in
 
 PROGRAM = """
@@ -30,8 +30,6 @@ if user := int(sys.argv.pop(1)):
     become_a_user(user)
 worker.main()
 """
-
-
 A_USER = 54325
 ALLOWED = ("reads its model", "reads the machine's state", "has threads")
 
@@ -61,8 +59,11 @@ class Worker:
         return psutil.Process(self.process.pid).children()
 
 
+Start = Callable[..., Worker]
+
+
 @pytest.fixture
-def start() -> Iterator[Callable[..., Worker]]:
+def start() -> Iterator[Start]:
     started: list[Worker] = []
 
     def start(*arguments: Any) -> Worker:
@@ -75,14 +76,14 @@ def start() -> Iterator[Callable[..., Worker]]:
         worker.process.communicate()
 
 
-def test_a_worker_without_connections_ends(tmp_path: Path, start: Callable[..., Worker]) -> None:
+def test_a_worker_without_connections_ends(tmp_path: Path, start: Start) -> None:
     worker = start(tmp_path, 0.5)
     assert worker.process.wait(60) == 0
     assert not worker.socket.exists()
 
 
 def test_a_worker_with_an_open_connection_ends_with_its_watcher(
-    tmp_path: Path, start: Callable[..., Worker]
+    tmp_path: Path, start: Start
 ) -> None:
     worker = start(tmp_path, 60)
     (child,) = eventually(worker.children)
@@ -94,7 +95,7 @@ def test_a_worker_with_an_open_connection_ends_with_its_watcher(
 
 
 def test_a_thread_or_process_that_does_not_start_is_tried_again(
-    tmp_path: Path, start: Callable[..., Worker]
+    tmp_path: Path, start: Start
 ) -> None:
     worker = start(tmp_path, 60, A_USER)
     assert (output := worker.process.stdout) is not None
@@ -114,11 +115,7 @@ def test_a_thread_or_process_that_does_not_start_is_tried_again(
 @pytest.mark.parametrize("user", [0, A_USER])
 @pytest.mark.parametrize("isolated", [True, False])
 def test_a_worker_of_tensors_is_confined(
-    tmp_path: Path,
-    start: Callable[..., Worker],
-    monkeypatch: pytest.MonkeyPatch,
-    user: int,
-    isolated: bool,
+    tmp_path: Path, start: Start, monkeypatch: pytest.MonkeyPatch, user: int, isolated: bool
 ) -> None:
     if not landlock.abi():
         pytest.skip("this kernel has no Landlock")
@@ -131,10 +128,9 @@ def test_a_worker_of_tensors_is_confined(
     worker = start(model, 60, user)
     with socket.socket(socket.AF_UNIX) as connection:
         connection.connect(str(worker.socket))
-        connection.sendall(load_message("그래프", model, "tests.handlers.confined_service"))
-        assert b"loaded model" in connection.recv(1 << 16)
-        connection.sendall(request_message(b"x"))
-        answer = connection.recv(1 << 16)
+        load = load_message("그래프", model, "tests.handlers.confined_service")
+        assert b"loaded model" in ask(connection, load)
+        answer = ask(connection, request_message(b"x"))
         found = json.loads(answer[answer.index(b"{") : answer.rindex(b"}") + 1])
     uid, groups = found.pop("user"), found.pop("groups")
     worked = {what for what, error in found.items() if error == ""}

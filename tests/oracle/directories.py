@@ -1,4 +1,4 @@
-"""Directories of Hugging Face's kind that the oracle continues texts with, and those texts."""
+"""Directories of Hugging Face's kind and the prompts that the oracle continues with them."""
 
 from __future__ import annotations
 
@@ -22,8 +22,6 @@ NEW_TOKENS = 40
 class Directory:
     name: str
     options: dict[str, Any] = field(default_factory=dict)  # of `make_hugging_face`
-    prompts: tuple[str, ...] = PROMPTS
-    new_tokens: int = NEW_TOKENS
 
     def make(self, folder: Path) -> Path:
         return make_hugging_face(folder / self.name, **self.options)
@@ -34,8 +32,7 @@ DIRECTORIES = (
     Directory(
         "kogpt2-v2",
         {
-            "kind": "metaspace",
-            "seed": 1,
+            **{"kind": "metaspace", "seed": 1},
             "tokenizer_config": {"additional_special_tokens": ["<unused0>", "<extra>"]},
         },
     ),
@@ -45,11 +42,8 @@ DIRECTORIES = (
     Directory(
         "untied",
         {
-            "kind": "byte-level",
             "config": {"tie_word_embeddings": False, "layer_norm_epsilon": 1e-4},
-            "activation": "gelu_pytorch_tanh",
-            "hidden": 96,
-            "seed": 5,
+            **{"kind": "byte-level", "activation": "gelu_pytorch_tanh", "hidden": 96, "seed": 5},
         },
     ),
     Directory(
@@ -60,22 +54,16 @@ DIRECTORIES = (
                 "scale_attn_by_inverse_layer_idx": True,
                 "reorder_and_upcast_attn": True,
             },
-            "layers": 3,
-            "units": 40,
-            "heads": 5,
-            "activation": "gelu_fast",
-            "shards": 3,
-            "seed": 6,
+            **{"layers": 3, "units": 40, "heads": 5, "activation": "gelu_fast"},
+            **{"shards": 3, "seed": 6},
         },
     ),
     Directory(
         "ends",
         {
-            "kind": "byte-level",
             "generation_config": {"eos_token_id": [1, *range(300, 320)], "repetition_penalty": 1.3},
-            "begins": True,
             "tokenizer_config": {"add_bos_token": False},
-            "seed": 7,
+            **{"kind": "byte-level", "begins": True, "seed": 7},
         },
     ),
 )

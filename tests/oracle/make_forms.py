@@ -1,5 +1,5 @@
 """Writes greedy texts that transformers makes where a logits processor allows only what a regular
-expression may go on with: `make_forms.py MODEL_DIR < asked.json`, in the oracle's environment.
+expression may go on with: `python -m tests.oracle.make_forms MODEL_DIR < asked.json`.
 
 Whether a text may go on is asked of the `regex` module's partial matches, token after token.
 """

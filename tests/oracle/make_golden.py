@@ -1,9 +1,9 @@
-"""Asks Hugging Face's GPT2LMHeadModel for logits and continuations, and writes them as `.npz`.
+"""Writes logits and continuations of Hugging Face's GPT2LMHeadModel as `.npz`.
 
-The goldens beside this file come from one command, in the oracle's environment:
+Without arguments the goldens beside this file, in the oracle's environment:
 
     . scripts/setup.sh; ensure_group "$PWD/.venv-oracle" oracle
-    .venv-oracle/bin/python -m tests.oracle.make_golden
+    .venv-oracle/bin/python -m tests.oracle.make_golden [CASES.json FOLDER]
 
 Each file holds `ids` (T,), `logits` (T, V), the greedy continuation `greedy` (N,) with its
 `margins` (N,) between the best and the second best logit, and the same with a repetition penalty
@@ -12,7 +12,7 @@ as `penalized` (N,) and `penalized_margins` (N,).
 
 from __future__ import annotations
 
-import argparse
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,7 @@ from engine.artifacts.artifact import (
     POSITIONS,
     QKV,
 )
+from tests.oracle.generate import greedy
 from tests.oracle.weights import CASES, Case, read_cases
 
 HERE = Path(__file__).parent
@@ -96,49 +97,19 @@ def answer(case: Case) -> dict[str, Any]:
     ids = torch.from_numpy(case.ids)[None, :]
     with torch.no_grad():
         logits = model(ids).logits[0].numpy()
-    greedy, margins = _generate(model, ids, case.new_tokens)
-    penalized, penalized_margins = _generate(
+    found = {"ids": case.ids, "logits": logits}
+    found["greedy"], found["margins"] = greedy(model, ids, case.new_tokens)
+    found["penalized"], found["penalized_margins"] = greedy(
         model, ids, case.new_tokens, repetition_penalty=REPETITION_PENALTY
     )
-    return {
-        "ids": case.ids,
-        "logits": logits,
-        "greedy": greedy,
-        "margins": margins,
-        "penalized": penalized,
-        "penalized_margins": penalized_margins,
-    }
-
-
-def _generate(model: GPT2LMHeadModel, ids: Any, count: int, **options: Any) -> tuple[Any, Any]:
-    """The new ids (N,) and how far each was ahead of the second best (N,)."""
-    made = model.generate(
-        ids,
-        attention_mask=torch.ones_like(ids),
-        max_new_tokens=count,
-        do_sample=False,
-        pad_token_id=0,
-        output_scores=True,
-        return_dict_in_generate=True,
-        **options,
-    )
-    best = torch.stack([scores[0].topk(2).values for scores in made.scores])  # (N, 2)
-    return made.sequences[0, ids.shape[1] :].numpy(), (best[:, 0] - best[:, 1]).numpy()
+    return found
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description="Writes the oracle's answers.",
-        epilog="example: .venv-oracle/bin/python -m tests.oracle.make_golden",
-    )
-    parser.add_argument("--cases", type=Path, help="JSON of other cases than the committed")
-    parser.add_argument(
-        "--out", type=Path, default=HERE, help="a folder, default: beside this file"
-    )
-    arguments = parser.parse_args()
-    for case in read_cases(arguments.cases) if arguments.cases else CASES:
-        np.savez_compressed(arguments.out / f"{case.name}.npz", **answer(case))
-        print(f"{case.name}.npz", flush=True)
+    given = [Path(argument) for argument in sys.argv[1:]]
+    cases, folder = (read_cases(given[0]), given[1]) if given else (CASES, HERE)
+    for case in cases:
+        np.savez_compressed(folder / f"{case.name}.npz", **answer(case))
 
 
 if __name__ == "__main__":

@@ -1,15 +1,10 @@
 """Adapters answer as PEFT answers with them in transformers: what it trains and saves, in all its
-ways, beside each other on one base.
-
-ORACLE_PYTHON names the interpreter of the oracle's environment (see test_live).
-"""
+ways, beside each other on one base."""
 
 from __future__ import annotations
 
 import itertools
 import json
-import os
-import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,12 +21,11 @@ from engine.settings import Settings
 from tests.engine.engines import Pause, Request
 from tests.engine.hugging_face import make_hugging_face
 from tests.engine.sentences import SENTENCES
+from tests.oracle import oracle
 from tests.scripts.command import run
 
 pytestmark = pytest.mark.oracle
 
-ROOT = Path(__file__).parents[2]
-TIMEOUT_S = 300
 TOLERANCE = 1e-3  # of log-probabilities
 TIE = 2e-4  # of logits whose order is the toss of a coin
 NEW = 20
@@ -49,138 +43,108 @@ def lora(r: int = 8, **config: Any) -> dict[str, Any]:
     return {"task_type": "CAUSAL_LM", "r": r, "target_modules": [*MODULES], **config}
 
 
-# By name what `make_adapters.make` is given.
-ADAPTERS: dict[str, dict[str, Any]] = {
+BIN: dict[str, Any] = {"save": {"safe_serialization": False}}
+EMBEDDINGS: dict[str, Any] = {"save": {"save_embedding_layers": True}}
+ORDER = {"mlp.c_proj": 64, "c_proj": 3}  # saved and read by the alphabet: `c_proj` is for both
+LONG_PATTERNS: dict[str, Any] = {
+    "rank_pattern": {r"h\.[02]\..*c_proj": 5, r".*\.1\.attn\.c_attn": 1, "0.mlp.c_fc": 33},
+    "alpha_pattern": {
+        r"^transformer\.h\.0\.attn\.c_attn": 90,
+        "transformer.h.(1|2).mlp.c_fc": 2,
+        "proj": 1000,  # no name's end
+        r"h\.2\.": 1000,
+    },
+}
+OF_THE_TRANSFORMER: dict[str, Any] = {
+    "alpha_pattern": {r"^h.0.attn.c_attn": 50, r"transformer.h.1.attn.c_attn": 900},
+    "rank_pattern": {r"^h\.\d\.mlp": 900, r"^h\.\d\.mlp.c_fc": 2},
+}
+FEW: dict[str, Any] = {"target_modules": ["c_attn", "c_fc"], "layers_to_transform": [1, 2]}
+PISSA: dict[str, Any] = {"rank_pattern": {"c_fc": 6}, "alpha_pattern": {r"h.[01].mlp.c_fc": 3}}
+# By name PEFT's configuration, and what else `make_adapters.make` is given.
+CONFIGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     **{
-        f"{r} {' '.join(modules)}": {
-            "config": lora(r, lora_alpha=1 + 5 * i, target_modules=list(modules))
-        }
+        f"{r} {' '.join(modules)}": (lora(r, lora_alpha=1 + 5 * i, target_modules=[*modules]), {})
         for i, (r, modules) in enumerate(zip(RANKS, SUBSETS, strict=True))
     },
-    "rslora": {"config": lora(9, lora_alpha=11, use_rslora=True)},
-    "fraction": {"config": lora(6, lora_alpha=0.75, fan_in_fan_out=True, lora_dropout=0.1)},
-    "one layer": {"config": lora(lora_alpha=32, layers_to_transform=1)},
-    "layers": {"config": lora(lora_alpha=4, layers_to_transform=[0, 2], layers_pattern="h")},
-    "all linear": {"config": lora(4, target_modules="all-linear", exclude_modules=["mlp.c_proj"])},
-    "expression": {"config": lora(5, target_modules=r".*\.h\.[01]\.mlp\.c_(fc|proj)")},
-    "no task": {"config": lora(task_type=None)},
-    "short patterns": {
-        "config": lora(
+    "rslora": (lora(9, lora_alpha=11, use_rslora=True), {}),
+    "fraction": (lora(6, lora_alpha=0.75, fan_in_fan_out=True, lora_dropout=0.1), {}),
+    "one layer": (lora(lora_alpha=32, layers_to_transform=1), {}),
+    "layers": (lora(lora_alpha=4, layers_to_transform=[0, 2], layers_pattern="h"), {}),
+    "all linear": (lora(4, target_modules="all-linear", exclude_modules=["mlp.c_proj"]), {}),
+    "expression": (lora(5, target_modules=r".*\.h\.[01]\.mlp\.c_(fc|proj)"), {}),
+    "no task": (lora(task_type=None), {}),
+    "short patterns": (
+        lora(
             lora_alpha=12,
             rank_pattern={"c_attn": 3, "mlp.c_proj": 20},
             alpha_pattern={"c_fc": 40, "attn.c_proj": 1},
-        )
-    },
-    "long patterns": {
-        "config": lora(
-            lora_alpha=10,
-            use_rslora=True,
-            rank_pattern={r"h\.[02]\..*c_proj": 5, r".*\.1\.attn\.c_attn": 1, "0.mlp.c_fc": 33},
-            alpha_pattern={
-                r"^transformer\.h\.0\.attn\.c_attn": 90,
-                "transformer.h.(1|2).mlp.c_fc": 2,
-                "proj": 1000,  # no name's end
-                r"h\.2\.": 1000,
-            },
-        )
-    },
-    # Saved in the order of the alphabet, and read in that: `c_proj` is for both.
-    "patterns in order": {"config": lora(alpha_pattern={"mlp.c_proj": 64, "c_proj": 3})},
-    "biases": {"config": lora(3, bias="lora_only")},
-    "biases of a few": {
-        "config": lora(
-            5,
-            bias="lora_only",
-            target_modules=["c_attn", "c_fc"],
-            layers_to_transform=[1, 2],
-            use_rslora=True,
         ),
-        "name": "polite",
-    },
-    "biases that are added": {"config": lora(4, lora_alpha=12, lora_bias=True)},
-    "float16": {"config": lora(7, bias="lora_only"), "dtype": "float16"},
-    "bfloat16": {"config": lora(7, bias="lora_only"), "dtype": "bfloat16"},
-    "bin": {"config": lora(6, bias="lora_only"), "save": {"safe_serialization": False}},
-    "bin in float16": {
-        "config": lora(12, lora_bias=True),
-        "dtype": "float16",
-        "save": {"safe_serialization": False},
-    },
-    "bin in bfloat16": {
-        "config": lora(12, lora_alpha=3),
-        "dtype": "bfloat16",
-        "save": {"safe_serialization": False},
-        "name": "bfloat",
-    },
-    "named": {"config": lora(2), "name": "lora_A"},
-    "two": {
-        "config": lora(2, bias="lora_only"),
-        "beside": {"other": lora(3, target_modules=["c_attn"])},
-    },
-    "sum": {
-        "config": lora(3, lora_alpha=7),
-        "beside": {"other": lora(4, use_rslora=True)},
-        "sum": True,
-        "name": "first",
-    },
-    "of the transformer": {
-        "config": lora(
-            task_type=None,
-            alpha_pattern={r"^h.0.attn.c_attn": 50, r"transformer.h.1.attn.c_attn": 900},
-            rank_pattern={r"^h\.\d\.mlp": 900, r"^h\.\d\.mlp.c_fc": 2},
-        ),
-        "over": "transformer",
-    },
-    "without peft's model": {
-        "config": lora(5, bias="lora_only", alpha_pattern={"^transformer.h.1.mlp.c_fc": 31}),
-        "over": "mixin",
-    },
+        {},
+    ),
+    "long patterns": (lora(lora_alpha=10, use_rslora=True, **LONG_PATTERNS), {}),
+    "patterns in order": (lora(alpha_pattern=ORDER), {}),
+    "biases": (lora(3, bias="lora_only"), {}),
+    "biases of a few": (
+        lora(5, bias="lora_only", use_rslora=True, **FEW),
+        {"name": "polite"},
+    ),
+    "biases that are added": (lora(4, lora_alpha=12, lora_bias=True), {}),
+    "float16": (lora(7, bias="lora_only"), {"dtype": "float16"}),
+    "bfloat16": (lora(7, bias="lora_only"), {"dtype": "bfloat16"}),
+    "bin": (lora(6, bias="lora_only"), BIN),
+    "bin in float16": (lora(12, lora_bias=True), {"dtype": "float16", **BIN}),
+    "bin in bfloat16": (lora(12, lora_alpha=3), {"dtype": "bfloat16", "name": "bfloat", **BIN}),
+    "named": (lora(2), {"name": "lora_A"}),
+    "two": (
+        lora(2, bias="lora_only"),
+        {"beside": {"other": lora(3, target_modules=["c_attn"])}},
+    ),
+    "sum": (
+        lora(3, lora_alpha=7),
+        {"beside": {"other": lora(4, use_rslora=True)}, "sum": True, "name": "first"},
+    ),
+    "of the transformer": (lora(task_type=None, **OF_THE_TRANSFORMER), {"over": "transformer"}),
+    "without peft's model": (
+        lora(5, bias="lora_only", alpha_pattern={"^transformer.h.1.mlp.c_fc": 31}),
+        {"over": "mixin"},
+    ),
     # These are merged.
-    "dora": {"config": lora(6, use_dora=True, bias="lora_only")},
-    "dora with rslora": {"config": lora(4, use_dora=True, use_rslora=True, lora_alpha=3)},
-    "a head": {"config": lora(modules_to_save=["lm_head"])},
-    "an embedding": {"config": lora(modules_to_save=["wte"])},
-    "an embedding and a head": {"config": lora(modules_to_save=["wte", "lm_head", "wpe"])},
-    "norms": {"config": lora(modules_to_save=["ln_f", "ln_1"], target_modules=["c_fc"])},
-    "a layer": {"config": lora(modules_to_save=["1.mlp"], target_modules=["c_attn"])},
-    "all biases": {"config": lora(bias="all", target_modules=["c_attn"])},
-    "embeddings beside it": {"config": lora(), "save": {"save_embedding_layers": True}},
-    "tokens": {"config": lora(trainable_token_indices=[7, 499, 30])},
-    "tokens of the transformer": {
-        "config": lora(task_type=None, trainable_token_indices={"wte": [40, 5]}),
-        "over": "transformer",
-    },
-    "tokens of the head": {"config": lora(trainable_token_indices={"lm_head": [9, 100, 11]})},
-    "the same tokens of both": {
-        "config": lora(trainable_token_indices={"wte": [9, 10], "lm_head": [9, 10]})
-    },
-    "tokens of each": {
-        "config": lora(trainable_token_indices={"wte": [9, 10], "lm_head": [11]}),
-        "dtype": "float16",
-        "save": {"safe_serialization": False},
-    },
-    "tokens beside an embedding that is saved": {
-        "config": lora(trainable_token_indices=[7, 8]),
-        "save": {"save_embedding_layers": True},
-    },
-    "gaussian": {"config": lora(4, init_lora_weights="gaussian")},
-    "random": {"config": lora(4, init_lora_weights=False)},
-    "orthogonal": {"config": lora(4, init_lora_weights="orthogonal")},
-    "mica": {"config": lora(4, init_lora_weights="mica")},
-    "pissa, converted": {
-        "config": lora(
-            4,
-            init_lora_weights="pissa",
-            rank_pattern={"c_fc": 6},
-            alpha_pattern={r"h.[01].mlp.c_fc": 3},
-        ),
-        "converted": True,
-    },
-    "pissa with rslora, converted": {
-        "config": lora(4, init_lora_weights="pissa_niter_2", use_rslora=True),
-        "converted": True,
-    },
+    "dora": (lora(6, use_dora=True, bias="lora_only"), {}),
+    "dora with rslora": (lora(4, use_dora=True, use_rslora=True, lora_alpha=3), {}),
+    "a head": (lora(modules_to_save=["lm_head"]), {}),
+    "an embedding": (lora(modules_to_save=["wte"]), {}),
+    "an embedding and a head": (lora(modules_to_save=["wte", "lm_head", "wpe"]), {}),
+    "norms": (lora(modules_to_save=["ln_f", "ln_1"], target_modules=["c_fc"]), {}),
+    "a layer": (lora(modules_to_save=["1.mlp"], target_modules=["c_attn"]), {}),
+    "all biases": (lora(bias="all", target_modules=["c_attn"]), {}),
+    "embeddings beside it": (lora(), EMBEDDINGS),
+    "tokens": (lora(trainable_token_indices=[7, 499, 30]), {}),
+    "tokens of the transformer": (
+        lora(task_type=None, trainable_token_indices={"wte": [40, 5]}),
+        {"over": "transformer"},
+    ),
+    "tokens of the head": (lora(trainable_token_indices={"lm_head": [9, 100, 11]}), {}),
+    "the same tokens of both": (
+        lora(trainable_token_indices={"wte": [9, 10], "lm_head": [9, 10]}),
+        {},
+    ),
+    "tokens of each": (
+        lora(trainable_token_indices={"wte": [9, 10], "lm_head": [11]}),
+        {"dtype": "float16", **BIN},
+    ),
+    "tokens beside an embedding that is saved": (lora(trainable_token_indices=[7, 8]), EMBEDDINGS),
+    "gaussian": (lora(4, init_lora_weights="gaussian"), {}),
+    "random": (lora(4, init_lora_weights=False), {}),
+    "orthogonal": (lora(4, init_lora_weights="orthogonal"), {}),
+    "mica": (lora(4, init_lora_weights="mica"), {}),
+    "pissa, converted": (lora(4, init_lora_weights="pissa", **PISSA), {"converted": True}),
+    "pissa with rslora, converted": (
+        lora(4, init_lora_weights="pissa_niter_2", use_rslora=True),
+        {"converted": True},
+    ),
 }
+ADAPTERS = {name: {"config": config, **more} for name, (config, more) in CONFIGS.items()}
 TRAINED, ROUTER = "trained", "router"
 BASE, WHOLE = "base", "whole"  # the base itself, and a fine-tune of it without adapters
 MERGED = (TRAINED, "long patterns", "biases that are added", "bfloat16", "dora", "norms", "tokens")
@@ -225,22 +189,10 @@ REFUSED: dict[str, dict[str, Any]] = {
 
 def ask_peft(work: Path, plan: dict[str, Any]) -> tuple[dict[str, Any], dict[str, NDArray[Any]]]:
     """What `make_adapters` says of a plan, and its log-probabilities."""
-    interpreter = os.environ.get("ORACLE_PYTHON")
-    if not interpreter:
-        pytest.fail("ORACLE_PYTHON must name the Python of the oracle; .ci/run sets it")
     work.mkdir()
-    said = {"prompts": PROMPTS, "text": TEXT, **plan}
-    (work / "plan.json").write_text(json.dumps(said, default=str), encoding="utf-8")
-    done = subprocess.run(
-        [str(Path(interpreter).absolute()), "-m", "tests.oracle.make_adapters", work / "plan.json"],
-        cwd=ROOT,
-        env=os.environ | {"HF_HUB_OFFLINE": "1"},
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_S,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    given = {"prompts": PROMPTS, "text": TEXT, **plan}
+    (work / "plan.json").write_text(json.dumps(given, default=str), encoding="utf-8")
+    oracle.run("-m", "tests.oracle.make_adapters", work / "plan.json")
     with np.load(work / "logprobs.npz") as file:
         logprobs = dict(file)
     return json.loads((work / "answers.json").read_text(encoding="utf-8")), logprobs

@@ -1,14 +1,9 @@
 """Greedy answers that are held to a form are those of transformers with a logits processor that
-allows what a partial match of a regular expression does.
-
-ORACLE_PYTHON names the interpreter of the oracle's environment (see test_live).
-"""
+allows what a partial match of a regular expression does."""
 
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +13,10 @@ from engine.engine import Engine
 from engine.settings import Settings
 from tests.engine.engines import Request
 from tests.engine.hugging_face import EOS, make_hugging_face
+from tests.oracle import oracle
 
 pytestmark = pytest.mark.oracle
 
-ROOT = Path(__file__).parents[2]
 PROMPTS = ("안녕하세요. 오늘은", "고양이가 창가에", "The quick 갈색 여우")
 NEW = 40
 LABELS = ["긍정", "부정", "중립", "긍정적이지 않다"]
@@ -48,7 +43,6 @@ FORMS: list[tuple[dict[str, Any], str]] = [
 
 
 def test_greedy_answers_are_those_of_transformers_with_a_logits_processor(tmp_path: Path) -> None:
-    python = os.environ.get("ORACLE_PYTHON") or pytest.skip("ORACLE_PYTHON names no interpreter")
     folder = make_hugging_face(tmp_path / "model", kind="byte-level", seed=4)
     engine = Engine(Settings(memory_mib=64, precision="fp32"))
     try:
@@ -62,18 +56,9 @@ def test_greedy_answers_are_those_of_transformers_with_a_logits_processor(tmp_pa
             letters = set(str(one["pattern"]) + "0123456789" + "".join(LABELS))
             one["alphabet"] = "".join(sorted(letters))
         pieces = [b"" if table.is_silent(i) else table.piece(i) for i in range(len(table))]
-        said = {"answers": asked, "pieces": [piece.hex() for piece in pieces], "eos": EOS}
-        done = subprocess.run(
-            [python, ROOT / "tests/oracle/make_forms.py", folder],
-            input=json.dumps(said),
-            capture_output=True,
-            text=True,
-            cwd=ROOT,
-            env=os.environ | {"PYTHONPATH": str(ROOT)},
-            timeout=300,
-        )
-        assert done.returncode == 0, done.stderr
-        for one, expected in zip(asked, json.loads(done.stdout), strict=True):
+        given = {"answers": asked, "pieces": [piece.hex() for piece in pieces], "eos": EOS}
+        answers = oracle.run("-m", "tests.oracle.make_forms", folder, stdin=json.dumps(given))
+        for one, expected in zip(asked, json.loads(answers), strict=True):
             form: Any = one["form"]
             request = Request(engine, "m", str(one["prompt"]), max_new_tokens=NEW, **form).wait()
             assert request.ids() == expected, one

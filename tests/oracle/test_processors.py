@@ -1,14 +1,9 @@
-"""What is forbidden, and what is drawn, is what transformers' own processors leave.
-
-ORACLE_PYTHON names the interpreter of the oracle's environment (see test_live).
-"""
+"""Forbidden and drawn tokens are those that transformers' own processors leave."""
 
 from __future__ import annotations
 
 import json
-import os
 import random
-import subprocess
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,27 +16,18 @@ from engine.rules import FORBIDDEN, rules_of
 from engine.sampling import Sampler
 from engine.text.phrases import Phrases
 from engine.text.table import BYTES, Table
+from tests.oracle import oracle
 
 pytestmark = pytest.mark.oracle
 
-ROOT = Path(__file__).parents[2]
-ORACLE_TIMEOUT_S = 300
 ENDS = [1, 4]
 DRAWS = 2000
 
 
 def processed(cases: list[dict[str, Any]], folder: Path) -> list[Any]:
     """The logits (V,) of each case after transformers' processors."""
-    interpreter = os.environ.get("ORACLE_PYTHON")
-    if not interpreter:
-        pytest.fail("ORACLE_PYTHON must name the Python of the oracle; .ci/run sets it")
-    path = folder / "cases.json"
-    path.write_text(json.dumps(cases), encoding="utf-8")
-    command = [str(Path(interpreter).absolute()), "-m", "tests.oracle.make_processed", str(path)]
-    done = subprocess.run(
-        command, cwd=ROOT, capture_output=True, text=True, timeout=ORACLE_TIMEOUT_S, check=False
-    )
-    assert done.returncode == 0, done.stderr
+    (folder / "cases.json").write_text(json.dumps(cases), encoding="utf-8")
+    oracle.run("-m", "tests.oracle.make_processed", folder / "cases.json")
     return [np.load(folder / f"{number}.npy") for number in range(len(cases))]
 
 

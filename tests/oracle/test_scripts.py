@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -15,10 +14,10 @@ from handlers.user_code.entry_point import find_script
 from handlers.user_code.messages import Answer, Part, Request
 from handlers.user_code.process import ScriptProcess
 from tests.engine.models import SENTENCES
+from tests.oracle import oracle
 
 pytestmark = pytest.mark.oracle
 
-ROOT = Path(__file__).parents[2]
 TIMEOUT_S = 180.0
 
 SCRIPT = """
@@ -73,22 +72,11 @@ print(json.dumps(tokenizer.decode(output[0], skip_special_tokens=True)))
 def test_a_flan_t5_answers_as_transformers_does(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    interpreter = os.environ.get("ORACLE_PYTHON")
-    if not interpreter:
-        pytest.fail("ORACLE_PYTHON must name the Python of the oracle; .ci/run sets it")
-    interpreter = str(Path(interpreter).absolute())
     folder = tmp_path / "flan"
     folder.mkdir()
     prompt = "나는 아침에 일어나서"
-    made = subprocess.run(
-        [interpreter, "-c", MAKE, str(folder), prompt, json.dumps(SENTENCES)],
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_S,
-        check=False,
-    )
-    assert made.returncode == 0, made.stderr
-    expected = json.loads(made.stdout.splitlines()[-1])
+    made = oracle.run("-c", MAKE, folder, prompt, json.dumps(SENTENCES))
+    expected = json.loads(made.splitlines()[-1])
     assert expected.strip()
     (folder / "inference.py").write_text(SCRIPT, encoding="utf-8")
 
@@ -96,8 +84,8 @@ def test_a_flan_t5_answers_as_transformers_does(
     library = tmp_path / "library"
     library.mkdir()
     (library / "mms").symlink_to(Path(mms.__file__).parent)
-    monkeypatch.setattr(sys, "executable", interpreter)
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), str(library)]))
+    monkeypatch.setattr(sys, "executable", oracle.python())
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(oracle.ROOT), str(library)]))
     script = find_script(folder)
     assert script is not None
     process = ScriptProcess("flan", script.spec("flan", 1 << 20), TIMEOUT_S)

@@ -1,10 +1,8 @@
-"""SageMaker's multi-model agent: what stands between an endpoint and one container.
+"""SageMaker's multi-model agent between an endpoint and one container, by its documented rules.
 
-It follows the platform's documented rules. An archive is downloaded when its model is first called,
-unpacked to `/opt/ml/models/<hash>/model` and loaded with `POST /models`; 507 means that another one
-has to go first, the least recently used; what leaves memory stays on the disk.
-Which model goes when all are in use is not documented: here it is the least recently used as well,
-which is what asks most of a container, since it has to drain it.
+An archive is downloaded when its model is first called, unpacked to `/opt/ml/models/<hash>/model`
+and loaded with `POST /models`. After a 507 the least recently used model is unloaded; it stays on
+the disk. Where all are in use, which is not documented, a busy one is unloaded and has to drain.
 """
 
 from __future__ import annotations
@@ -16,19 +14,14 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Any
 from urllib.parse import quote
 
 import requests
 
+from tests.platform import limits as platform
 from tests.platform.disk import Disk
-from tests.platform.limits import (
-    Limits,
-    PlatformError,
-    model_error,
-    model_not_ready,
-    timed_out,
-    unavailable,
-)
+from tests.platform.limits import Limits, PlatformError
 
 TARGET = "X-Amzn-SageMaker-Target-Model"
 
@@ -45,7 +38,7 @@ class Held:
     """One model on an instance."""
 
     target: str
-    name: str  # what the container knows it by
+    name: str  # in the container
     state: State = State.ABSENT
     in_flight: int = 0
     waiting: int = 0
@@ -62,7 +55,7 @@ class Answer:
 
 @dataclass
 class Seen:
-    """What an agent has seen. `slowest` has seconds by `load`, `unload`, `invoke`."""
+    """What an agent has counted. `slowest`: seconds by `load`, `unload`, `invoke`."""
 
     counts: Counter[str] = field(default_factory=Counter)
     slowest: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
@@ -70,7 +63,7 @@ class Seen:
 
 
 class Agent:
-    """`url` is the container's, `inside` the folder of `disk` as the container sees it."""
+    """`url`: the container's. `inside`: the folder of `disk` in the container."""
 
     def __init__(
         self,
@@ -99,7 +92,7 @@ class Agent:
             return False
 
     def loaded(self) -> list[str]:
-        """What the container says it holds, all pages."""
+        """The names that the container lists, all pages."""
         names: list[str] = []
         token = ""
         while True:
@@ -109,24 +102,9 @@ class Agent:
                 return names
             token = "?next_page_token=" + quote(page["nextPageToken"])
 
-    def _call(
-        self,
-        method: str,
-        path: str,
-        *,
-        timeout_s: float,
-        json: object = None,
-        data: bytes | None = None,
-        headers: Mapping[str, str | bytes] | None = None,
-    ) -> Answer:
-        answer = requests.request(
-            method,
-            self.url + path,
-            json=json,
-            data=data,
-            headers=headers,
-            timeout=(self.limits.connect_s, timeout_s),
-        )
+    def _call(self, method: str, path: str, *, timeout_s: float, **options: Any) -> Answer:
+        timeout = (self.limits.connect_s, timeout_s)
+        answer = requests.request(method, self.url + path, timeout=timeout, **options)
         return Answer(answer.status_code, answer.headers, answer.content)
 
     def _timed(self, what: str, started: float) -> None:
@@ -137,13 +115,13 @@ class Agent:
     # Invoking
 
     def requests_of(self, target: str) -> int:
-        """Requests for a model that are waiting or being answered."""
+        """Waiting and running requests of a model."""
         with self._changed:
             held = self._models.get(target)
             return held.in_flight + held.waiting if held else 0
 
     def invoke(self, target: str, body: bytes, headers: Mapping[str, str]) -> Answer:
-        """Raises `PlatformError`, or `requests.ConnectionError` if the container is not there."""
+        """Raises `PlatformError`, or `requests.ConnectionError` without a container."""
         with self._changed:
             held = self._models.setdefault(target, Held(target, _hash(target)))
         ready_by = time.monotonic() + self.limits.cold_start_s
@@ -152,15 +130,10 @@ class Agent:
             self._use(held, ready_by)
             started = time.monotonic()
             try:
-                answer = self._call(
-                    "POST",
-                    f"/models/{held.name}/invoke",
-                    timeout_s=self.limits.answer_s,
-                    data=body,
-                    headers=passed,
-                )
+                path, timeout_s = f"/models/{held.name}/invoke", self.limits.answer_s
+                answer = self._call("POST", path, timeout_s=timeout_s, data=body, headers=passed)
             except requests.ReadTimeout:
-                raise timed_out() from None
+                raise platform.timed_out() from None
             finally:
                 self._release(held)
             self._timed("invoke", started)
@@ -168,11 +141,11 @@ class Agent:
                 break
             self._forget(held)  # the container has been started again
         if answer.status >= 400:
-            raise model_error(answer.status, answer.body)
+            raise platform.model_error(answer.status, answer.body)
         return answer
 
     def _use(self, held: Held, ready_by: float) -> None:
-        """Waits for a model to be loaded, and counts one request of it."""
+        """Waits until a model is loaded, and counts a request in flight."""
         hit = True
         with self._changed:
             held.waiting += 1
@@ -187,7 +160,7 @@ class Agent:
                         threading.Thread(target=self._load, args=(held,), daemon=True).start()
                     left = ready_by - time.monotonic()
                     if left <= 0:
-                        raise model_not_ready(held.target)
+                        raise platform.model_not_ready(held.target)
                     self._changed.wait(left)
                 held.in_flight += 1
                 held.last_used = time.monotonic()
@@ -215,7 +188,7 @@ class Agent:
             self._changed.notify_all()
 
     def forget_all(self) -> None:
-        """The container has been replaced: nothing is loaded; the disk stays."""
+        """After a new container on the same disk: nothing is loaded."""
         with self._changed:
             self._models = {}
 
@@ -232,7 +205,7 @@ class Agent:
         except PlatformError as raised:
             error = raised
         except requests.RequestException as raised:
-            error = unavailable(f"the container does not answer ({type(raised).__name__})")
+            error = platform.unavailable(f"the container does not answer ({type(raised).__name__})")
         with self._changed:
             held.error = error
             held.state = State.ABSENT if error else State.READY
@@ -241,35 +214,32 @@ class Agent:
             self.seen.most_loaded = max(self.seen.most_loaded, ready)
             self._changed.notify_all()
         if error is not None:
-            time.sleep(0.05)  # whoever waits has it by now; who comes later tries again
+            time.sleep(0.05)  # for the waiting requests; later ones try again
             with self._changed:
                 held.error = None
 
     def _post(self, held: Held, end: float) -> None:
-        """`POST /models`, and again after each 507 once another model is gone."""
+        """`POST /models`, again after each 507 and an unload."""
         body = {"model_name": held.name, "url": f"{self.inside}/{held.name}/model"}
         headers = {TARGET: held.target.encode()}
         while (left := end - time.monotonic()) > 0:
             started = time.monotonic()
             answer = self._call("POST", "/models", json=body, headers=headers, timeout_s=left)
             self._timed("load", started)
-            if answer.status == 507 and self._make_room(held, end):
+            if answer.status == 507 and self._evict(held, end):
                 self.seen.counts["no room"] += 1
                 continue
             if answer.status == 409 or answer.status < 300:
                 self.seen.counts["loads" if answer.status < 300 else "taken over"] += 1
                 return
-            raise model_error(answer.status, answer.body)
-        raise model_error(0, b"Timed out while loading the model")
+            raise platform.model_error(answer.status, answer.body)
+        raise platform.model_error(0, b"Timed out while loading the model")
 
-    def _make_room(self, wanting: Held, end: float) -> bool:
-        """Unloads the least recently used model, of those not in use if there are any.
-
-        False if no other model is in the way.
-        """
+    def _evict(self, loading: Held, end: float) -> bool:
+        """Unloads the least recently used model, an idle one if possible; False without one."""
         with self._changed:
             while time.monotonic() < end:
-                others = [m for m in self._models.values() if m is not wanting]
+                others = [m for m in self._models.values() if m is not loading]
                 ready = [m for m in others if m.state is State.READY]
                 if ready:
                     victim = min(ready, key=lambda m: (m.in_flight > 0, m.last_used))

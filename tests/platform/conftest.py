@@ -1,4 +1,4 @@
-"""Containers as the platform starts them (the server as a process), and fine-tunes in S3."""
+"""Servers as the platform starts its containers, and fine-tunes in S3."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ from tests.serving.store.s3 import BUCKET, S3Server, s3_server
 
 IS_ROOT = os.geteuid() == 0
 A_USER = 10001
-ROOM, ROOM_MIB = 6, "11"  # see tests.e2e.stores.SMALL_BYTES
+FITTING, MEMORY_MIB = 6, "11"  # see tests.e2e.stores.SMALL_BYTES
 MODELS = 30
 
 
 class Container:
-    """A server that has been told what SageMaker tells it; it can be replaced by a new one.
+    """A server with SageMaker's settings and a folder as /opt/ml; it can be replaced.
 
     Where the tests are root it starts as root, like the platform's containers, and only root may
     read the models. `base_dir` stands for /opt/ml, so that no root path is needed.
     """
 
     def __init__(
-        self, folder: Path, s3: S3Server, memory_mib: str = ROOM_MIB, **options: Any
+        self, folder: Path, s3: S3Server, memory_mib: str = MEMORY_MIB, **options: Any
     ) -> None:
         self._folder, self._memory_mib, self._s3 = folder, memory_mib, s3
         self._starts = 0
@@ -64,7 +64,7 @@ class Container:
         return self.server
 
     def replace(self) -> None:
-        """A new container on the same disk, as after one that failed its pings."""
+        """Starts a new container on the same disk."""
         self.start()
         self.agent.url = self.server.url("")
         self.server.wait_until_ready()
@@ -72,7 +72,7 @@ class Container:
 
     @contextlib.contextmanager
     def afresh(self, **options: Any) -> Iterator[Agent]:
-        """Another agent of it, with nothing on its disk and nothing loaded before and after."""
+        """Another agent; nothing is on its disk or loaded before and after."""
         self._empty()
         self.agent = self._new_agent(**options)
         try:
@@ -88,9 +88,12 @@ class Container:
             self.agent.disk.delete(folder.name)
 
     def kill(self) -> None:
-        """As when the container's first process dies: all others go with it, at once."""
+        """Kills all processes at once, as when the container's first one ends."""
         everyone = [psutil.Process(self.server.process.pid), *self.server.descendants()]
-        for act in (psutil.Process.suspend, psutil.Process.kill):  # none answers for the others
+        for act in (
+            psutil.Process.suspend,
+            psutil.Process.kill,
+        ):  # none notices another's end
             for process in everyone:
                 with contextlib.suppress(psutil.NoSuchProcess):
                     act(process)
@@ -103,7 +106,7 @@ class Container:
 
 @contextlib.contextmanager
 def containers(s3: S3Server, count: int, **options: Any) -> Iterator[list[Container]]:
-    """Started at the same time, all of them ready."""
+    """Ready containers."""
     with tempfile.TemporaryDirectory() as folder:
         Path(folder).chmod(0o711)  # pytest's folders are closed to other users
         started = [Container(Path(folder) / str(i), s3, **options) for i in range(count)]
@@ -124,5 +127,5 @@ def s3() -> Iterator[S3Server]:
 
 @pytest.fixture(scope="session")
 def texts(s3: S3Server, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """What each of the fine-tunes says, by its TargetModel."""
+    """The text of each fine-tune by its TargetModel."""
     return publish(s3, tmp_path_factory.mktemp("fine-tunes"), MODELS)

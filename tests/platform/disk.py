@@ -17,7 +17,7 @@ from tests.platform.limits import validation_error
 
 
 class Disk:
-    """`folder`, as this machine sees it, holds `<hash>/model/`. `downloads` counts the fetches.
+    """`folder` has `<hash>/model/`. `downloads` counts the fetches.
 
     With `closed` what is unpacked is for root only, else for every user.
     """
@@ -61,7 +61,7 @@ class Disk:
 
     def bytes(self) -> int:
         total = 0
-        for folder, _, files in os.walk(self.folder):  # which others write to and remove from
+        for folder, _, files in os.walk(self.folder):  # which changes meanwhile
             for file in files:
                 with contextlib.suppress(FileNotFoundError):
                     total += os.stat(os.path.join(folder, file)).st_size

@@ -26,11 +26,10 @@ class Instance(Protocol):
 
 
 class Endpoint:
-    """Sends a model's requests to the instance that has it.
+    """Routes a model's requests to one healthy instance.
 
-    A popular model, with `spill_at` requests at once, gets another instance as well. A model whose
-    instance is not healthy gets another one. A new session goes to the instance with the fewest,
-    and its requests to that one only.
+    A model with `spill_at` concurrent requests gets another instance. A new session goes to the
+    instance with the fewest, and its requests to that one only.
     """
 
     def __init__(self, name: str, instances: Sequence[Instance], spill_at: int = 4) -> None:
@@ -41,7 +40,7 @@ class Endpoint:
         self._lock = threading.Lock()
 
     def take_out(self, instance: Instance) -> None:
-        """No more requests to it, as before it is replaced."""
+        """Routes no more requests to it."""
         with self._lock:
             self._away.append(instance)
 
@@ -67,7 +66,7 @@ class Endpoint:
         return sum(instance in homes for homes in self._homes.values())
 
     def sessions(self, instance: int) -> int:
-        """How many sessions an instance (by number) has."""
+        """The number of sessions of an instance (by number)."""
         with self._lock:
             return list(self._sessions.values()).count(self.instances[instance])
 
@@ -98,7 +97,7 @@ class Endpoint:
             except requests.ConnectTimeout:
                 raise unavailable("no connection within the limit") from None
             except requests.ConnectionError as error:
-                if "refused" not in str(error):  # it may have been answered: not sent again
+                if "refused" not in str(error):  # the request may have been processed
                     raise unavailable("the container went away") from None
                 tried.append(instance)
 
@@ -136,8 +135,7 @@ class SingleModel:
 
 
 class Components:
-    """An endpoint of inference components: each has a name, and a container with its own model,
-    which is not told of names."""
+    """An endpoint of inference components: by name, containers of one model each."""
 
     def __init__(self, name: str, components: Mapping[str, SingleModel]) -> None:
         self.name, self._components = name, components

@@ -1,4 +1,4 @@
-"""Fine-tunes in S3, each with a text of its own, and clients that check what they get."""
+"""Fine-tunes in S3 with distinct texts, and clients that check their answers."""
 
 from __future__ import annotations
 
@@ -28,15 +28,11 @@ PREFIX = "fine-tunes/"
 
 
 def publish(s3: S3Server, folder: Path, count: int) -> dict[str, str]:
-    """Puts so many small models into S3. Returns the text of each for `SHORT`, by TargetModel.
-
-    The texts come from the engine in this process, one model at a time.
-    """
+    """Puts small models into S3. Returns each one's text for `SHORT` by TargetModel."""
     engine = Engine(Settings(backend="native", precision="fp32", memory_mib=64))
     texts = {}
     try:
         for seed in range(count):
-            # Names as people give them: in folders, in Korean.
             name = (f"m{seed}", f"team/m{seed}", f"시/봄-{seed}")[seed % 3]
             path = small(folder / f"m{seed}", seed)
             archive = packed(path, folder / f"m{seed}.tar.gz")
@@ -47,7 +43,7 @@ def publish(s3: S3Server, folder: Path, count: int) -> dict[str, str]:
             engine.unload(name)
     finally:
         engine.close()
-    assert len(set(texts.values())) == count, "two models say the same"
+    assert len(set(texts.values())) == count, "two models have the same text"
     return texts
 
 
@@ -73,9 +69,9 @@ def invoke_all(
     limit_s: float = 120.0,
     seed: int = 0,
 ) -> Counter[str]:
-    """Every model once, and then popular ones more often, `calls` in all, from several clients.
+    """Calls every model once and then by popularity, `calls` in all, from several clients.
 
-    Counts `right`, `wrong`, and errors by their code; ends after `limit_s` whatever is left.
+    Counts `right`, `wrong`, and errors by their code. Calls nothing after `limit_s`.
     """
     chance = random.Random(seed)  # noqa: S311
     targets = list(texts)
@@ -109,9 +105,9 @@ def check_container(
     texts: Mapping[str, str],
     inside: str = "/opt/ml/models",
 ) -> Agent:
-    """Drives any container, given as `url` with `mounted` as its `inside`, as an endpoint.
+    """Calls all models through an endpoint of any container with `mounted` as its `inside`.
 
-    It has to run with SAGEMAKER_MULTI_MODEL=true and in fp32. Returns the agent, for what it saw.
+    It runs with SAGEMAKER_MULTI_MODEL=true and in fp32. Returns the agent.
     """
     agent = Agent(url, Disk(mounted, s3.client, BUCKET, PREFIX), inside)
     with client_of(Endpoint("container", [agent])) as client:

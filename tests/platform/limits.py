@@ -1,4 +1,4 @@
-"""What SageMaker gives a container time for, and how its errors look to a client."""
+"""SageMaker's time limits for a container, and its errors."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Limits:
-    """Seconds. The defaults are the platform's own; a test may shorten one to reach it."""
+    """Seconds, by default the platform's own."""
 
     ping_s: float = 2.0
     start_s: float = 240.0
     connect_s: float = 0.25
     answer_s: float = 60.0
-    cold_start_s: float = 60.0  # then the client gets ModelNotReadyException, and the load goes on
+    cold_start_s: float = 60.0  # until ModelNotReadyException; the load continues
     load_s: float = 360.0
     unload_s: float = 360.0
 
@@ -48,7 +48,7 @@ def timed_out() -> PlatformError:
 
 
 def model_error(status: int, body: bytes) -> PlatformError:
-    """What a container answered in place of an answer."""
+    """An error status of a container."""
     text = body.decode("utf-8", "replace")
     side = "client" if 400 <= status < 500 else "server"
     return PlatformError(

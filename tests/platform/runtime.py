@@ -22,6 +22,7 @@ from urllib.parse import unquote
 import boto3
 from botocore.config import Config
 
+from tests.platform.agent import TARGET
 from tests.platform.endpoint import (
     CLOSED_SESSION_ID,
     NEW_SESSION_ID,
@@ -33,7 +34,6 @@ from tests.platform.endpoint import (
 from tests.platform.limits import PlatformError, validation_error
 
 MAX_BODY_BYTES = 6 << 20
-TARGET = "X-Amzn-SageMaker-Target-Model"
 COMPONENT = "X-Amzn-SageMaker-Inference-Component"
 ATTRIBUTES = "X-Amzn-SageMaker-Custom-Attributes"
 STREAM_TYPE = "application/vnd.amazon.eventstream"
@@ -56,19 +56,19 @@ class Runtime:
         }
 
     def client(self, connections: int = 16, timeout_s: float = 70) -> Any:
-        """Tries nothing twice, so that each error is seen. `timeout_s` is 70 as AWS advises: longer
-        than the platform's 60 s."""
+        """A client without retries. AWS advises a timeout of 70 s, above the platform's 60 s."""
+        options = Config(
+            retries={"total_max_attempts": 1},
+            max_pool_connections=connections,
+            read_timeout=timeout_s,
+        )
         return boto3.client(
             "sagemaker-runtime",
             endpoint_url=self.url,
             region_name="us-east-1",
             aws_access_key_id="test",
             aws_secret_access_key="test",  # noqa: S106
-            config=Config(
-                retries={"total_max_attempts": 1},
-                max_pool_connections=connections,
-                read_timeout=timeout_s,
-            ),
+            config=options,
         )
 
 
@@ -153,7 +153,7 @@ class _Handler(BaseHTTPRequestHandler):
         self._send(answer.status, _returned(answer.headers), answer.body)
 
     def _passed(self, accept: str) -> dict[str, str]:
-        """The headers that a container gets, with the client's Accept under its own name."""
+        """The headers for the container; `accept` is the client's header for Accept."""
         same = {name: name for name in ("Content-Type", ATTRIBUTES, SESSION_ID)}
         names = {**same, accept: "Accept"}
         found = {ours: self.headers.get(theirs) for theirs, ours in names.items()}
@@ -186,7 +186,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 def _returned(headers: Mapping[str, str]) -> dict[str, str]:
-    """Of a container's headers, those that the platform gives to the client."""
+    """The container's headers that the platform returns to the client."""
     found = {"x-amzn-invoked-production-variant": "AllTraffic"}
     for name in ("content-type", ATTRIBUTES, NEW_SESSION_ID, CLOSED_SESSION_ID):
         if name in headers:
@@ -197,10 +197,9 @@ def _returned(headers: Mapping[str, str]) -> dict[str, str]:
 def _frame(payload: bytes) -> bytes:
     """One PayloadPart of an event stream."""
     headers = b""
-    for name, value in (
-        (b":message-type", b"event"),
-        (b":event-type", b"PayloadPart"),
-        (b":content-type", b"application/octet-stream"),
+    kinds = (b"event", b"PayloadPart", b"application/octet-stream")
+    for name, value in zip(
+        (b":message-type", b":event-type", b":content-type"), kinds, strict=True
     ):
         headers += struct.pack("!B", len(name)) + name + struct.pack("!BH", 7, len(value)) + value
     prelude = struct.pack("!II", 16 + len(headers) + len(payload), len(headers))

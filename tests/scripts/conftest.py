@@ -1,4 +1,4 @@
-"""What the clients' scripts are run against: a server and endpoints."""
+"""A server and endpoints for the clients' commands."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.server import REPOSITORY, Server
-from tests.e2e.stores import packed, serving, slow, small
+from tests.e2e.stores import packed, serving, small
 from tests.platform.agent import Agent
 from tests.platform.disk import Disk
 from tests.platform.endpoint import Endpoint, SingleModel
@@ -34,8 +34,8 @@ class Poets:
 
 @pytest.fixture(scope="session")
 def run() -> Run:
-    """Runs a command to its end; None takes a variable away. What decides how a process reads and
-    writes text needs one of its own, and so does a command that goes on with another Python."""
+    """Runs a command; None removes a variable. Where the locale is set, and for a load test, which
+    continues in another Python, in a process of its own."""
 
     def run_script(
         name: str, *args: str | Path, stdin: str | bytes = b"", **environment: str | None
@@ -60,18 +60,17 @@ def run() -> Run:
 
 @pytest.fixture(scope="session")
 def model_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Small models as archives, by the names in `NAMES`, and one that takes its time."""
+    """Small models as archives, by the names in `NAMES`."""
     folder = tmp_path_factory.mktemp("clients")
     for seed, name in enumerate(NAMES):
         model = small(folder / "unpacked" / str(seed), seed)
         packed(model, folder / "store" / f"{name}.tar.gz")
-    packed(slow(folder / "unpacked" / "slow"), folder / "store" / "slow.tar.gz")
     return folder / "store"
 
 
 @pytest.fixture(scope="session")
 def served(model_store: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """With a model in /opt/ml/model as well, which is what `/invocations` without a name means."""
+    """With a model in /opt/ml/model, too, which answers `/invocations` without a name."""
     folder = tmp_path_factory.mktemp("served")
     small(folder / "ml" / "model", 0)
     with serving(folder, model_store, SAGEMAKER_BASE_DIR=str(folder / "ml")) as server:

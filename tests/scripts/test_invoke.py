@@ -1,4 +1,4 @@
-"""kogpt2 invoke, as a person runs it: against a server, an endpoint, and streams."""
+"""kogpt2 invoke against a server, an endpoint, and streams."""
 
 from __future__ import annotations
 
@@ -8,23 +8,26 @@ import socket
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
 
 import pytest
 
 from tests.e2e.server import Server
-from tests.e2e.stores import SHORT, running, text
+from tests.e2e.stores import SHORT, text
 from tests.platform.limits import Limits
 from tests.scripts.conftest import Poets, Run
 
 PROMPT = ("--text", "나는 오늘", "--max-new-tokens", "16")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("model", ["m0", "m0.tar.gz", "시/봄"])
-def test_the_text_of_a_fine_tune_is_printed(run: Run, served: Server, model: str) -> None:
-    done = run("invoke", "--url", served.url(""), "--model", model, *PROMPT)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout == text(served.predict(model.removesuffix(".tar.gz"), SHORT)) + "\n"
+@pytest.mark.parametrize("model", ["m0.tar.gz", "시/봄"])
+def test_a_server_and_an_endpoint_print_the_same_text(
+    run: Run, served: Server, poets: Poets, model: str
+) -> None:
+    expected = text(served.predict(model.removesuffix(".tar.gz"), SHORT)) + "\n"
+    for where in (("--url", served.url("")), ("--endpoint", "poets")):
+        done = run("invoke", *where, "--model", model, *PROMPT, **poets.environment)
+        assert (done.returncode, done.stdout, done.stderr) == (0, expected, "")
 
 
 def test_json_shows_all_and_the_prompt_may_come_from_standard_input(
@@ -38,7 +41,7 @@ def test_json_shows_all_and_the_prompt_may_come_from_standard_input(
     assert "\\u" not in done.stdout
 
 
-def test_no_proxy_stands_between_a_machine_and_itself(run: Run, served: Server) -> None:
+def test_calls_to_this_machine_use_no_proxy(run: Run, served: Server) -> None:
     proxies = dict.fromkeys(("HTTP_PROXY", "http_proxy", "ALL_PROXY"), "http://127.0.0.1:9")
     listed = run("models", "--url", served.management(""), **proxies)
     assert (listed.returncode, listed.stderr) == (0, "")
@@ -48,19 +51,11 @@ def test_no_proxy_stands_between_a_machine_and_itself(run: Run, served: Server) 
 
 def test_every_parameter_reaches_the_server(run: Run, served: Server) -> None:
     wanted = {
-        "max_new_tokens": 9,
-        "temperature": 1.5,
-        "top_k": 20,
-        "top_p": 0.9,
-        "seed": 7,
-        "repetition_penalty": 1.2,
-        "num_return_sequences": 2,
-        "logprobs": 1,
-        "stop": ["다", "요"],
-        "do_sample": True,
-        "return_full_text": True,
+        **{"max_new_tokens": 9, "temperature": 1.5, "top_k": 20, "top_p": 0.9, "seed": 7},
+        **{"repetition_penalty": 1.2, "num_return_sequences": 2, "logprobs": 1},
+        **{"stop": ["다", "요"], "do_sample": True, "return_full_text": True},
     }
-    options: list[str] = []
+    options = ["invoke", "--url", served.url(""), "--model", "m0", "--text", "나는"]
     for name, value in wanted.items():
         flag = "--" + name.replace("_", "-")
         if isinstance(value, bool):
@@ -68,24 +63,14 @@ def test_every_parameter_reaches_the_server(run: Run, served: Server) -> None:
         else:
             for one in value if isinstance(value, list) else [value]:
                 options += [flag, str(one)]
-    url = served.url("")
-    done = run("invoke", "--url", url, "--model", "m0", "--text", "나는", "--json", *options)
+    found = json.loads(run(*options, "--json").stdout)
     expected = served.predict("m0", {"inputs": "나는", "parameters": wanted}).json()
-    found = json.loads(done.stdout)
     assert len(found["sequences"]) == 2
     assert found.pop("seconds") > 0
     expected.pop("seconds")
     assert found == expected
-    shown = run("invoke", "--url", url, "--model", "m0", "--text", "나는", "--dry-run", *options)
+    shown = run(*options, "--dry-run")
     assert json.loads(shown.stdout.splitlines()[-1])["parameters"] == wanted
-
-
-def test_an_endpoint_answers_as_the_server_does(run: Run, served: Server, poets: Poets) -> None:
-    for model in ("m0", "시/봄.tar.gz"):
-        done = run("invoke", "--endpoint", "poets", "--model", model, *PROMPT, **poets.environment)
-        assert done.returncode == 0, done.stderr
-        name = model.removesuffix(".tar.gz")
-        assert done.stdout == text(served.predict(name, SHORT)) + "\n"
 
 
 def test_a_model_that_the_platform_is_still_loading_is_waited_for(run: Run, poets: Poets) -> None:
@@ -96,8 +81,7 @@ def test_a_model_that_the_platform_is_still_loading_is_waited_for(run: Run, poet
     try:
         call = ("invoke", "--endpoint", "poets", "--model", "m1", *PROMPT)
         impatient = run(*call, "--wait", "0.1", **poets.environment)
-        assert impatient.returncode == 1
-        assert "still being loaded" in impatient.stderr
+        assert (impatient.returncode, "still being loaded" in impatient.stderr) == (1, True)
         patient = run(*call, **poets.environment)
         assert patient.returncode == 0, patient.stderr
         assert patient.stdout.strip()
@@ -105,31 +89,16 @@ def test_a_model_that_the_platform_is_still_loading_is_waited_for(run: Run, poet
         poets.agent.limits = Limits()
 
 
-def test_a_stream_is_printed_as_it_comes(served: Server) -> None:
-    where = ["--url", served.url(""), "--model", "slow", "--text", "나는 오늘"]
-    options = ["--max-new-tokens", "400", "--return-full-text"]
-    command = [sys.executable, "-m", "scripts.cli", "invoke", *where, *options, "--stream"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
-        assert process.stdout is not None
-        shown = b""
-        while len(shown) < 100:
-            shown += os.read(process.stdout.fileno(), 20)
-        assert process.poll() is None
-        assert running(served) == 1
-        shown += process.stdout.read()
-        assert process.wait(60) == 0
-    parameters = {"max_new_tokens": 400, "return_full_text": True}
-    whole = text(served.predict("slow", {"inputs": "나는 오늘", "parameters": parameters}))
-    assert whole.startswith("나는 오늘")
-    assert shown.decode("utf-8") == whole + "\n"
+# Streams
 
 
 def test_the_json_of_a_stream_is_that_of_the_whole_answer(run: Run, served: Server) -> None:
     parameters = {"max_new_tokens": 16, "seed": 3, "num_return_sequences": 2}
-    drawn = ("--seed", "3", "--num-return-sequences", "2", "--json")
+    body = {"inputs": "나는 오늘", "parameters": {**parameters, "return_full_text": True}}
+    drawn = ("--seed", "3", "--num-return-sequences", "2", "--return-full-text", "--json")
     done = run("invoke", "--url", served.url(""), "--model", "m1", *PROMPT, *drawn, "--stream")
     found = json.loads(done.stdout)
-    whole = served.predict("m1", {"inputs": "나는 오늘", "parameters": parameters}).json()
+    whole = served.predict("m1", body).json()
     assert found["sequences"] == [one["generated_text"] for one in whole["sequences"]]
     assert found["tokens"] == sum(one["tokens"] for one in whole["sequences"])
     assert found["finish_reason"] == whole["finish_reason"]
@@ -147,40 +116,83 @@ def test_an_endpoint_of_one_model_streams(run: Run, served: Server, poets: Poets
 
 
 TOKEN = b'{"text": "\xec\x82\xb0", "token": 5, "index": 0}\n'
+LAST = b'{"generated_text": "\xec\x82\xb0", "tokens": 1, "finish_reason": "stop", "index": 0}\n'
 HEAD = (
     b"HTTP/1.1 200 OK\r\ncontent-type: application/x-ndjson\r\ntransfer-encoding: chunked\r\n\r\n"
 )
 
 
-@pytest.mark.parametrize(
-    ("end", "said"),
-    [(b"", "broke off its answer"), (b"0\r\n\r\n", "the stream broke off before its end")],
-)
-def test_a_stream_that_breaks_off_is_an_error(run: Run, end: bytes, said: str) -> None:
-    def answer() -> None:
-        connection, _ = listener.accept()
+def chunk(data: bytes) -> bytes:
+    return b"%x\r\n%b\r\n" % (len(data), data)
+
+
+class Streaming:
+    """A server that sends the first token of a stream, and `rest` once `go_on` is set."""
+
+    def __init__(self, listener: socket.socket) -> None:
+        self.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        self.rest, self.go_on = b"", threading.Event()
+        self._listener = listener
+        self.thread = threading.Thread(target=self._answer)
+        self.thread.start()
+
+    def _answer(self) -> None:
+        connection, _ = self._listener.accept()
         with connection:
             while b"inputs" not in connection.recv(65_536):
                 pass
-            connection.sendall(HEAD + b"%x\r\n%b\r\n" % (len(TOKEN), TOKEN) + end)
+            connection.sendall(HEAD + chunk(TOKEN))
+            assert self.go_on.wait(60)
+            connection.sendall(self.rest)
 
+
+@pytest.fixture
+def streaming() -> Iterator[Streaming]:
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        listener.settimeout(20)
-        thread = threading.Thread(target=answer)
-        thread.start()
-        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-        done = run("invoke", "--url", url, "--model", "m0", "--stream", *PROMPT)
-        thread.join(60)
+        listener.settimeout(60)
+        server = Streaming(listener)
+        yield server
+        server.thread.join(60)
+
+
+def test_a_token_is_printed_before_the_next_one_comes(streaming: Streaming) -> None:
+    streaming.rest = chunk(LAST) + b"0\r\n\r\n"
+    call = ["--url", streaming.url, "--model", "m0", "--text", "가", "--return-full-text"]
+    command = [sys.executable, "-m", "scripts.cli", "invoke", *call, "--stream"]
+    environment = {k: v for k, v in os.environ.items() if k != "PYTHONUNBUFFERED"}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, env=environment) as process:
+        assert process.stdout is not None
+        shown = b""
+        while shown != "가산".encode():
+            shown += (piece := os.read(process.stdout.fileno(), 100))
+            assert piece, shown
+        streaming.go_on.set()
+        assert process.stdout.read() == b"\n"
+    assert process.returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("end", "message"),
+    [(b"", "broke off its answer"), (b"0\r\n\r\n", "the stream broke off before its end")],
+)
+def test_a_stream_that_breaks_off_is_an_error(
+    run: Run, streaming: Streaming, end: bytes, message: str
+) -> None:
+    streaming.rest = end
+    streaming.go_on.set()
+    done = run("invoke", "--url", streaming.url, "--model", "m0", "--stream", *PROMPT)
     assert (done.returncode, done.stdout) == (1, "산")
-    assert said in done.stderr
+    assert message in done.stderr
     assert done.stderr.count("\n") == 1
 
+
+# Errors
 
 NO_SERVER = ("--url", "http://127.0.0.1:9", "--model", "m0", "--text", "가")
 
 
 @pytest.mark.parametrize(
-    ("options", "status", "said"),
+    ("options", "status", "message"),
     [
         (NO_SERVER, 1, "http://127.0.0.1:9 is not there: Connection refused"),
         (("--url", "localhost:8080", "--text", "가"), 2, "must begin with http://"),
@@ -193,49 +205,52 @@ NO_SERVER = ("--url", "http://127.0.0.1:9", "--model", "m0", "--text", "가")
         ((), 2, "the prompt (standard input) is empty"),
     ],
 )
-def test_what_cannot_be_is_said_in_one_sentence(
-    run: Run, options: tuple[str, ...], status: int, said: str
+def test_a_wrong_call_is_refused_in_one_sentence(
+    run: Run, options: tuple[str, ...], status: int, message: str
 ) -> None:
     done = run("invoke", *options)
     assert (done.returncode, done.stdout) == (status, "")
-    assert said in done.stderr
+    assert message in done.stderr
     assert done.stderr.count("\n") == 1
 
 
 def test_a_prompt_in_another_encoding_is_refused(run: Run) -> None:
     done = run("invoke", stdin="산에는 꽃 피네".encode("cp949"))
-    assert done.returncode == 2
-    assert "iconv" in done.stderr
+    assert (done.returncode, "iconv" in done.stderr) == (2, True)
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         (("--model", "없음"), "없음"),
         (("--model", "m0", "--parameters", '{"온도": 1}'), "parameters.온도 is not known"),
         (("--model", "m0", "--temperature", "-1"), "parameters.temperature"),
     ],
 )
-def test_the_servers_own_words_are_shown(
-    run: Run, served: Server, poets: Poets, options: tuple[str, ...], said: str
+def test_the_servers_own_message_is_shown(
+    run: Run, served: Server, poets: Poets, options: tuple[str, ...], message: str
 ) -> None:
     for where in (("--url", served.url("")), ("--endpoint", "poets")):
         done = run("invoke", *where, *options, "--text", "가", **poets.environment)
         assert (done.returncode, done.stdout) == (1, "")
-        assert said in done.stderr
+        assert message in done.stderr
         assert done.stderr.count("\n") == 1
 
 
-def test_aws_mistakes_are_said_in_one_sentence(run: Run, poets: Poets) -> None:
-    def said(*options: str, **changes: str | None) -> str:
-        environment = {**poets.environment, **changes}
-        done = run("invoke", *options, "--model", "m0", "--text", "가", **environment)
-        assert done.returncode in (1, 2)
-        assert done.stderr.count("\n") == 1
-        return done.stderr
-
-    assert "not found" in said("--endpoint", "nothing")
-    assert "nobody" in said("--endpoint", "poets", "--profile", "nobody")
-    keys = {"AWS_ACCESS_KEY_ID": "", "AWS_SECRET_ACCESS_KEY": ""}
-    assert "credentials" in said("--endpoint", "poets", **keys)
-    assert "region" in said("--endpoint", "poets", AWS_REGION=None, AWS_DEFAULT_REGION=None)
+@pytest.mark.parametrize(
+    ("options", "changes", "message"),
+    [
+        (("nothing",), {}, "not found"),
+        (("poets", "--profile", "nobody"), {}, "nobody"),
+        (("poets",), {"AWS_ACCESS_KEY_ID": "", "AWS_SECRET_ACCESS_KEY": ""}, "credentials"),
+        (("poets",), {"AWS_REGION": None, "AWS_DEFAULT_REGION": None}, "region"),
+    ],
+)
+def test_a_mistake_with_aws_is_explained_in_one_sentence(
+    run: Run, poets: Poets, options: tuple[str, ...], changes: dict[str, str | None], message: str
+) -> None:
+    environment = {**poets.environment, **changes}
+    done = run("invoke", "--endpoint", *options, "--model", "m0", "--text", "가", **environment)
+    assert done.returncode in (1, 2)
+    assert message in done.stderr
+    assert done.stderr.count("\n") == 1

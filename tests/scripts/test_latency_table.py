@@ -1,4 +1,4 @@
-"""kogpt2 latency-table measures as the guides do, and shows what they publish beside it."""
+"""kogpt2 latency-table measures as the guides do, beside what they publish."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.scripts.conftest import Poets, Run
 PUBLISHED = json.loads((REPOSITORY / "scripts/published_latency.json").read_text(encoding="utf-8"))
 
 
-def test_the_table_holds_here_and_every_published_machine(
+def test_the_table_has_this_machine_and_every_published_one(
     run: Run, served: Server, tmp_path: Path
 ) -> None:
     file = tmp_path / "table.json"
@@ -46,14 +46,16 @@ def test_an_endpoint_is_measured_too(run: Run, poets: Poets) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "status", "said"),
+    ("options", "status", "message"),
     [
         (("--url", "http://127.0.0.1:9", "--model", "m0"), 1, "Connection refused"),
         (("--text", ""), 2, "--text is empty"),
         (("--calls", "0"), 2, "0 is not in the range x>=1"),
     ],
 )
-def test_what_cannot_be_is_said(run: Run, options: tuple[str, ...], status: int, said: str) -> None:
+def test_a_wrong_call_is_refused(
+    run: Run, options: tuple[str, ...], status: int, message: str
+) -> None:
     done = run("latency-table", *options)
     assert done.returncode == status
-    assert said in done.stderr
+    assert message in done.stderr

@@ -1,4 +1,4 @@
-"""Calls to this machine go past the environment's proxies, and carry the token."""
+"""Calls to this machine use no proxy, and carry the token."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ class Handler(BaseHTTPRequestHandler):
     """A server with `INFERENCE_TOKEN`: lists its models, and counts their loads."""
 
     def do_GET(self) -> None:
-        allowed = self.headers["Authorization"] == f"Bearer {TOKEN}"
         status, body = 200, b'kogpt2_model_load_seconds_count{model="a"} 2\n'
         if not self.path.startswith("/metrics"):
-            models = {"models": [{"modelName": "시/봄"}]}
-            status, body = (200, json.dumps(models).encode()) if allowed else (401, b"{}")
+            allowed = self.headers["Authorization"] == f"Bearer {TOKEN}"
+            models = json.dumps({"models": [{"modelName": "시/봄"}]}).encode()
+            status, body = (200, models) if allowed else (401, b"{}")
         self.send_response(status)
         self.send_header("content-length", str(len(body)))
         self.end_headers()
@@ -35,7 +35,7 @@ class Handler(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def url(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """Of such a server, where the environment names a proxy that is not there."""
+    """Such a server, where the environment names a proxy that does not exist."""
     for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy"):
         monkeypatch.setenv(name, "http://127.0.0.1:9")
     for name in ("NO_PROXY", "no_proxy", "INFERENCE_TOKEN"):
@@ -46,18 +46,12 @@ def url(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
         server.shutdown()
 
 
-def test_a_load_test_lists_the_models_of_a_server_with_a_token(
+def test_a_load_test_and_a_benchmark_reach_a_server_with_a_token(
     url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(Problem, match="INFERENCE_TOKEN"):
         models_of(url)
     monkeypatch.setenv("INFERENCE_TOKEN", TOKEN)
     assert models_of(url) == ("시/봄",)
-
-
-def test_a_load_test_counts_loads(url: str) -> None:
     assert "count" in Prometheus(url).end()
-
-
-def test_a_benchmark_reaches_its_own_programs(url: str) -> None:
     assert b"kogpt2_model" in fetch(f"{url}/metrics", 30)

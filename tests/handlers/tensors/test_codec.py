@@ -1,3 +1,5 @@
+"""Tensors as JSON, CSV and NPY, and the Open Inference Protocol's requests of tensors."""
+
 from __future__ import annotations
 
 import io
@@ -52,14 +54,14 @@ def test_csv_of_tokens_has_a_line_for_each_row() -> None:
     assert codec.decode(b"9007199254740993", CSV, IDS).tolist() == [[9007199254740993]]
 
 
-@pytest.mark.parametrize("kind", ["f4", object])
 @pytest.mark.parametrize(
     ("shape", "lines"), [((0,), 0), ((0, 2), 0), ((2, 0), 2), ((), 1), ((3,), 3)]
 )
-def test_csv_has_a_line_for_each_row_of_no_rows_too(
-    kind: Any, shape: tuple[int, ...], lines: int
+def test_csv_has_a_line_for_each_row_also_of_an_empty_array(
+    shape: tuple[int, ...], lines: int
 ) -> None:
-    assert codec.encode({"x": np.zeros(shape, kind)}, CSV).count(b"\n") == lines
+    for kind in ("f4", object):
+        assert codec.encode({"x": np.zeros(shape, kind)}, CSV).count(b"\n") == lines
 
 
 @pytest.mark.parametrize(
@@ -215,22 +217,13 @@ def request(**more: Any) -> dict[str, Any]:
     return {"inputs": [{**given, **more}]}
 
 
-@pytest.mark.parametrize("data", [[1, 2], [[1, 2]]])
-def test_data_may_be_flat_or_nested(data: Any) -> None:
-    _, inputs = v2.parse(request(data=data), b"", METADATA)
-    assert inputs["input_ids"].tolist() == [[1, 2]]
-
-
 @pytest.mark.parametrize(
     ("value", "message"),
     [
         ([], "the body must be"),
         ({"inputs": [1]}, "the body must be"),
         ({"inputs": {}}, "the body must be"),
-        (
-            {**request(), "모름": 1},
-            "모름 is not known; known are id, model_name, parameters, inputs, outputs",
-        ),
+        ({**request(), "모름": 1}, "모름 is not known; known are id, model_name, parameters, in"),
         ({**request(), "id": 5}, "id must be a string"),
         ({**request(), "parameters": [1]}, "parameters must be a JSON object"),
         ({"inputs": request()["inputs"] * 2}, "input_ids is there twice"),
@@ -266,7 +259,9 @@ def test_an_invalid_request_is_refused_with_the_field(value: Any, message: str) 
     assert message in caught.value.message
 
 
-def test_parameters_for_other_servers_are_ignored() -> None:
+def test_data_may_be_flat_or_nested_and_parameters_for_other_servers_are_ignored() -> None:
+    for data in ([1, 2], [[1, 2]]):
+        assert v2.parse(request(data=data), b"", METADATA)[1]["input_ids"].tolist() == [[1, 2]]
     value = {**request(parameters={"content_type": "np"}), "parameters": {"priority": 1}}
     assert v2.parse(value, b"", METADATA)[0].outputs == {"y": False}
 
@@ -331,12 +326,9 @@ def test_an_answer_that_is_too_large_is_an_error(monkeypatch: pytest.MonkeyPatch
             tensor_model.transform_fn(Double(), body, JSON, accept, None)
 
 
-@pytest.mark.parametrize(
-    ("given", "name"),
-    [("봄#0a1b2c-17", "봄"), ("###0a1b2c-1", "##"), ("a#b", "a#b")],
-)
-def test_a_models_name_is_the_clients_own(given: str, name: str) -> None:
-    assert client_name(given) == name
+def test_a_models_name_is_the_clients_own() -> None:
+    names = [client_name(name) for name in ("봄#0a1b2c-17", "###0a1b2c-1", "a#b")]
+    assert names == ["봄", "##", "a#b"]
 
 
 def test_choosing_a_handler_imports_nothing_large() -> None:

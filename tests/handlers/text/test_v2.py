@@ -1,3 +1,5 @@
+"""The Open Inference Protocol's requests of texts."""
+
 from __future__ import annotations
 
 import json

@@ -1,4 +1,4 @@
-"""All processes that a model's program has started end with it; other programs go on."""
+"""A program's processes end with it, and those of other programs do not."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from handlers.user_code import descendants
 from tests.e2e.server import eventually
 from tests.processes import has_ended
 
-# Prints the pids of: a child, a child in a session of its own, one whose parent has ended, and one
-# that left the session, too.
+# Prints the pids of a child, of a child in another session, and of two orphans, the second of which
+# is in another session.
 PROGRAM = """
 import json, os, subprocess, time
 sleep = ["sleep", "1000"]
@@ -63,7 +63,7 @@ def living(pids: list[int]) -> list[int]:
     return [pid for pid in pids if not has_ended(pid)]
 
 
-def test_a_programs_processes_end_with_it(programs: Programs) -> None:
+def test_all_processes_of_a_program_end_with_it(programs: Programs) -> None:
     (program, below), (other, others) = programs
     assert living(below) == below
     descendants.end(program)
@@ -92,16 +92,12 @@ def test_orphans_leave_no_zombies(programs: Programs) -> None:
         assert process.poll() is None
 
 
-def test_a_worker_keeps_its_own_children() -> None:
+def test_a_workers_own_children_are_left_alone() -> None:
+    with pytest.raises(FileNotFoundError):
+        descendants.start(["/no/such/program"])
     own = subprocess.Popen(["sleep", "1000"])
-    program = descendants.start(["sleep", "1000"])
-    descendants.end(program)
+    descendants.end(descendants.start(["sleep", "1000"]))
     descendants.reap()
     assert own.poll() is None
     own.kill()
     assert own.wait() == -9
-
-
-def test_what_cannot_be_started_is_an_error() -> None:
-    with pytest.raises(FileNotFoundError):
-        descendants.start(["/no/such/program"])

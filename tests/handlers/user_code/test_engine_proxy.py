@@ -1,4 +1,4 @@
-"""A script's calls to its model in the engine, and to no other."""
+"""A script's calls to its own model in the engine."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ WIDE_S = 60
 
 
 class Handle:
-    """In place of `engine.http.client.ModelHandle`."""
+    """A fake of `engine.http.client.ModelHandle`."""
 
     def __init__(self) -> None:
         self.model = {"name": "시"}
@@ -46,7 +46,6 @@ class Handle:
 
 @pytest.fixture
 def handle(monkeypatch: pytest.MonkeyPatch) -> Handle:
-    """The one that the worker gets for its model."""
     made = Handle()
     calls: list[tuple[str, str]] = []
 
@@ -71,11 +70,13 @@ def connection(handle: Handle) -> Iterator[Connection]:
     assert not worker.is_alive()
 
 
-def test_a_call_is_answered_as_the_engine_does(connection: Connection) -> None:
+def test_a_call_has_the_engines_answer_or_error(connection: Connection) -> None:
     model = EngineModel(connection)
     assert model.model == {"name": "시"}
     expected = {"text": "봄", "parameters": {"seed": 1}, "timeout_s": 5.0, "id": "a"}
     assert model.generate("봄", {"seed": 1}, 5, "a") == expected
+    with pytest.raises(InvalidRequest, match="온도가 틀림"):
+        model.generate("나쁨", {})
 
 
 def test_calls_wait_for_a_thread_where_no_more_start(
@@ -91,12 +92,7 @@ def test_calls_wait_for_a_thread_where_no_more_start(
             assert [call.result(WIDE_S)["text"] for call in calls] == ["기다림"] * 4
 
 
-def test_an_error_is_the_engines(connection: Connection) -> None:
-    with pytest.raises(InvalidRequest, match="온도가 틀림"):
-        EngineModel(connection).generate("나쁨", {})
-
-
-def test_calls_of_several_threads_are_under_way_at_once(connection: Connection) -> None:
+def test_calls_of_several_threads_run_concurrently(connection: Connection) -> None:
     model = EngineModel(connection)
     with ThreadPoolExecutor(2) as pool:
         answers = [pool.submit(model.generate, "함께", {"i": i}) for i in range(2)]

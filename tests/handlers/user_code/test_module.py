@@ -30,7 +30,6 @@ def test_a_script_may_have_modules_named_as_the_servers_packages(
     source: str,
     rows: object,
 ) -> None:
-    """The script imports its own modules, and the server's later imports find the server's."""
     monkeypatch.setenv("PYTHONPATH", str(REPOSITORY))
     model = tmp_path / "model"
     for name in OURS:

@@ -1,4 +1,4 @@
-"""The script processes of one model: what is wrong with one is no matter of the others."""
+"""The script processes of one model: a failure of one affects no other."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def no_more_files() -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-def test_a_process_that_cannot_be_started_for_a_connection_is_started_for_a_request(
+def test_a_process_that_did_not_start_with_a_connection_starts_with_a_request(
     scripts: ScriptPool,
 ) -> None:
     with no_more_files():
@@ -87,7 +87,7 @@ def test_a_process_that_cannot_be_started_for_a_connection_is_started_for_a_requ
         assert len(set(clients.map(functools.partial(ask, scripts), ["함께"] * 2))) == 2
 
 
-def test_a_request_without_a_thread_for_its_timeout_is_503(scripts: ScriptPool) -> None:
+def test_without_a_thread_for_its_timeout_a_request_is_503(scripts: ScriptPool) -> None:
     before = ask(scripts, "나는")
     with no_thread_starts(), pytest.raises(ScriptError, match="can't start new thread") as refused:
         ask(scripts, "나는")

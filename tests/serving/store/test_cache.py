@@ -468,6 +468,27 @@ def test_unused_models_make_room_on_a_disk_that_is_full_before_the_cache(
     assert "봄" in entries(small_disk / "cache")
 
 
+def test_a_late_thread_of_a_failed_download_keeps_no_space(
+    s3: S3Server, tmp_path: Path, small_disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(download, "JOIN_S", 0.0)
+    late, end, read = threading.Event(), threading.Event(), S3Bucket.read
+
+    def read_late(self: S3Bucket, file: StoredFile, start: int, stop: int) -> Iterator[bytes]:
+        if "여름" in file.address and stop == file.size_bytes and not late.is_set():
+            late.set()  # the disk is full meanwhile, as the model before has no room beside it
+            assert end.wait(60)
+        yield from read(self, file, start, stop)
+
+    monkeypatch.setattr(S3Bucket, "read", read_late)
+    cache = Cache(settings(small_disk / "cache", cache_max_bytes=100 << 30))
+    for name in ("봄", "여름", "가을"):
+        cache.release(cache.acquire(put(s3, name)).path)
+    assert late.is_set()
+    end.set()
+    assert kept(small_disk / "cache") == {"가을"}
+
+
 def test_a_full_disk_says_how_much_is_missing_where_all_is_in_use(
     s3: S3Server, tmp_path: Path, small_disk: Path
 ) -> None:

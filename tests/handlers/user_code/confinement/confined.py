@@ -1,8 +1,7 @@
-"""Attempts of a confined program, for `test_rules`: `python confined.py FOLDER UID ABI`.
+"""Attempts of a confined program, for `test_rules`: `python -m ... FOLDER UID ABI`.
 
-The first process stands for the server, its child for a model's script. The server runs as user UID
-unless that is 0, with Landlock limited to ABI. Prints each attempt's outcome as JSON: "" if it
-succeeded, or the error's name.
+The first process is the server, its child a model's script. The server runs as user UID, with
+Landlock limited to ABI. Prints each attempt's outcome as JSON: "" or the error's name.
 """
 
 from __future__ import annotations
@@ -22,6 +21,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,7 @@ from handlers.user_code.confinement.rules import Confinement, allocate_user, env
 LIBC = ctypes.CDLL(None, use_errno=True)
 MACHINE = platform.machine()
 COLUMN = list(seccomp.ARCHITECTURES).index(MACHINE) if MACHINE in seccomp.ARCHITECTURES else 0
-CLONE_NEWUSER = 0x10000000
+CLONE_NEWUSER, PTRACE_SEIZE = 0x10000000, 0x4206
 
 
 def call(function: str, *arguments: Any) -> int:
@@ -103,17 +103,24 @@ def outcome(function: Callable[[], Any]) -> str:
 def attempts(
     folder: Path, model: Path, other: Path, temporary: Path, server: int, address: Any
 ) -> dict[str, dict[str, Callable[[], Any]]]:
-    """What is tried, by what prevents it on the kernels that can. Tries nothing by itself."""
+    """All attempts by what prevents them on the kernels that can. Makes none of them."""
 
-    def datagram() -> None:
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-        with ours, theirs:
-            ours.connect(str(folder / "mms.sock"))
+    weights = other / "weights"
 
-    def half_a_pair_of_datagrams() -> None:
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
+    def pair(*kind: int) -> None:
+        for each in socket.socketpair(*kind):
+            each.close()
+
+    def connect(address: str) -> None:
+        socket.socket(socket.AF_UNIX).connect(address)
+
+    def half_of_a_pair(kind: int, name: str) -> None:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, kind)
         with ours, theirs:
-            ours.sendto(b"x", str(folder / "log.sock"))
+            if kind == socket.SOCK_DGRAM:
+                ours.sendto(b"x", str(folder / name))
+            else:
+                ours.connect(str(folder / name))
 
     def cloned(number: int, *arguments: Any) -> None:
         if (pid := call("syscall", number, *arguments)) == 0:
@@ -137,9 +144,6 @@ def attempts(
         with open(f"/proc/{server}/mem", "rb") as file:
             file.seek(0x1000)
 
-    def traced() -> None:
-        call("ptrace", 0x4206, server, None, None)  # PTRACE_SEIZE
-
     def remote() -> None:
         buffer = ctypes.create_string_buffer(8)
         vector = array.array("L", [ctypes.addressof(buffer), 8])
@@ -151,9 +155,6 @@ def attempts(
         done = subprocess.run(["cat", str(model / "weights")], capture_output=True, check=False)
         if done.stdout.decode() != "가중치":
             raise RuntimeError(done.stderr)
-
-    def program_reads() -> None:
-        subprocess.run(["cat", str(other / "weights")], capture_output=True, check=True)
 
     def shared() -> None:
         context = multiprocessing.get_context("fork")
@@ -173,61 +174,55 @@ def attempts(
     return {
         "allowed": {
             "reads its model": lambda: (model / "weights").read_text(encoding="utf-8"),
-            "writes to its temporary folder": lambda: (Path(os.environ["HOME"]) / "a").write_text(
+            "writes to its temporary folder": lambda: Path(os.environ["HOME"], "a").write_text(
                 "가"
             ),
             "imports": lambda: __import__("wave"),
             "runs programs": program,
             "has threads": thread,
             "has processes": shared,
-            "has pairs of sockets": lambda: [s.close() for s in socket.socketpair()],
+            "has pairs of sockets": pair,
             "uses the network": lambda: socket.create_connection(address, timeout=10).close(),
             "reads the machine's state": lambda: Path("/proc/meminfo").read_text(),
             "signals itself": lambda: os.kill(os.getpid(), 0),
-            "has pairs of sockets for packets": lambda: [
-                s.close() for s in socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-            ],
+            "has pairs of sockets for packets": lambda: pair(socket.AF_UNIX, socket.SOCK_SEQPACKET),
             "truncates its own file": own_truncated,
         },
         "landlock": {
             "changes its model": lambda: (model / "weights").write_text("x"),
-            "reads another model": lambda: (other / "weights").read_text(),
-            "reads another model by a program": program_reads,
-            "changes another model": lambda: (other / "weights").write_text("x"),
+            "reads another model": weights.read_text,
+            "reads another model by a program": lambda: subprocess.run(
+                ["cat", str(weights)], capture_output=True, check=True
+            ),
+            "changes another model": lambda: weights.write_text("x"),
             "truncates its model": lambda: os.truncate(model / "weights", 0),
             "truncates its model as it reads": lambda: truncated(model / "weights", os.O_RDONLY),
-            "truncates another model": lambda: os.truncate(other / "weights", 0),
+            "truncates another model": lambda: os.truncate(weights, 0),
             "truncates another model as it opens it for nothing": lambda: truncated(
-                other / "weights", os.O_ACCMODE
+                weights, os.O_ACCMODE
             ),
-            "removes another model": lambda: (other / "weights").unlink(),
+            "removes another model": weights.unlink,
             "lists the server's folder": lambda: os.listdir(folder),
-            "links to another model": lambda: os.link(other / "weights", temporary / "linked"),
-            "moves another model": lambda: os.rename(other / "weights", temporary / "moved"),
+            "links to another model": lambda: os.link(weights, temporary / "linked"),
+            "moves another model": lambda: os.rename(weights, temporary / "moved"),
             "makes a device": lambda: os.mknod(temporary / "device", 0o20666, os.makedev(1, 3)),
             "reads the server's environment": lambda: Path(f"/proc/{server}/environ").read_bytes(),
             "reads the server's memory": memory,
             "reads the server's memory by a call": remote,
-            "traces the server": traced,
+            "traces the server": lambda: call("ptrace", PTRACE_SEIZE, server, None, None),
             "is less expendable": lambda: Path("/proc/self/oom_score_adj").write_text("0"),
             # Below the test's own folder: where it is allowed, the machine's /tmp must not vanish.
             "mounts": lambda: call("mount", b"none", os.fsencode(temporary), b"tmpfs", 0, None),
         },
         "seccomp": {
-            "sets an attribute of another model": lambda: os.setxattr(
-                other / "weights", "user.a", b"x"
-            ),
+            "sets an attribute of another model": lambda: os.setxattr(weights, "user.a", b"x"),
             "opens files by number": lambda: call("open_by_handle_at", -100, None, 0),
-            "connects to a socket of the server": lambda: socket.socket(socket.AF_UNIX).connect(
-                str(folder / "mms.sock")
-            ),
-            "connects half of a pair": datagram,
-            "sends by half of a pair": half_a_pair_of_datagrams,
-            "connects to an abstract socket": lambda: socket.socket(socket.AF_UNIX).connect(
-                f"\0{folder.name}"
-            ),
-            "lists sockets by netlink": lambda: socket.socket(
-                socket.AF_NETLINK, socket.SOCK_RAW, 4
+            "connects to a socket of the server": lambda: connect(str(folder / "mms.sock")),
+            "connects half of a pair": partial(half_of_a_pair, socket.SOCK_STREAM, "mms.sock"),
+            "sends by half of a pair": partial(half_of_a_pair, socket.SOCK_DGRAM, "log.sock"),
+            "connects to an abstract socket": lambda: connect(f"\0{folder.name}"),
+            "lists sockets by netlink": partial(
+                socket.socket, socket.AF_NETLINK, socket.SOCK_RAW, 4
             ),
             "has io_uring": lambda: call("syscall", 425, 1, None),
             "limits the server": lambda: resource.prlimit(server, resource.RLIMIT_CPU),
@@ -246,7 +241,7 @@ def attempts(
             "signals everybody": lambda: os.kill(1, signal.SIGCONT),
         },
         "user": {
-            "changes the mode of another model": lambda: os.chmod(other / "weights", 0),
+            "changes the mode of another model": lambda: os.chmod(weights, 0),
             "slows the server down": lambda: os.setpriority(os.PRIO_PROCESS, server, 1),
         },
         "capabilities": {

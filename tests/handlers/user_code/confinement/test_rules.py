@@ -1,8 +1,5 @@
-"""What a model's program may do and what not, as root and as a user; tests/test_security_page.py
-names these tests.
-
-A kernel without Landlock or signal scopes skips what it cannot keep, and says so.
-"""
+"""What a model's program can and cannot do, where the server is root or a user. Skips what the
+kernel cannot enforce; tests/test_security_page.py names these tests."""
 
 from __future__ import annotations
 
@@ -20,10 +17,10 @@ import pytest
 from handlers.user_code.confinement import landlock, seccomp
 from handlers.user_code.confinement.rules import environment, may_change_user, unenforced
 from tests.e2e.server import REPOSITORY
-from tests.handlers.user_code.confinement.confined import attempts
+from tests.handlers.user_code.confinement import confined
 
 A_USER = 54321
-ATTEMPTS = attempts(Path(), Path(), Path(), Path(), 0, None)
+ATTEMPTS = confined.attempts(Path(), Path(), Path(), Path(), 0, None)
 ALLOWED = ATTEMPTS["allowed"]
 BY_LANDLOCK, BY_SECCOMP = ATTEMPTS["landlock"], ATTEMPTS["seccomp"]
 BY_SCOPE_OR_USER, BY_USER = ATTEMPTS["scope or user"], ATTEMPTS["user"]
@@ -31,8 +28,7 @@ BY_SCOPE_OR_USER, BY_USER = ATTEMPTS["scope or user"], ATTEMPTS["user"]
 
 @pytest.fixture(scope="module", params=["root", "user", "user, Linux 5.19", "user, Linux 5.13"])
 def tried(request: pytest.FixtureRequest) -> Iterator[dict[str, str]]:
-    """What came of each attempt where the server is root, or a user without privileges, with what
-    this kernel's Landlock knows, or with what that of an older one did."""
+    """The outcome of each attempt, with this kernel's Landlock or that of an older one."""
     server, _, kernel = request.param.partition(", ")
     abi = min(landlock.abi(), {"Linux 5.13": 1, "Linux 5.19": 2}.get(kernel, landlock.abi()))
     if os.geteuid() != 0:
@@ -44,25 +40,10 @@ def tried(request: pytest.FixtureRequest) -> Iterator[dict[str, str]]:
     # Not below pytest's own folder, which no other user can enter.
     folder = Path(tempfile.mkdtemp(prefix="confined-"))
     try:
-        done = subprocess.run(
-            [
-                sys.executable,
-                "-m",
-                "tests.handlers.user_code.confinement.confined",
-                str(folder),
-                str(user),
-                str(abi),
-            ],
-            cwd=REPOSITORY,
-            env={**os.environ, "SERVER_SECRET": "비밀"},
-            capture_output=True,
-            text=True,
-            timeout=120,
-            check=False,
-        )
-        assert done.returncode == 0, done.stderr
-        found: dict[str, str] = json.loads(done.stdout)
-        found["abi"] = str(abi)
+        program = [sys.executable, "-m", confined.__name__, str(folder), str(user), str(abi)]
+        environment = {**os.environ, "SERVER_SECRET": "비밀"}
+        output = subprocess.check_output(program, cwd=REPOSITORY, env=environment, timeout=120)
+        found: dict[str, str] = {**json.loads(output), "abi": str(abi)}
         print(f"landlock ABI {abi}, user of its own: {found['user'] or 'no'}")
         assert bool(found["user"]) == (server == "root" and may_change_user())
         yield found
@@ -72,7 +53,8 @@ def tried(request: pytest.FixtureRequest) -> Iterator[dict[str, str]]:
 
 @pytest.mark.parametrize("what", ALLOWED)
 def test_a_program_of_a_model(tried: dict[str, str], what: str) -> None:
-    if what == "imports" and not _python_is_for_all(tried):
+    is_readable = tried["user"] or os.geteuid() != 0 or sys.prefix.startswith("/usr")
+    if what == "imports" and not is_readable:
         pytest.skip("this Python is in a folder that only root can enter")
     assert tried[what] == ""
 
@@ -93,10 +75,6 @@ def test_no_program_of_a_model(tried: dict[str, str], what: str) -> None:
 def test_nothing_of_root_is_left_but_reading(tried: dict[str, str]) -> None:
     assert tried["capabilities"] in ("[]", "[2]")
     assert tried["becomes root"] == "PermissionError" or tried["user"] == ""
-
-
-def _python_is_for_all(tried: dict[str, str]) -> bool:
-    return bool(tried["user"]) or os.geteuid() != 0 or sys.prefix.startswith("/usr")
 
 
 def test_what_this_machine_cannot_keep_is_said(monkeypatch: pytest.MonkeyPatch) -> None:

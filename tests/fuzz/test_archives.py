@@ -1,8 +1,5 @@
-"""Whatever bytes come as an archive: unpacked within its bounds, or refused with a reason.
-
-400 archives of each kind: made of what tar and zip can say, or real ones of a model, with some
-bytes changed. Any bytes at all, for longer: tests/fuzz.
-"""
+"""Archives are unpacked within their bounds or refused: hostile ones made from the parts of tar and
+zip, and damaged copies of a model's."""
 
 from __future__ import annotations
 

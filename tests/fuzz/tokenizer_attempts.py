@@ -1,4 +1,4 @@
-"""What the tests of hostile tokenizers run in a sandbox."""
+"""What the fuzzing of tokenizers runs in a sandbox."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CONFIG = GPT2Config(700, 64, 2, 4, 256, 128)
 
 
 def attempts() -> Callable[[str], str]:
-    """Opens tokenizers, one a call, and uses each; says what came of it."""
+    """Opens and uses a tokenizer in each call; returns the outcome."""
 
     def attempt(path: str) -> str:
         try:

@@ -1,9 +1,5 @@
-"""Whatever is in a model's files: a reader gives its tensors or an `ArtifactError`, and takes no
-more memory than the file is long allows.
-
-Each reader is called 2,000 times, with damaged copies of real files and with hostile ones made
-from the parts of the format.
-"""
+"""Readers of weights give tensors or an `ArtifactError`, within memory in proportion to the file:
+for damaged copies of real files, and for hostile ones made from the parts of the format."""
 
 from __future__ import annotations
 
@@ -22,12 +18,10 @@ from hypothesis import strategies as st
 
 from common.errors import ArtifactError
 from engine.artifacts.files import parse_json
-from engine.artifacts.open import open_artifact
 from engine.artifacts.read_params import index_params
 from engine.artifacts.read_safetensors import index_safetensors
 from engine.artifacts.read_torch import index_torch
 from engine.artifacts.tensor_index import Index, map_index
-from engine.prepared.manifest import from_manifest, read
 from tests.bounded import bounded
 from tests.engine.artifacts.torch_files import (
     Saved,
@@ -38,8 +32,8 @@ from tests.engine.artifacts.torch_files import (
     text,
     write,
 )
-from tests.engine.hugging_face import make_hugging_face
-from tests.engine.models import make_artifact, write_params
+from tests.engine.models import write_params
+from tests.fuzz.cases import ELSEWHERE
 
 pytestmark = pytest.mark.slow
 
@@ -80,7 +74,7 @@ EDITS = st.lists(
 
 
 def damaged(content: bytes, edits: list[tuple[int, int, bytes]]) -> bytes:
-    """Bytes flipped, written over, put in, taken out, and the end cut off."""
+    """Bytes flipped, overwritten, inserted, removed, and the end cut off."""
     data = bytearray(content)
     for place, kind, new in edits:
         at = place % (len(data) + 1)
@@ -98,7 +92,7 @@ def damaged(content: bytes, edits: list[tuple[int, int, bytes]]) -> bytes:
 
 
 def try_index(index_file: Callable[[Path], Index], path: Path) -> None:
-    """What it finds can be mapped and read; or it is refused, in words that can be sent."""
+    """The index can be mapped and read, or the file is refused in a message that can be encoded."""
     with bounded(path.stat().st_size, FREE_BYTES):
         try:
             index = index_file(path)
@@ -198,7 +192,7 @@ def test_safetensors(
     try_index(index_safetensors, path)
 
 
-REAL_TORCH = Path(__file__).with_name("pytorch_model.bin")
+(REAL_TORCH,) = ELSEWHERE["torch"]
 SAVED = st.builds(
     Saved,
     shape=st.lists(INTEGERS, max_size=40),
@@ -252,86 +246,6 @@ def test_torch(folder: Path, edits: Any, saved: Any, opcodes: list[bytes], how: 
 def _real_pickle() -> bytes:
     with zipfile.ZipFile(REAL_TORCH) as archive:
         return archive.read(next(n for n in archive.namelist() if n.endswith("data.pkl")))
-
-
-def spoilt(said: dict[str, Any], more: dict[str, Any], edits: list[Any], real: bool) -> bytes:
-    content = json.dumps({**said, **more}).encode()
-    return damaged(content, edits) if real else content
-
-
-def try_artifact(path: Path, file: str) -> None:
-    """It is opened, and what was found is what the engine takes; or it is refused."""
-    with bounded((path / file).stat().st_size, FREE_BYTES):
-        try:
-            open_artifact(path)
-        except ArtifactError as error:
-            error.message.encode("utf-8")
-            return
-    from_manifest(path, json.loads(json.dumps(read(str(path)))))
-
-
-CONFIG = {
-    "model_type": "gpt2",
-    "architectures": ["GPT2LMHeadModel"],
-    "n_head": 2,
-    "n_embd": 16,
-    "n_layer": 1,
-    "activation_function": "gelu",
-    "layer_norm_epsilon": 1e-5,
-    "tie_word_embeddings": True,
-    "scale_attn_weights": True,
-    "eos_token_id": 1,
-    "pruned_heads": {},
-    "quantization_config": None,
-}
-
-
-@pytest.fixture(scope="module")
-def v2(folder: Path) -> Path:
-    return make_hugging_face(folder / "v2", layers=1, units=16, vocab=440, max_length=8)
-
-
-@CASES
-@given(
-    more=st.dictionaries(st.one_of(st.sampled_from(sorted(CONFIG)), NAMES), JSONS, max_size=4),
-    edits=EDITS,
-    real=st.booleans(),
-)
-def test_config_json(v2: Path, more: dict[str, Any], edits: list[Any], real: bool) -> None:
-    (v2 / "config.json").write_bytes(spoilt(CONFIG, more, edits, real))
-    try_artifact(v2, "config.json")
-
-
-GENERATION = {
-    "template": "<usr>{text}<sys>",
-    "defaults": {"text": "가"},
-    "parameters": {"max_new_tokens": 4, "stop": ["\n"], "temperature": 0.5},
-    "stop_tokens": ["</s>"],
-    "strip": [" "],
-}
-TEMPLATES = st.lists(
-    st.sampled_from(["{", "}", "{text}", "{text!r}", "{text:>9}", "{0}", "{a.b}", "{{", "가"])
-).map("".join)
-
-
-@pytest.fixture(scope="module")
-def v1(folder: Path) -> Path:
-    return make_artifact(folder / "v1", layers=1, units=16, heads=2, vocab=200, max_length=8)
-
-
-@CASES
-@given(
-    more=st.dictionaries(
-        st.one_of(st.sampled_from(sorted(GENERATION)), NAMES),
-        st.one_of(JSONS, TEMPLATES, st.dictionaries(NAMES, JSONS, max_size=3)),
-        max_size=4,
-    ),
-    edits=EDITS,
-    real=st.booleans(),
-)
-def test_generation_json(v1: Path, more: dict[str, Any], edits: list[Any], real: bool) -> None:
-    (v1 / "generation.json").write_bytes(spoilt(GENERATION, more, edits, real))
-    try_artifact(v1, "generation.json")
 
 
 @CASES
