@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from tests.chaos.system import left_of
-from tests.engine.engines import until
+from tests.processes import eventually
 
 WORKER = "5e1f-1"
 
@@ -17,7 +17,7 @@ def test_a_worker_that_outlives_its_unload_is_found(tmp_path: Path) -> None:
     folder.mkdir(parents=True)
     waiting = [sys.executable, "-c", "input()", WORKER]
     with subprocess.Popen(waiting, stdin=subprocess.PIPE) as worker:
-        until(lambda: len([*left_of(tmp_path, WORKER)]) == 2)
+        eventually(lambda: len([*left_of(tmp_path, WORKER)]) == 2)
         assert worker.stdin is not None
         worker.stdin.close()
         worker.wait()
