@@ -1,4 +1,4 @@
-"""Whatever stands in the files of a tokenizer, what comes of it is a model or an error of ours."""
+"""Any files of a tokenizer give texts or an error of ours. Those of sentencepiece: `tests/fuzz`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 from common.errors import ArtifactError
 from engine.sandbox import Limits, Sandbox
 from tests.engine.hugging_face import KINDS, train_tokenizer
-from tests.engine.models import spiece
 from tests.engine.text.targets import attempts
 
 pytestmark = pytest.mark.slow
@@ -42,7 +41,7 @@ ODD: list[Any] = [
 
 
 def changed(value: Any, rng: random.Random, odd: Any) -> Any:
-    """With something in it, deep down, replaced, left out or doubled."""
+    """The value with one part of it replaced, left out or doubled."""
     if isinstance(value, dict) and value and rng.random() < 0.9:
         key = rng.choice(sorted(value))
         if rng.random() < 0.1:
@@ -57,7 +56,7 @@ def changed(value: Any, rng: random.Random, odd: Any) -> Any:
 
 
 class Tries:
-    """One process that tries many; another where that one ended."""
+    """A process that tries one file after the other, replaced where it ends."""
 
     def __init__(self) -> None:
         self._child: Sandbox | None = None
@@ -80,58 +79,30 @@ class Tries:
             self._child.kill()
 
 
-def test_any_tokenizer_json_is_used_or_refused(tmp_path: Path) -> None:
-    known = [json.loads(train_tokenizer(kind).to_str()) for kind in KINDS]
+SETTINGS = {
+    "bos_token": {"content": "<s>", "lstrip": False},
+    "eos_token": "</s>",
+    "extra_special_tokens": ["<a>", {"content": "<b>", "special": False}],
+    "additional_special_tokens": {"x": "<c>"},
+    "added_tokens_decoder": {"9": {"content": "<d>", "normalized": True}, "10": "<e>"},
+}
+
+
+@pytest.mark.parametrize("file", ["tokenizer.json", "tokenizer_config.json"])
+def test_any_tokenizer_and_its_settings_are_used_or_refused(tmp_path: Path, file: str) -> None:
+    known = [SETTINGS]
+    if file == "tokenizer.json":
+        known = [json.loads(train_tokenizer(kind).to_str()) for kind in KINDS]
     tries, path = Tries(), tmp_path / "tokenizer.json"
+    train_tokenizer("metaspace").save(str(path))
 
     @CASES
     @given(st.sampled_from(known), st.randoms(use_true_random=False), st.sampled_from(ODD))
-    def attempt(said: Any, rng: random.Random, odd: Any) -> None:
-        path.write_text(json.dumps(changed(said, rng, odd)))
+    def attempt(value: Any, rng: random.Random, odd: Any) -> None:
+        path.with_name(file).write_text(json.dumps(changed(value, rng, odd)))
         tries(path)
 
     attempt()
     tries.close()
     assert tries.outcomes["used"] > 10
     assert tries.outcomes["ArtifactError"] > 10
-
-
-def test_any_settings_beside_it_are_used_or_refused(tmp_path: Path) -> None:
-    tries, path = Tries(), tmp_path / "tokenizer.json"
-    train_tokenizer("metaspace").save(str(path))
-    said = {
-        "bos_token": {"content": "<s>", "lstrip": False},
-        "eos_token": "</s>",
-        "extra_special_tokens": ["<a>", {"content": "<b>", "special": False}],
-        "additional_special_tokens": {"x": "<c>"},
-        "added_tokens_decoder": {"9": {"content": "<d>", "normalized": True}, "10": "<e>"},
-    }
-
-    @CASES
-    @given(st.randoms(use_true_random=False), st.sampled_from(ODD))
-    def attempt(rng: random.Random, odd: Any) -> None:
-        content = json.dumps(changed(said, rng, odd))
-        path.with_name("tokenizer_config.json").write_text(content)
-        tries(path)
-
-    attempt()
-    tries.close()
-    assert tries.outcomes["used"] > 10
-    assert tries.outcomes["ArtifactError"] > 10
-
-
-def test_any_sentencepiece_model_is_used_or_refused(tmp_path: Path) -> None:
-    tries, path, model = Tries(), tmp_path / "m.spiece", spiece()
-
-    @CASES
-    @given(st.lists(st.tuples(st.integers(0, len(model) - 1), st.binary(max_size=4)), max_size=6))
-    def attempt(edits: list[tuple[int, bytes]]) -> None:
-        content = bytearray(model)
-        for at, new in edits:
-            content[at : at + max(len(new), 1)] = new
-        path.write_bytes(content)
-        tries(path)
-
-    attempt()
-    tries.close()
-    assert tries.outcomes["used"] > 10
