@@ -1,4 +1,4 @@
-"""What has become of a process."""
+"""Waiting for other processes, and what has become of one."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import stat
 import subprocess
 import sys
 import threading
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -22,6 +23,16 @@ import pytest
 from handlers.user_code.confinement import capabilities
 
 PR_SET_DUMPABLE, PR_SET_KEEPCAPS = 4, 8
+WIDE_S = 60.0
+
+
+def eventually(condition: Any, seconds: float = WIDE_S) -> Any:
+    """Waits for a true value and returns it. `seconds` is a net, not what is tested."""
+    end = time.monotonic() + seconds
+    while not (value := condition()):
+        assert time.monotonic() < end, f"not within {seconds:g} s; the last value: {value!r:.500}"
+        time.sleep(0.02)
+    return value
 
 
 def has_ended(process: psutil.Process | int) -> bool:

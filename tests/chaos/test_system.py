@@ -10,7 +10,7 @@ import psutil
 
 from tests.chaos.faults import limited
 from tests.chaos.system import left_of
-from tests.e2e.server import eventually
+from tests.processes import eventually
 
 WORKER = "5e1f-1"
 ALLOCATES = """

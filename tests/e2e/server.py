@@ -19,12 +19,13 @@ from typing import Any
 import psutil
 import requests
 
+from tests.processes import WIDE_S as WIDE_S
+from tests.processes import eventually as eventually
 from tests.processes import has_ended
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 START_S = 120.0
 STOP_S = 30.0
-WIDE_S = 60.0
 
 
 # Each worker of pytest-xdist has ports of its own, and gives each of them once in 2,750 times: no
@@ -165,12 +166,3 @@ class Server:
 
     def management(self, path: str) -> str:
         return f"http://{self.host}:{self.management_port}{path}"
-
-
-def eventually(condition: Any, seconds: float = WIDE_S) -> Any:
-    """Waits for a true value and returns it. `seconds` is a net, not what is tested."""
-    end = time.monotonic() + seconds
-    while not (value := condition()):
-        assert time.monotonic() < end, f"not within {seconds:g} s; the last value: {value!r:.500}"
-        time.sleep(0.05)
-    return value

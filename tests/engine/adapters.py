@@ -39,17 +39,18 @@ def make_adapter(
     are large enough to change greedy text.
     """
     path.mkdir(parents=True, exist_ok=True)
-    of_base = open_artifact(base).config
+    c = open_artifact(base).config
+    shapes = {
+        "attn.c_attn": (3 * c.units, c.units),
+        "attn.c_proj": (c.units, c.units),
+        "mlp.c_fc": (c.hidden_size, c.units),
+        "mlp.c_proj": (c.units, c.hidden_size),
+    }
     rng = np.random.default_rng(1000 + seed)
     tensors: dict[str, NDArray[Any]] = {}
-    for layer in range(of_base.num_layers) if layers is None else layers:
+    for layer in range(c.num_layers) if layers is None else layers:
         for module in modules:
-            shape = {
-                "attn.c_attn": (3 * of_base.units, of_base.units),
-                "attn.c_proj": (of_base.units, of_base.units),
-                "mlp.c_fc": (of_base.hidden_size, of_base.units),
-                "mlp.c_proj": (of_base.units, of_base.hidden_size),
-            }[module]
+            shape = shapes[module]
             at = f"base_model.model.transformer.h.{layer}.{module}"
             down = rng.standard_normal((rank, shape[1])) / np.sqrt(shape[1])
             up = rng.standard_normal((shape[0], rank)) / np.sqrt(rank)
@@ -57,7 +58,7 @@ def make_adapter(
             tensors[f"{at}.lora_B.weight"] = up.astype(dtype)
             if bias:
                 tensors[f"{at}.bias"] = rng.standard_normal(shape[0]).astype(dtype) * 0.3
-    said = {
+    fields = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": base.name,
@@ -68,7 +69,7 @@ def make_adapter(
         "bias": "lora_only" if bias else "none",
         **(config or {}),
     }
-    write_json(path / "adapter_config.json", said)
+    write_json(path / "adapter_config.json", fields)
     all_tensors = {**tensors, **(weights or {})}
     write_safetensors(path / "adapter_model.safetensors", list(all_tensors.items()))
     return path

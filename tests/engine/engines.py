@@ -1,5 +1,4 @@
-"""What tests of a running engine share: requests to it, the model that it must agree with, and the
-engine as a process."""
+"""Requests to a running engine, decoding without a cache, and the engine as a process."""
 
 from __future__ import annotations
 
@@ -10,7 +9,6 @@ import os
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -30,6 +28,7 @@ from engine.sequence import Sequence, Token
 from engine.text.prompts import Inputs
 from tests.engine.models import make_artifact, write_params
 from tests.engine.sentences import SENTENCES
+from tests.processes import eventually
 
 WAIT_S = 60.0
 EOS = 3
@@ -100,7 +99,7 @@ class Request:
 
 
 class Pause:
-    """Holds the engine's thread between two turns, until `go_on`."""
+    """Holds the engine's thread between two turns until `go_on` or the end of the `with` block."""
 
     def __init__(self, engine: Engine) -> None:
         self._reached, self._go = threading.Event(), threading.Event()
@@ -141,8 +140,7 @@ def uncached_model(path: Path) -> Any:
 
 
 def is_greedy(path: Path, prompt: list[int], new: list[int]) -> bool:
-    """Whether decoding without a cache would have given these ids: each is the likeliest after
-    those before it, computed in one pass over the whole text."""
+    """Whether each id is the likeliest after those before it, in one pass over the whole text."""
     whole = np.array([*prompt, *new])[None, :]
     logits = uncached_model(path)(mx.nd.array(whole)).asnumpy()[0]  # (T, V)
     return bool((logits[len(prompt) - 1 : -1].argmax(axis=1) == new).all())
@@ -151,14 +149,6 @@ def is_greedy(path: Path, prompt: list[int], new: list[int]) -> bool:
 def settle(engine: Engine) -> None:
     """Waits for the step that is under way."""
     engine._loop.call(lambda: None)
-
-
-def until(condition: Callable[[], bool], timeout_s: float = WAIT_S) -> None:
-    """Waits for something that another process does."""
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen in time"
-        time.sleep(0.02)
 
 
 class EngineProcess:
@@ -185,15 +175,12 @@ class EngineProcess:
         self.start()
 
     def start(self, *, wait: bool = True) -> None:
+        output = {"stdout": self._log, "stderr": subprocess.STDOUT}
         self.process = subprocess.Popen(
-            self._command,
-            env=self._environment,
-            stdout=self._log,
-            stderr=subprocess.STDOUT,
-            cwd=self._root,
+            self._command, env=self._environment, cwd=self._root, **output
         )
         if wait:
-            until(self._answers, self._wait_s)
+            eventually(self._answers, self._wait_s)
 
     def _answers(self) -> bool:
         assert self.process.poll() is None, "the engine ended"
@@ -250,8 +237,7 @@ class EngineProcess:
     def statistics(self, name: str) -> dict[str, Any]:
         """Of one model, or nothing if it is not loaded."""
         models = self.call("GET", "/statistics")[1]["models"]
-        found: dict[str, Any] = next((m for m in models if m["name"] == name), {})
-        return found
+        return next((m for m in models if m["name"] == name), {})
 
 
 @contextmanager

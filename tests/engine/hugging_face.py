@@ -39,14 +39,7 @@ MORE = ("🙂 안녕 😤", "가족 👩‍👩‍👧 사진", "漢字 café na
 TOKENIZER_SIZE = 420
 
 # The model whose weights `pytorch_model.bin` beside this file has, written by torch itself.
-TINY: dict[str, Any] = {
-    "layers": 1,
-    "units": 16,
-    "heads": 2,
-    "vocab": 440,
-    "max_length": 64,
-    "seed": 9,
-}
+TINY = {"layers": 1, "units": 16, "heads": 2, "vocab": 440, "max_length": 64, "seed": 9}
 
 # Standard deviations that make logits of some units, and attention that looks around.
 LOGITS_STD = 3.0
@@ -59,45 +52,40 @@ def train_tokenizer(kind: str, size: int = TOKENIZER_SIZE) -> Tokenizer:
 
     Its special tokens are v2's, `<unused0>`... are added tokens that are not special.
     """
-    tokenizer = Tokenizer(models.BPE(unk_token=None if kind == "byte-level" else "<unk>"))
-    alphabet: list[str] = []
-    if kind == "byte-level":
-        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-        tokenizer.decoder = decoders.ByteLevel()
-        alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    elif kind == "char-bpe":
+    special, alphabet = [*SPECIAL], list[str]()
+    if kind == "char-bpe":
         tokenizer = Tokenizer(suffixed_bpe((*SENTENCES, *MORE)))
         tokenizer.normalizer = normalizers.NFKC()
         tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
         tokenizer.decoder = decoders.BPEDecoder(suffix="</w>")
-    elif kind == "byte-fallback":
-        tokenizer = Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=True))  # noqa: S106
-        tokenizer.normalizer = normalizers.Replace(Regex(" "), "▁")
-        tokenizer.decoder = decoders.Sequence(
-            [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
-        )
-    else:
-        tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
-        tokenizer.decoder = decoders.Metaspace()
-    if kind == "char-bpe":
         tokenizer.add_special_tokens(SPECIAL)
         tokenizer.add_tokens(UNUSED)
         return tokenizer
-    special = [*SPECIAL]
-    if kind == "byte-fallback":
+    if kind == "byte-level":
+        tokenizer = Tokenizer(models.BPE())
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        tokenizer.decoder = decoders.ByteLevel()
+        alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    elif kind == "byte-fallback":
+        tokenizer = Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=True))  # noqa: S106
+        tokenizer.normalizer = normalizers.Replace(Regex(" "), "▁")
+        steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+        tokenizer.decoder = decoders.Sequence(steps)
         special += [f"<0x{i:02X}>" for i in range(256)]
+        size += 256
+    else:
+        tokenizer = Tokenizer(models.BPE(unk_token="<unk>"))  # noqa: S106
+        tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+        tokenizer.decoder = decoders.Metaspace()
     trainer = trainers.BpeTrainer(
-        vocab_size=size + (256 if kind == "byte-fallback" else 0),
-        special_tokens=special,
-        initial_alphabet=alphabet,
-        show_progress=False,
+        vocab_size=size, special_tokens=special, initial_alphabet=alphabet, show_progress=False
     )
     texts = SENTENCES if kind == "byte-fallback" else (*SENTENCES, *MORE)
     tokenizer.train_from_iterator(texts * 4, trainer)
     if kind == "byte-fallback":  # pieces as any other
-        said = json.loads(tokenizer.to_str())
-        said["added_tokens"] = said["added_tokens"][: len(SPECIAL)]
-        tokenizer = Tokenizer.from_str(json.dumps(said))
+        fields = json.loads(tokenizer.to_str())
+        fields["added_tokens"] = fields["added_tokens"][: len(SPECIAL)]
+        tokenizer = Tokenizer.from_str(json.dumps(fields))
     tokenizer.add_tokens(UNUSED)
     return tokenizer
 
@@ -147,19 +135,12 @@ def make_hugging_face(
     """Writes a directory and returns it. `config` holds further fields of `config.json`; with
     `begins` the tokenizer puts `<s>` in front."""
     extra = config or {}
-    flags = ("tie_word_embeddings", "scale_attn_weights", "scale_attn_by_inverse_layer_idx")
-    shape = GPT2Config(
-        vocab,
-        units,
-        layers,
-        heads,
-        hidden or 4 * units,
-        max_length,
-        layer_norm_eps=extra.get("layer_norm_epsilon", 1e-5),
-        **{name: extra[name] for name in flags if name in extra},
-    )
+    names_ = ("tie_word_embeddings", "scale_attn_weights", "scale_attn_by_inverse_layer_idx")
+    flags = {name: extra[name] for name in names_ if name in extra}
+    flags["layer_norm_eps"] = extra.get("layer_norm_epsilon", 1e-5)
+    shape = GPT2Config(vocab, units, layers, heads, hidden or 4 * units, max_length, **flags)
     path.mkdir(parents=True, exist_ok=True)
-    said = {
+    fields = {
         "model_type": "gpt2",
         "architectures": ["GPT2LMHeadModel"],
         "vocab_size": vocab,
@@ -173,7 +154,7 @@ def make_hugging_face(
         "bos_token_id": 0,
         **extra,
     }
-    write_json(path / "config.json", said)
+    write_json(path / "config.json", fields)
     if generation_config is not None:
         write_json(path / "generation_config.json", generation_config)
     tokens = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"}
@@ -202,8 +183,7 @@ def write_weights(path: Path, weights: list[tuple[str, NDArray[Any]]], shards: i
         name = f"model-{i + 1:05}-of-{shards:05}.safetensors"
         write_safetensors(path / name, weights[i::shards])
         places |= {key: name for key, _ in weights[i::shards]}
-    index = {"metadata": {}, "weight_map": places}
-    write_json(path / "model.safetensors.index.json", index)
+    write_json(path / "model.safetensors.index.json", {"metadata": {}, "weight_map": places})
 
 
 def their_weights(config: GPT2Config, seed: int, dtype: str) -> Iterator[tuple[str, NDArray[Any]]]:

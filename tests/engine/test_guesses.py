@@ -17,25 +17,21 @@ from engine.native.model import NativeModel
 from engine.settings import Settings
 from engine.text.prompts import Raw
 from tests.engine.adapters import make_adapter
-from tests.engine.engines import Pause, Request, make_talkative, settle, until
+from tests.engine.engines import Pause, Request, make_talkative, settle
 from tests.engine.hugging_face import make_hugging_face
+from tests.processes import eventually
 
-SEED = 7
 ANSWER = 60
 
 
-def test_what_followed_the_same_tokens_is_guessed_the_longer_run_first() -> None:
-    text = Text()
+def test_a_guess_is_what_followed_the_same_tokens_the_longer_run_first() -> None:
+    text, recent = Text(), Recent()
     text.extend([1, 2, 3, 4, 9, 2, 3, 5])
     assert text.after((1, 2, 3), 2) == [4, 9]
     assert text.after((2, 3), 5) == [5]
     assert text.after((3, 5), 5) == []  # the end
-    assert Guesser(Recent()).guess([1, 2, 3, 4, 9, 8, 2, 3, 5, 1, 2, 3], 10) == [4, 9, 8]
-
-
-def test_a_guess_may_come_from_an_earlier_answer() -> None:
-    recent = Recent()
-    recent.extend([10, 11, 12, 13, 14, 15])
+    assert Guesser(recent).guess([1, 2, 3, 4, 9, 8, 2, 3, 5, 1, 2, 3], 10) == [4, 9, 8]
+    recent.extend([10, 11, 12, 13, 14, 15])  # an earlier answer
     assert Guesser(recent).guess([1, 10, 11], 2) == [12, 13]
 
 
@@ -70,82 +66,89 @@ def test_more_are_guessed_where_all_are_right() -> None:
     assert counts == [FEWEST, MOST, MOST, FEWEST]
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Its greedy texts repeat themselves, as small random models' do."""
-    return make_talkative(tmp_path_factory.mktemp("guesses") / "model", max_length=256)
+# In the engine
 
 
 @pytest.fixture(scope="module")
-def engines() -> Iterator[list[Engine]]:
-    made = [
-        Engine(Settings(memory_mib=64, backend="native", speculation=speculation))
-        for speculation in ("off", "auto")
-    ]
+def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Engine]]:
+    """Without and with speculation; greedy texts of small random models repeat themselves."""
+    root = tmp_path_factory.mktemp("guesses")
+    folder = make_talkative(root / "m", max_length=256)
+    folders: dict[str, Path] = {name: make_adapter(root / name, folder, seed=i)
+                                for i, name in enumerate(("a0", "a1"))}  # fmt: skip
+    made = []
+    for speculation in ("off", "auto"):
+        engine = Engine(Settings(memory_mib=64, backend="native", speculation=speculation))
+        made.append(engine)
+        engine.load("m", str(folder))
+        for name, adapter in folders.items():
+            engine.load(name, str(adapter), base=str(folder))
+        form = make_hugging_face(root / "f", kind="byte-level", max_length=256)
+        engine.load("f", str(form))
     yield made
     for engine in made:
         engine.close()
 
 
-def load(engines: list[Engine], name: str, folder: Path, base: Path | None = None) -> None:
-    for engine in engines:
-        if name not in engine._models:
-            engine.load(name, str(folder), base=None if base is None else str(base))
-
-
 def prompts(count: int) -> list[Raw]:
-    rng = random.Random(SEED)  # noqa: S311
+    rng = random.Random(7)  # noqa: S311
     return [Raw([2, *(rng.randrange(4, 150) for _ in range(12))]) for _ in range(count)]
 
 
-def told(engine: Engine, *requests: Request) -> list[tuple[Any, ...]]:
+def output(engine: Engine, *requests: Request) -> list[list[tuple[Any, ...]]]:
     """All that the clients get. The library computes for one engine at a time, so this one has
     nothing left to do when it returns."""
-    found = [_told(request) for request in requests]
-    until(lambda: not any(model.batch.has_work for model in engine._models.values()))
+    assert [request.wait().error for request in requests] == [None] * len(requests)
+    eventually(lambda: not any(model.batch.has_work for model in engine._models.values()))
     settle(engine)
-    return found
+    return [
+        [(t.index, t.id, t.text, t.logprobs, t.finish_reason) for t in tokens]
+        for tokens in (sorted(request.tokens, key=lambda t: t.index) for request in requests)
+    ]
 
 
-def _told(request: Request) -> list[tuple[Any, ...]]:
-    assert request.wait().error is None
-    tokens = sorted(request.tokens, key=lambda token: token.index)
-    return [(t.index, t.id, t.text, t.logprobs, t.finish_reason) for t in tokens]
+def same(engines: list[Engine], name: str, prompt: Any, **given: Any) -> list[tuple[Any, ...]]:
+    """The output, which is the same with and without speculation."""
+    given = {"max_new_tokens": ANSWER, **given}
+    without, guessing = (output(e, Request(e, name, prompt, **given))[0] for e in engines)
+    assert guessing == without
+    return without
 
 
 def accepted(engine: Engine) -> int:
     return sum(model["accepted_tokens"] for model in engine.models())
 
 
+SCHEMA = {"type": "array", "items": {"enum": ["긍정", "부정"]}, "minItems": 6, "maxItems": 8}
+
+
 @pytest.mark.parametrize(
-    "given",
+    ("name", "given"),
     [
-        {},
-        {"do_sample": True, "seed": 3, "temperature": 0.2},
-        {"do_sample": True, "seed": 3, "top_k": 5, "top_p": 0.9},
-        {"repetition_penalty": 1.02, "frequency_penalty": 0.01},
-        {"logprobs": 2},
-        {"num_return_sequences": 2, "do_sample": True, "seed": 1, "temperature": 0.1},
+        ("m", {}),
+        ("m", {"do_sample": True, "seed": 3, "temperature": 0.2}),
+        ("m", {"do_sample": True, "seed": 3, "top_k": 5, "top_p": 0.9}),
+        ("m", {"repetition_penalty": 1.02, "frequency_penalty": 0.01}),
+        ("m", {"logprobs": 2}),
+        ("m", {"num_return_sequences": 2, "do_sample": True, "seed": 1, "temperature": 0.1}),
+        ("a0", {}),
+        ("a1", {}),
+        ("f", {"json_schema": SCHEMA, "max_new_tokens": 200}),
+        ("f", {"json_schema": SCHEMA, "max_new_tokens": 200, "do_sample": True, "seed": 2}),
     ],
     ids=str,
 )
 def test_texts_are_the_same_with_and_without(
-    engines: list[Engine], folder: Path, given: dict[str, Any]
+    engines: list[Engine], name: str, given: dict[str, Any]
 ) -> None:
-    load(engines, "m", folder)
     before = accepted(engines[1])
-    for prompt in prompts(4):
-        without, guessing = (
-            told(engine, Request(engine, "m", prompt, max_new_tokens=ANSWER, **given))
-            for engine in engines
-        )
-        assert guessing == without
+    for prompt in prompts(4) if name != "f" else ("오늘은", "내일은", "어제는"):
+        same(engines, name, prompt, **given)
     assert accepted(engines[1]) > before or "num_return_sequences" in given  # two rows: none
     assert accepted(engines[0]) == 0
 
 
-def test_texts_of_rows_that_come_and_go_are_the_same(engines: list[Engine], folder: Path) -> None:
-    load(engines, "m", folder)
+def test_texts_of_rows_that_come_and_go_are_the_same(engines: list[Engine]) -> None:
     found = []
     for engine in engines:
         with Pause(engine):
@@ -153,55 +156,24 @@ def test_texts_of_rows_that_come_and_go_are_the_same(engines: list[Engine], fold
                 Request(engine, "m", prompt, max_new_tokens=20 + 15 * i)
                 for i, prompt in enumerate(prompts(5))
             ]
-        found.append(told(engine, *requests))
+        found.append(output(engine, *requests))
     assert found[0] == found[1]
 
 
-def test_an_answer_ends_at_its_stop_text_as_without(engines: list[Engine], folder: Path) -> None:
-    load(engines, "m", folder)
-    sampled, stopped = {"max_new_tokens": ANSWER, "do_sample": True, "seed": 4}, 0
+def test_an_answer_ends_at_its_stop_text_as_without(engines: list[Engine]) -> None:
+    sampled, stopped = {"do_sample": True, "seed": 4}, 0
     for prompt in prompts(4):
-        ((*tokens,),) = told(engines[0], Request(engines[0], "m", prompt, **sampled))
+        tokens = same(engines, "m", prompt, **sampled)
         stop = next((text for _, _, text, *_ in tokens[ANSWER // 2 :] if text.strip()), None)
         if stop is not None:
-            found = [told(e, Request(e, "m", prompt, stop=[stop], **sampled)) for e in engines]
-            assert found[0] == found[1]
-            assert found[0][0][-1][-1] == "stop"
+            assert same(engines, "m", prompt, stop=[stop], **sampled)[-1][-1] == "stop"
             stopped += 1
     assert stopped
 
 
-def test_texts_of_adapters_are_the_same(
-    engines: list[Engine], folder: Path, tmp_path: Path
-) -> None:
-    for at in range(2):
-        adapter = make_adapter(tmp_path / f"a{at}", folder, seed=at)
-        load(engines, f"a{at}", adapter, folder)
-    before = accepted(engines[1])
-    for i, prompt in enumerate(prompts(4)):
-        found = [told(e, Request(e, f"a{i % 2}", prompt, max_new_tokens=ANSWER)) for e in engines]
-        assert found[0] == found[1]
-    assert accepted(engines[1]) > before
-
-
-def test_texts_of_a_form_are_the_same(engines: list[Engine], tmp_path: Path) -> None:
-    load(engines, "f", make_hugging_face(tmp_path / "f", kind="byte-level", max_length=256))
-    schema = {"type": "array", "items": {"enum": ["긍정", "부정"]}, "minItems": 6, "maxItems": 8}
-    before = accepted(engines[1])
-    for given in ({}, {"do_sample": True, "seed": 2}):
-        for text in ("오늘은", "내일은", "어제는"):
-            without, guessing = (
-                told(e, Request(e, "f", text, max_new_tokens=200, json_schema=schema, **given))
-                for e in engines
-            )
-            assert guessing == without
-    assert accepted(engines[1]) > before
-
-
 def test_no_row_is_longer_than_what_was_reserved_for_it(
-    engines: list[Engine], folder: Path, monkeypatch: pytest.MonkeyPatch
+    engines: list[Engine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    load(engines, "m", folder)
     lengths, run = [], NativeModel.run
 
     def watched(model: NativeModel, pieces: Sequence[Piece]) -> Logits:
@@ -211,6 +183,6 @@ def test_no_row_is_longer_than_what_was_reserved_for_it(
     monkeypatch.setattr(NativeModel, "run", watched)
     for prompt in prompts(3):
         request = Request(engines[1], "m", prompt, max_new_tokens=ANSWER)
-        told(engines[1], request)
+        output(engines[1], request)
         assert max(lengths) < len(request.prompt) + ANSWER
         lengths.clear()

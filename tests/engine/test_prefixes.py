@@ -1,35 +1,30 @@
-"""What is kept of prompts that were answered, for how long, and that no text shows it."""
+"""The prefix cache: what it holds and for how long, and that texts are the same without it."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from engine.engine import Engine
 from engine.prefixes import Prefix, Prefixes, shared_length, to_ids
-from engine.settings import Settings
 from engine.text.prompts import Raw
+from tests.engine.conftest import NewEngine
 from tests.engine.engines import Pause, Request, make_talkative, settle
 from tests.engine.sentences import SENTENCES
 
-CONTEXT = 512
 SEED = 20
-BACKENDS = (("mxnet", "int8"), ("native", "int8"), ("native", "fp32"))
+TEXT = " ".join(SENTENCES)
 
 
-def test_what_two_prompts_share_is_counted_in_tokens() -> None:
+def test_the_shared_length_of_two_prompts_is_counted_in_tokens() -> None:
     ids = to_ids(range(100))
     other = ids.copy()
     other[40] = 7
-    assert shared_length(ids, ids) == 100
-    assert shared_length(ids, other) == 40
-    assert shared_length(ids, ids[:15]) == 15
-    assert shared_length(ids[:0], ids) == 0
+    lengths = [shared_length(ids, b) for b in (ids, other, ids[:15], ids[:0])]
+    assert lengths == [100, 40, 15, 0]
 
 
 @dataclass
@@ -38,10 +33,13 @@ class Row:
     num_bytes: int = 10
 
 
-class Rows:
-    """Stands in for a model: notes which rows are closed and opened."""
+class Cache:
+    """A cache of rows of ten bytes; stands in for their model, too."""
 
-    def __init__(self) -> None:
+    def __init__(self, limit: int = 100) -> None:
+        self.available, self.shortage = limit, 0
+        self.prefixes = Prefixes(limit, lambda: self.available, lambda: self.shortage)
+        self.owner = object()
         self.closed: list[Row] = []
 
     def open_row(self, source: Row, length: int) -> Row:
@@ -50,110 +48,92 @@ class Rows:
     def close_row(self, row: Row) -> None:
         self.closed.append(row)
 
-
-class Store:
-    """Rows of one owner, ten bytes each."""
-
-    def __init__(self, limit: int = 100) -> None:
-        self.available, self.short = limit, 0
-        self.prefixes = Prefixes(limit, lambda: self.available, lambda: self.short)
-        self.owner, self.rows = object(), Rows()
-
-    def keep(self, *ids: int, owner: object = None) -> bool:
+    def add(self, *ids: int, owner: object = None) -> bool:
         row: Any = Row(len(ids))
-        model: Any = self.rows
+        model: Any = self
         return self.prefixes.add(Prefix(owner or self.owner, to_ids(ids), row, model))
 
     @property
-    def kept(self) -> list[list[int]]:
+    def cached(self) -> list[list[int]]:
         """The least recently used is first."""
         return [prefix.ids.tolist() for prefix in self.prefixes._prefixes]
 
 
 def test_the_least_recently_used_row_is_evicted_and_closed() -> None:
-    store = Store(limit=30)
+    cache = Cache(limit=30)
     for i in range(3):
-        store.keep(i, i)
-    assert not store.keep(0)  # is there already, and used now
-    store.keep(7, 7)
-    assert store.kept == [[2, 2], [0, 0], [7, 7]]
-    assert store.prefixes.num_bytes == 30
-    assert len(store.rows.closed) == 1
+        cache.add(i, i)
+    assert not cache.add(0)  # is there already, and used now
+    cache.add(7, 7)
+    assert cache.cached == [[2, 2], [0, 0], [7, 7]]
+    assert (cache.prefixes.num_bytes, len(cache.closed)) == (30, 1)
 
 
-def test_one_that_goes_on_takes_the_place_of_its_beginning() -> None:
-    store = Store()
+def test_a_row_takes_the_place_of_its_own_prefix() -> None:
+    cache = Cache()
     for ids in ([1, 2], [1, 2, 3, 4], [1, 2, 5]):
-        store.keep(*ids)
-    assert store.kept == [[1, 2, 3, 4], [1, 2, 5]]
-    assert not store.keep(1, 2, 3)
+        cache.add(*ids)
+    assert cache.cached == [[1, 2, 3, 4], [1, 2, 5]]
+    assert not cache.add(1, 2, 3)
 
 
 def test_a_row_begins_with_the_longest_match_of_the_same_owner() -> None:
-    store, other = Store(), object()
+    cache, other = Cache(), object()
     for ids in ([1, 2, 3, 4], [9]):
-        store.keep(*ids)
-    store.keep(1, 2, 3, 4, 5, owner=other)
+        cache.add(*ids)
+    cache.add(1, 2, 3, 4, 5, owner=other)
     wanted = to_ids([1, 2, 3, 9])
-    assert store.prefixes.open_row(store.owner, wanted, more_than=3) is None
-    row = store.prefixes.open_row(store.owner, wanted)
+    assert cache.prefixes.open_row(cache.owner, wanted, more_than=3) is None
+    row = cache.prefixes.open_row(cache.owner, wanted)
     assert row is not None
     assert row.length == 3
-    assert store.kept[-1] == [1, 2, 3, 4]  # it was used last
-    assert store.prefixes.open_row(store.owner, to_ids([8, 2])) is None
+    assert cache.cached[-1] == [1, 2, 3, 4]  # it was used last
+    assert cache.prefixes.open_row(cache.owner, to_ids([8, 2])) is None
+    assert cache.prefixes.bytes_of(other) == 10
+    cache.prefixes.drop(cache.owner)
+    assert (cache.prefixes.num_bytes, cache.prefixes.bytes_of(cache.owner)) == (10, 0)
 
 
 def test_rows_are_evicted_where_anything_else_needs_the_memory() -> None:
-    store = Store()
+    cache = Cache()
     for i in range(6):
-        store.keep(i)
-    store.available = 35
-    assert store.prefixes.shrink() == 30
-    assert store.kept == [[3], [4], [5]]
-    assert store.prefixes.shrink(wanted=15) == 20
-    assert store.kept == [[5]]
-    store.available = -1000
-    assert store.prefixes.shrink() == 10
-    assert not store.keep(7)
-    assert store.prefixes.num_bytes == 0
-
-
-def test_nothing_is_kept_where_others_are_short_of_memory() -> None:
-    store = Store()
-    for i in range(4):
-        store.keep(i)
-    store.short = 15
-    assert not store.keep(7)
-    assert store.kept == [[2], [3]]
-
-
-def test_an_owner_that_goes_leaves_nothing() -> None:
-    store, other = Store(), object()
-    store.keep(1)
-    store.keep(1, owner=other)
-    assert store.prefixes.bytes_of(other) == 10
-    store.prefixes.drop(store.owner)
-    assert (store.prefixes.num_bytes, store.prefixes.bytes_of(store.owner)) == (10, 0)
+        cache.add(i)
+    cache.available = 35
+    assert cache.prefixes.shrink() == 30
+    assert cache.cached == [[3], [4], [5]]
+    cache.shortage = 15
+    assert not cache.add(7)
+    assert cache.cached == [[5]]
+    cache.available = -1000
+    assert cache.prefixes.shrink() == 10
+    assert not cache.add(7)
+    assert cache.prefixes.num_bytes == 0
 
 
 # In the engine
 
 
 @pytest.fixture(scope="module")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_talkative(tmp_path_factory.mktemp("prefixes") / "model", max_length=CONTEXT)
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(make_talkative(tmp_path_factory.mktemp("prefixes") / "model", max_length=512))
 
 
-def make_engine(backend: str, precision: str, **settings: Any) -> Engine:
-    return Engine(Settings(memory_mib=96, backend=backend, precision=precision, **settings))
+def start(new_engine: NewEngine, model_dir: str, mib: int, **settings: Any) -> Engine:
+    options = {"backend": "native", "precision": "int8", **settings}
+    engine = new_engine(memory_mib=96, prefix_cache_mib=mib, **options)
+    engine.load("m", model_dir)
+    return engine
 
 
 @pytest.fixture
-def engine(model_dir: Path) -> Iterator[Engine]:
-    made = make_engine("native", "int8")
-    made.load("m", str(model_dir))
-    yield made
-    made.close()
+def engine(new_engine: NewEngine, model_dir: str) -> Engine:
+    return start(new_engine, model_dir, 512)
+
+
+def ask(engine: Engine, text: Any = TEXT, new: int = 2, **given: Any) -> Request:
+    request = Request(engine, "m", text, max_new_tokens=new, **given).wait()
+    settle(engine)  # its row is cached after it was answered
+    return request
 
 
 def cached(request: Request) -> int:
@@ -194,106 +174,82 @@ def answers(engine: Engine, texts: list[str]) -> list[Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("backend", "precision"), BACKENDS)
-def test_texts_are_what_they_are_without_what_is_kept(
-    model_dir: Path, backend: str, precision: str
+@pytest.mark.parametrize(
+    ("backend", "precision"), [("mxnet", "int8"), ("native", "int8"), ("native", "fp32")]
+)
+def test_texts_are_those_without_the_cache(
+    model_dir: str, new_engine: NewEngine, backend: str, precision: str
 ) -> None:
+    without, caching = (
+        start(new_engine, model_dir, mib, backend=backend, precision=precision) for mib in (0, 512)
+    )
     texts = prompts(48)
-    engines = [make_engine(backend, precision, prefix_cache_mib=mib) for mib in (0, 512)]
-    for engine in engines:
-        engine.load("m", str(model_dir))
-    without, reusing = (answers(engine, texts) for engine in engines)
-    assert reusing == without
-    (never,), (often,) = (engine.models() for engine in engines)
+    assert answers(caching, texts) == answers(without, texts)
+    (never,), (often,) = without.models(), caching.models()
     assert (never["cached_tokens"], never["prefix_bytes"]) == (0, 0)
     assert often["prompt_tokens"] == never["prompt_tokens"]
     assert often["cached_tokens"] > 0.3 * often["prompt_tokens"]
     assert often["prefix_bytes"] > 0
-    for engine in engines:
-        engine.close()
 
 
 def test_a_prompt_that_begins_like_an_answered_one_computes_the_rest(engine: Engine) -> None:
-    first = Request(engine, "m", " ".join(SENTENCES), max_new_tokens=3)
+    first = ask(engine)
     assert cached(first) == 0
-    settle(engine)
-    again = Request(engine, "m", " ".join([*SENTENCES, *SENTENCES[:3]]), max_new_tokens=3)
+    again = ask(engine, " ".join([TEXT, *SENTENCES[:3]]))
     assert cached(again) == len(first.prompt)
-    settle(engine)
     (found,) = engine.models()
     assert found["cached_tokens"] == cached(again)
     assert found["prefix_bytes"] == engine.statistics()["prefix_bytes"] > 0
-
-
-def test_prompts_that_come_together_share_what_is_kept(engine: Engine) -> None:
-    text = " ".join(SENTENCES)
-    ids = Request(engine, "m", text, max_new_tokens=3).wait().prompt
-    settle(engine)
     with Pause(engine):
-        together = [Request(engine, "m", f"{text} {end}", max_new_tokens=30) for end in SENTENCES]
-    assert min(cached(request) for request in together) >= len(ids)
-
-
-def ask(engine: Engine, ids: list[int], new: int) -> Request:
-    """A prompt of ids that no tokenizer cuts anew."""
-    return Request(engine, "m", Raw(ids), max_new_tokens=new).wait()
+        together = [Request(engine, "m", f"{TEXT} {s}", max_new_tokens=30) for s in SENTENCES]
+    assert min(map(cached, together)) >= len(first.prompt)
 
 
 def test_an_answer_that_comes_back_in_the_next_prompt_is_not_computed_again(
-    engine: Engine, model_dir: Path
+    engine: Engine, new_engine: NewEngine, model_dir: str
 ) -> None:
-    plain = make_engine("native", "int8", prefix_cache_mib=0)
-    plain.load("m", str(model_dir))
+    without = start(new_engine, model_dir, 0)
     rng = random.Random(SEED)  # noqa: S311
     for _ in range(3):  # chats
         history: list[int] = []
         for turn in range(4):
             before = len(history)
             history += [rng.randrange(4, 150) for _ in range(20)]
-            request, without = (ask(one, history, 37) for one in (engine, plain))
-            assert request.ids() == without.ids()
+            request = ask(engine, Raw(history), 37)
+            assert request.ids() == ask(without, Raw(history), 37).ids()
             assert cached(request) >= before - 1 if turn else cached(request) == 0
             history += request.ids()
-            settle(engine)
     assert engine.models()[0]["kv_bytes"] == 0
-    plain.close()
 
 
 def test_a_prompt_whose_tokens_are_scored_is_computed_whole(engine: Engine) -> None:
-    text = " ".join(SENTENCES)
-    given: dict[str, Any] = {"max_new_tokens": 2, "decoder_input_details": True, "logprobs": 1}
-    first = Request(engine, "m", text, **given).wait()
-    settle(engine)
-    Request(engine, "m", text, max_new_tokens=2).wait()
-    settle(engine)
-    again = Request(engine, "m", text, **given).wait()
+    first = ask(engine, decoder_input_details=True, logprobs=1)
+    ask(engine)
+    again = ask(engine, decoder_input_details=True, logprobs=1)
     assert cached(again) == 0
     assert again.tokens[0].prefill == first.tokens[0].prefill
 
 
 def test_an_unloaded_model_leaves_nothing_and_the_next_of_its_name_finds_nothing(
-    engine: Engine, model_dir: Path
+    engine: Engine, model_dir: str
 ) -> None:
-    text = " ".join(SENTENCES)
-    Request(engine, "m", text, max_new_tokens=2).wait()
-    settle(engine)
+    ask(engine)
     assert engine.statistics()["prefix_bytes"] > 0
     engine.unload("m")
     assert engine.statistics()["prefix_bytes"] == 0
-    engine.load("m", str(model_dir))
-    assert cached(Request(engine, "m", text, max_new_tokens=2)) == 0
+    engine.load("m", model_dir)
+    assert cached(ask(engine)) == 0
 
 
-def test_another_models_load_has_the_memory_first(engine: Engine, model_dir: Path) -> None:
-    Request(engine, "m", " ".join(SENTENCES), max_new_tokens=2).wait()
-    settle(engine)
+def test_another_models_load_has_the_memory_first(engine: Engine, model_dir: str) -> None:
+    ask(engine)
     (model,) = engine._models.values()
-    row = model.core.row_bytes
-    engine.budget.total_bytes = 2 * model.core.reserved_bytes + row
-    engine.load("other", str(model_dir))
+    row, size = model.core.row_bytes, model.core.reserved_bytes
+    engine.budget.total_bytes = 2 * size + row
+    engine.load("other", model_dir)
     assert engine.statistics()["prefix_bytes"] <= row
     assert Request(engine, "other", SENTENCES[0], max_new_tokens=2).wait().error is None
-    assert {said["residency"] for said in engine.models()} == {"hot"}
-    engine.budget.total_bytes = 2 * model.core.reserved_bytes + 1
+    assert {model["residency"] for model in engine.models()} == {"hot"}
+    engine.budget.total_bytes = 2 * size + 1
     engine._prefixes.shrink()
     assert engine.statistics()["prefix_bytes"] == 0

@@ -1,4 +1,4 @@
-"""What is forbidden, or made less likely, is what plain definitions over all ids say."""
+"""Rules forbid tokens, or make them less likely, as plain definitions over all ids do."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from common.parameters import Parameters
 from engine.engine import Engine
 from engine.rules import FORBIDDEN, rules_of
 from engine.sampling import Sampler
-from engine.settings import Settings
 from engine.text.phrases import Phrases
 from engine.text.table import BYTES, RUNS, SEPARATE, Table
+from tests.engine.conftest import NewEngine
 from tests.engine.engines import Request, make_talkative
 
 VOCAB = 12
@@ -49,27 +49,17 @@ def forbidden(ids: list[int], prompt: int, **options: Any) -> set[int]:
 
 
 def cuts(ids: list[int]) -> Iterator[int]:
-    """Lengths of a prompt: none of what a rule says depends on it."""
+    """Lengths of the prompt, on which no rule depends."""
     return iter(sorted({1, len(ids) // 2 or 1, len(ids)}))
 
 
-# No n tokens twice
-
-
-@given(Histories, st.integers(1, 5))
+@given(Histories, st.sampled_from([1, 2, 3, 4, 5, 1_000_000]))
 def test_no_ngram_is_completed_a_second_time(ids: list[int], size: int) -> None:
     seen = {tuple(ids[i : i + size]) for i in range(len(ids) - size + 1)}
     before = tuple(ids[len(ids) - size + 1 :]) if size > 1 else ()
     expected = {t for t in range(VOCAB) if (*before, t) in seen}
     for prompt in cuts(ids):
         assert forbidden(ids, prompt, no_repeat_ngram_size=size) == expected
-
-
-def test_ngrams_longer_than_the_text_forbid_nothing() -> None:
-    assert forbidden([3, 3], 1, no_repeat_ngram_size=1_000_000) == set()
-
-
-# Lists of ids
 
 
 def test_lists_of_ids_are_not_completed() -> None:
@@ -80,27 +70,17 @@ def test_lists_of_ids_are_not_completed() -> None:
     assert forbidden([3, 0], 1, bad_words_ids=lists) == {9, 6}
 
 
-# Texts
-
-
-def written(ids: list[int]) -> bytes:
-    return TABLE.join(ids)
-
-
 @given(
     Histories, st.lists(st.text("가나다라ab\n ", min_size=1, max_size=4), min_size=1, max_size=4)
 )
-def test_a_token_is_forbidden_where_a_text_would_end_in_it(
-    ids: list[int], words: list[str]
-) -> None:
-    before = written(ids)
-    expected = set()
-    for token in range(VOCAB):
-        after, first = written([*ids, token]), {word: len(before) for word in words}
-        for word in first:
-            begin = max(len(before) - len(word.encode()) + 1, 0)
-            if after.find(word.encode(), begin) >= 0:
-                expected.add(token)
+def test_a_token_is_forbidden_where_a_text_would_end(ids: list[int], words: list[str]) -> None:
+    begin = len(TABLE.join(ids)) + 1
+    expected = {
+        token
+        for token in range(VOCAB)
+        for word in map(str.encode, words)
+        if TABLE.join([*ids, token]).find(word, max(begin - len(word), 0)) >= 0
+    }
     for prompt in cuts(ids):
         assert forbidden(ids, prompt, bad_words=tuple(words)) == expected
 
@@ -113,7 +93,6 @@ def test_a_text_is_forbidden_however_it_is_cut_into_tokens() -> None:
     byte_ids = range(len(vocabulary), len(pieces))
     for kind, ids in ((BYTES, ()), (RUNS, byte_ids), (SEPARATE, byte_ids)):
         table = Table(kind, pieces, (), ids)
-        rules = rules_of(Parameters(bad_words=("나쁜말",)), [3], set(), partial(Phrases, table))
         banned = 0
         for answer in itertools.product(range(len(pieces)), repeat=3):
             rules = rules_of(Parameters(bad_words=("나쁜말",)), [7], set(), partial(Phrases, table))
@@ -140,31 +119,21 @@ def test_what_is_no_text_holds_no_word() -> None:
     assert forbidden([3, 1], 1, bad_words=("가나",)) == {4, 5, 6}
 
 
-# As many tokens as are wanted
-
-
 def test_no_end_token_comes_before_there_are_enough_tokens() -> None:
     for new in range(5):
         expected = {0} if new < 3 else set()
         assert forbidden([5, 5, *[4] * new], 2, min_new_tokens=3) == expected
     assert forbidden([5], 1, min_new_tokens=3, ignore_eos=True) == set()
-
-
-def test_end_tokens_outside_of_the_vocabulary_do_no_harm() -> None:
+    # One outside of the vocabulary does no harm.
     [rule] = rules_of(Parameters(min_new_tokens=1), [1], {-1, 2, 10**9}, partial(Phrases, TABLE))
     logits = np.zeros(VOCAB, np.float32)
     rule(logits, np.array([1]))
     assert np.flatnonzero(logits).tolist() == [2]
 
 
-# DRY
-
-
 def dry(ids: list[int], breakers: set[int], p: Parameters) -> NDArray[np.float64]:
     """What each token's logit loses, by its definition: `breakers` are tokens."""
-    window = ids if p.dry_penalty_last_n < 0 else ids[len(ids) - p.dry_penalty_last_n :]
-    if p.dry_penalty_last_n > len(ids):
-        window = ids
+    window = ids if p.dry_penalty_last_n < 0 else ids[-p.dry_penalty_last_n :]
     unbroken = next((n for n, t in enumerate(reversed(ids)) if t in breakers), len(ids))
     found = np.zeros(VOCAB)
     for end in range(1, len(window)):
@@ -183,15 +152,9 @@ def dry(ids: list[int], breakers: set[int], p: Parameters) -> NDArray[np.float64
     st.sampled_from([-1, 1, 5, 12, 100]),
     st.sampled_from([1.0, 1.75, 3.0]),
 )
-def test_what_goes_on_with_a_repetition_is_less_likely(
-    ids: list[int], allowed: int, last: int, base: float
-) -> None:
-    options: dict[str, Any] = {
-        "dry_multiplier": 0.8,
-        "dry_base": base,
-        "dry_allowed_length": allowed,
-        "dry_penalty_last_n": last,
-    }
+def test_a_repetition_is_less_likely(ids: list[int], allowed: int, last: int, base: float) -> None:
+    options: dict[str, Any] = {"dry_multiplier": 0.8, "dry_base": base}
+    options |= {"dry_allowed_length": allowed, "dry_penalty_last_n": last}
     for texts, breakers in ((("\n", ":"), {2, 8}), ((), set()), (("나",), {4, 5, 6})):
         p = Parameters(**options, dry_sequence_breakers=texts)
         expected = -dry(ids, breakers, p)
@@ -222,15 +185,12 @@ def test_a_penalty_without_bounds_is_a_ban() -> None:
     assert np.count_nonzero(found) == 1
 
 
-# With sampling
-
-
 @pytest.mark.parametrize(
     "options",
     [{}, {"do_sample": True}, {"temperature": 1e-6}, {"temperature": 100.0}, {"top_k": 50},
      {"top_p": 0.9999}, {"min_p": 0.01}, {"typical_p": 0.9}, {"top_k": 5000, "typical_p": 0.9}],
 )  # fmt: skip
-def test_what_is_forbidden_is_never_drawn_and_logprobs_are_the_models(
+def test_forbidden_tokens_are_never_drawn_and_change_no_logprobs(
     options: dict[str, Any],
 ) -> None:
     rng = np.random.default_rng(1)
@@ -258,62 +218,51 @@ def test_a_token_is_chosen_where_all_are_forbidden() -> None:
         assert 0 <= token < VOCAB
 
 
-def test_without_any_there_are_no_rules() -> None:
-    assert rules_of(Parameters(), [1], {0}, partial(Phrases, TABLE)) == []
-
-
 # In the engine
 
 
-@pytest.fixture(scope="module")
-def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
-    engine = Engine(Settings(backend="native", precision="fp32", memory_mib=256))
-    try:
-        engine.load("m", str(make_talkative(tmp_path_factory.mktemp("models") / "m", vocab=160)))
-        yield engine
-    finally:
-        engine.close()
+@pytest.fixture
+def engine(new_engine: NewEngine, tmp_path: Path) -> Engine:
+    engine = new_engine(backend="native", precision="fp32", memory_mib=256)
+    engine.load("m", str(make_talkative(tmp_path / "m", vocab=160)))
+    return engine
 
 
-PROMPT = "오늘은"
+def ask(engine: Engine, new: int, name: str = "m", **given: Any) -> Request:
+    return Request(engine, name, "오늘은", max_new_tokens=new, **given).wait()
 
 
 @pytest.mark.parametrize("sampled", [{}, {"seed": 3}, {"seed": 3, "temperature": 2, "top_k": 20}])
 def test_answers_do_not_hold_what_is_forbidden(engine: Engine, sampled: dict[str, Any]) -> None:
-    free = Request(engine, "m", PROMPT, max_new_tokens=40, **sampled).wait().text()
-    words: set[str] = set()
-    text = free
+    text = free = ask(engine, 40, **sampled).text()
+    words: list[str] = []
     for _ in range(20):  # as long as the answer finds others
-        words |= {text[at : at + 3] for at in range(0, len(text) - 3, 5)}
-        found = Request(
-            engine, "m", PROMPT, max_new_tokens=40, bad_words=sorted(words)[:256], **sampled
-        )
-        text = found.wait().text()
+        words += [text[at : at + 3] for at in range(0, len(text) - 3, 5)]
+        words = sorted(set(words))[:256]
+        found = ask(engine, 40, bad_words=words, **sampled)
+        text = found.text()
         assert found.error is None
-        assert not [word for word in sorted(words)[:256] if word in text]
+        assert not [word for word in words if word in text]
     assert text != free
 
 
 def test_no_answer_repeats_what_it_may_not(engine: Engine) -> None:
-    free = Request(engine, "m", PROMPT, max_new_tokens=60).wait().ids()
-    ids = Request(engine, "m", PROMPT, max_new_tokens=60, no_repeat_ngram_size=2).wait().ids()
-    assert len(set(itertools.pairwise(free))) < 59
-    assert len(set(itertools.pairwise(ids))) == 59
-    dry = Request(engine, "m", PROMPT, max_new_tokens=60, dry_multiplier=5).wait().ids()
-    assert len(set(itertools.pairwise(dry))) > len(set(itertools.pairwise(free)))
+    free, ngrams, dry = (
+        len(set(itertools.pairwise(ask(engine, 60, **given).ids())))
+        for given in ({}, {"no_repeat_ngram_size": 2}, {"dry_multiplier": 5})
+    )
+    assert free < ngrams == 59
+    assert free < dry
 
 
 def test_an_answer_has_as_many_tokens_as_are_wanted(engine: Engine, tmp_path: Path) -> None:
-    likely = Request(engine, "m", PROMPT, max_new_tokens=9).wait().ids()[-1]
-    ends = make_talkative(tmp_path / "ends", vocab=160, end_like=likely)
+    ends = make_talkative(tmp_path / "ends", vocab=160, end_like=ask(engine, 9).ids()[-1])
     engine.load("ends", str(ends))
-    first = Request(engine, "ends", PROMPT, max_new_tokens=60).wait()
+    first = ask(engine, 60, "ends")
     assert first.finish_reason() == "stop"
     count = len(first.ids()) + 5
-    longer = Request(engine, "ends", PROMPT, max_new_tokens=60, min_tokens=count).wait()
-    assert len(longer.ids()) >= count
-    text = Request(engine, "m", PROMPT, max_new_tokens=3).wait().text()
-    stopped = {"stop": [text[:1]], "max_new_tokens": 3}
-    assert not Request(engine, "m", PROMPT, **stopped).wait().text()
-    kept = Request(engine, "m", PROMPT, **stopped, min_tokens=3).wait()
-    assert (kept.text(), kept.finish_reason()) == (text, "length")
+    assert len(ask(engine, 60, "ends", min_tokens=count).ids()) >= count
+    text = ask(engine, 3).text()
+    assert not ask(engine, 3, stop=[text[:1]]).text()
+    longer = ask(engine, 3, stop=[text[:1]], min_tokens=3)
+    assert (longer.text(), longer.finish_reason()) == (text, "length")

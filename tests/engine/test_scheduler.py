@@ -1,9 +1,8 @@
-"""Which sequences get a row, what a pass computes, and what becomes of the memory."""
+"""Which sequences get a row, what a pass computes, and how memory is reserved and given back."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +11,12 @@ import pytest
 
 from common.errors import DeadlineExceeded, EngineError, OutOfMemory
 from common.parameters import Parameters
-from engine.artifacts.artifact import Artifact
 from engine.artifacts.open import open_artifact
-from engine.backends.interface import BackendModel
 from engine.budget import Budget
 from engine.native.model import NativeModel
 from engine.native.prepared import prepared
 from engine.prefixes import Prefixes
-from engine.scheduler import Batch, Scheduled
+from engine.scheduler import Batch
 from engine.sequence import Sequence, State, Token
 from tests.engine.models import make_artifact
 
@@ -28,25 +25,16 @@ VOCAB = 200
 TURN = 64
 
 
-def load_native(artifact: Artifact) -> BackendModel:
-    return NativeModel(prepared(artifact, "int8", None))
-
-
 class Bench:
-    """A batch on a real small model, stepped by hand."""
+    """A batch on a small real model, stepped by hand."""
 
     def __init__(
-        self,
-        path: Path,
-        max_rows: int = 4,
-        budget_tokens: int = 100_000,
-        kept_tokens: int = 0,
-        load: Callable[[Artifact], BackendModel] = load_native,
+        self, path: Path, max_rows: int = 4, budget_tokens: int = 100_000, cached_tokens: int = 0
     ) -> None:
-        self.model = load(open_artifact(path))
+        self.model = NativeModel(prepared(open_artifact(path), "int8", None))
         self.token_bytes = self.model.kv_bytes_for([16]) // 16
         self.budget = Budget(budget_tokens * self.token_bytes)
-        self.prefixes = Prefixes(kept_tokens * self.token_bytes, lambda: self.budget.free_bytes)
+        self.prefixes = Prefixes(cached_tokens * self.token_bytes, lambda: self.budget.free_bytes)
         self.budget.on_growth = self.prefixes.shrink
         self.batch = Batch(max_rows, self.budget, self.prefixes)
         self.batch.open(self.model, 0)
@@ -57,23 +45,22 @@ class Bench:
         return self.queue_prompt(prompt, new, **options)
 
     def queue_prompt(
-        self, prompt: list[int], new: int = 4, answers: int = 1, **options: Any
+        self,
+        prompt: list[int],
+        new: int = 4,
+        answers: int = 1,
+        batch: Batch | None = None,
+        **options: Any,
     ) -> Sequence:
         emitted: list[Token | EngineError] = []
-        sequence = Sequence(
-            prompt=prompt,
-            parameters=Parameters(max_new_tokens=new, num_return_sequences=answers),
-            max_length=CONTEXT,
-            stop_ids=frozenset(),
-            emit=emitted.append,
-            **options,
-        )
+        parameters = Parameters(max_new_tokens=new, num_return_sequences=answers)
+        sequence = Sequence(prompt, parameters, CONTEXT, frozenset(), emitted.append, **options)
         sequence.emitted = emitted  # type: ignore[attr-defined]
-        self.batch.waiting.append(sequence)
+        (batch or self.batch).waiting.append(sequence)
         return sequence
 
-    def step(self, prefill_tokens: int = TURN) -> list[Scheduled]:
-        """As the engine does it."""
+    def step(self, prefill_tokens: int = TURN) -> list[int]:
+        """A step as the loop does it; returns the tokens of its pieces."""
         scheduled = self.batch.schedule(prefill_tokens)
         logits, at = self.model.run([part.piece for part in scheduled]), 0
         for part in scheduled:
@@ -89,7 +76,7 @@ class Bench:
                         one.send(token)
         self.batch.close_finished()
         self.check()
-        return scheduled
+        return [len(part.piece.ids) for part in scheduled]
 
     def check(self) -> None:
         """What holds between any two steps."""
@@ -101,11 +88,11 @@ class Bench:
         assert self.budget.kv_bytes == self.model.kv_bytes_for([s.max_tokens for s in running])
         assert self.budget.kv_bytes >= self.model.kv_bytes - self.prefixes.num_bytes
 
-    def run(self) -> None:
-        for _ in range(2000):
+    def run(self, *turns: int) -> None:
+        for i in range(2000):
             if not self.batch.has_work:
                 return
-            self.step()
+            self.step(turns[i % len(turns)] if turns else TURN)
         raise AssertionError("the batch was never done")
 
 
@@ -120,50 +107,42 @@ def bench(path: Path) -> Bench:
     return Bench(path)
 
 
-def error_of(sequence: Sequence) -> Any:
-    return sequence.emitted[-1]  # type: ignore[attr-defined]
+def emitted(sequence: Sequence) -> list[Any]:
+    return sequence.emitted  # type: ignore[attr-defined,no-any-return]
 
 
-def sizes(scheduled: list[Scheduled]) -> list[int]:
-    return [len(part.piece.ids) for part in scheduled]
+def states(*sequences: Sequence) -> list[State]:
+    return [sequence.state for sequence in sequences]
 
 
 def test_prompts_and_running_rows_share_a_pass(bench: Bench) -> None:
     first = bench.queue(5, new=9)
-    assert sizes(bench.step()) == [5]
+    assert bench.step() == [5]
     second, third = bench.queue(7, seed=1), bench.queue(3, seed=2)
-    assert sizes(bench.step()) == [1, 7, 3]
+    assert bench.step() == [1, 7, 3]
     assert [s.num_new for s in (first, second, third)] == [2, 1, 1]
 
 
-def test_a_long_prompt_is_cut_where_the_turn_ends(bench: Bench) -> None:
+def test_a_long_prompt_is_cut_where_the_turn_ends_and_the_next_one_waits(
+    bench: Bench,
+) -> None:
     running = bench.queue(3, new=50)
     bench.step()
-    long = bench.queue(100, seed=1)
-    cut = [sizes(bench.step(tokens)) for tokens in (30, 1, TURN, TURN)]
-    assert cut == [[1, 30], [1, 1], [1, 64], [1, 5]]
-    assert (long.num_new, running.num_new) == (1, 5)
+    long, late = bench.queue(100, seed=1), bench.queue(5, seed=2)
+    assert [bench.step(tokens) for tokens in (30, 1, TURN)] == [[1, 30], [1, 1], [1, 64]]
+    assert late.state is State.WAITING
+    assert bench.step() == [1, 5, 5]
+    assert (long.num_new, late.num_new, running.num_new) == (1, 1, 5)
 
 
 def test_a_prompts_text_does_not_depend_on_where_it_is_cut(path: Path) -> None:
-    texts = []
+    texts = set()
     for turns in ([TURN], [1], [63, 2, 17]):
         bench = Bench(path)
         sequence = bench.queue(150, new=20)
-        for i in range(200):
-            if not bench.batch.has_work:
-                break
-            bench.step(turns[i % len(turns)])
-        texts.append(sequence.ids)
-    assert texts[0] == texts[1] == texts[2]
-
-
-def test_a_prompt_waits_for_an_unfinished_one(bench: Bench) -> None:
-    bench.queue(TURN + 10)
-    late = bench.queue(5, seed=1)
-    assert sizes(bench.step()) == [TURN]
-    assert late.state is State.WAITING
-    assert sizes(bench.step()) == [10, 5]
+        bench.run(*turns)
+        texts.add(tuple(sequence.ids))
+    assert len(texts) == 1
 
 
 @pytest.mark.parametrize("length", [5, TURN, TURN + 10])
@@ -179,9 +158,9 @@ def test_answers_to_one_prompt_have_it_computed_once(path: Path, length: int, ne
     assert [s.ids for s in several] == [alone.ids[: length + new]] * 7
 
 
-def test_a_prompt_begins_with_what_a_running_row_has_computed(path: Path) -> None:
-    """Its answer, too: a token is the same, computed alone or in a prompt."""
-    bench = Bench(path, kept_tokens=1)
+def test_a_prompt_begins_with_the_tokens_that_a_running_row_has_computed(path: Path) -> None:
+    """Those of its answer, too: a token is the same, computed alone or in a prompt."""
+    bench = Bench(path, cached_tokens=1)
     first = bench.queue(40, new=30)
     for _ in range(8):
         bench.step()
@@ -193,29 +172,15 @@ def test_a_prompt_begins_with_what_a_running_row_has_computed(path: Path) -> Non
     assert alone.ids[45:51] == first.ids[45:51]
 
 
-def test_prompts_start_in_the_order_of_the_queue(bench: Bench) -> None:
-    queued = [bench.queue(5, new=3 + i, seed=i) for i in range(7)]
+def test_prompts_start_in_the_order_of_the_queue_as_rows_get_free(bench: Bench) -> None:
+    queued = [bench.queue(1 + 40 * i, new=3 + i, seed=i) for i in range(9)]
     started: list[Sequence] = []
     while bench.batch.has_work:
         bench.step()
         started += [s for s in queued if s.num_new and s not in started]
+        assert len(bench.batch.running) <= 4
     assert started == queued
-
-
-def test_no_more_rows_are_used_than_there_are(bench: Bench) -> None:
-    for seed in range(9):
-        bench.queue(5, seed=seed)
-    bench.step()
-    assert (len(bench.batch.running), len(bench.batch.waiting)) == (4, 5)
-    bench.run()
-
-
-def test_all_memory_is_given_back_when_all_are_done(bench: Bench) -> None:
-    for seed in range(9):
-        bench.queue(1 + 40 * seed, new=2 + seed, seed=seed)
-    bench.run()
-    assert bench.budget.kv_bytes == 0
-    assert bench.model.kv_bytes == 0
+    assert (bench.budget.kv_bytes, bench.model.kv_bytes) == (0, 0)
 
 
 def test_memory_is_reserved_for_a_sequence_at_its_longest(bench: Bench) -> None:
@@ -227,92 +192,72 @@ def test_memory_is_reserved_for_a_sequence_at_its_longest(bench: Bench) -> None:
     assert bench.budget.kv_bytes == (32 + CONTEXT) * bench.token_bytes
 
 
-def test_a_sequence_waits_until_there_is_memory_for_it(path: Path) -> None:
-    bench = Bench(path, budget_tokens=50)
-    first, second = bench.queue(10, new=20), bench.queue(10, new=15, seed=1)
+def test_a_sequence_waits_for_memory_or_fails_if_it_can_never_have_it(
+    path: Path,
+) -> None:
+    bench = Bench(path, budget_tokens=130)
+    first, large = bench.queue(10, new=60), bench.queue(10, new=80, seed=1)
     bench.step()
-    assert (first.state, second.state) == (State.DECODE, State.WAITING)
+    assert states(first, large) == [State.DECODE, State.WAITING]
     bench.run()
-    assert second.num_new == 15
+    assert large.num_new == 80
+    running = bench.queue(10, new=20)
+    too_large, behind = bench.queue(10, new=121), bench.queue(10, new=10, seed=2)
+    bench.step()
+    assert isinstance(emitted(too_large)[-1], OutOfMemory)
+    assert states(running, behind) == [State.DECODE, State.DECODE]
+    bench.run()
+    assert (running.num_new, behind.num_new) == (20, 10)
     assert bench.budget.kv_bytes == 0
 
 
-def test_a_sequence_that_could_never_have_memory_fails_at_once(path: Path) -> None:
-    bench = Bench(path, budget_tokens=130)
-    running = bench.queue(10, new=20)
-    too_big, behind = bench.queue(10, new=121), bench.queue(10, new=10, seed=2)
-    bench.step()
-    assert isinstance(error_of(too_big), OutOfMemory)
-    assert (running.state, behind.state) == (State.DECODE, State.DECODE)
-    bench.run()
-    assert (running.num_new, behind.num_new) == (20, 10)
-
-
-def test_a_large_request_is_not_overtaken_for_ever_by_small_ones_of_another_model(
-    path: Path,
-) -> None:
+@pytest.mark.parametrize("cancelled", [False, True])
+def test_a_large_request_is_not_overtaken_by_another_models(path: Path, cancelled: bool) -> None:
+    """Where there is memory for a later and smaller one, that waits until the large one has begun
+    or has been cancelled."""
     bench = Bench(path, budget_tokens=128)
     other = Batch(4, bench.budget, bench.prefixes)
     other.open(bench.model, 0)
     small = [bench.queue(10, new=20, seed=i) for i in range(3)]
     bench.batch.schedule(TURN)
-    large = bench.queue(10, new=110, seed=9)
-    bench.batch.waiting.remove(large)
-    other.waiting.append(large)
+    large = bench.queue(10, new=110, seed=9, batch=other)
     assert not other.schedule(TURN)  # three rows have 96 of 128 tokens
     late = bench.queue(10, new=20, seed=5)
     small[0].cancelled = True
     bench.batch.schedule(TURN)
-    assert late.state is State.WAITING  # there is space for it, but it came later
-    for sequence in small:
-        sequence.cancelled = True
-    bench.batch.schedule(TURN)
-    assert [part.sequence for part in other.schedule(TURN)] == [large]
+    assert late.state is State.WAITING
+    if not cancelled:
+        for sequence in small:
+            sequence.cancelled = True
+        bench.batch.schedule(TURN)
+        assert [part.sequence for part in other.schedule(TURN)] == [large]
     large.cancelled = True
     other.drop_expired()
-    assert [part.sequence for part in bench.batch.schedule(TURN)] == [late]
-
-
-def test_a_request_that_gives_up_makes_no_other_wait(path: Path) -> None:
-    bench = Bench(path, budget_tokens=128)
-    other = Batch(4, bench.budget, bench.prefixes)
-    other.open(bench.model, 0)
-    running = bench.queue(10, new=20)
-    bench.batch.schedule(TURN)
-    large = bench.queue(10, new=110, seed=9)
-    bench.batch.waiting.remove(large)
-    other.waiting.append(large)
-    other.schedule(TURN)
-    large.cancelled = True
-    other.drop_expired()
-    late = bench.queue(10, new=20, seed=1)
-    bench.batch.schedule(TURN)
-    assert [running.state, late.state] == [State.PREFILL, State.PREFILL]
+    assert late in [part.sequence for part in bench.batch.schedule(TURN)]
 
 
 def test_a_cancelled_sequence_is_gone_at_the_next_step_and_emits_nothing(bench: Bench) -> None:
     running, other = bench.queue(5, new=50), bench.queue(5, new=50, seed=1)
     waiting = [bench.queue(5, seed=i) for i in range(4)]
     bench.step()
-    emitted = len(running.emitted)  # type: ignore[attr-defined]
+    before = len(emitted(running))
     running.cancelled = waiting[-1].cancelled = True
     bench.step()
     assert running not in bench.batch.running
     assert waiting[-1] not in bench.batch.waiting
-    assert len(running.emitted) == emitted  # type: ignore[attr-defined]
+    assert len(emitted(running)) == before
     assert other.state is State.DECODE
 
 
-def test_a_sequence_that_is_late_fails_wherever_it_is(bench: Bench) -> None:
+def test_a_sequence_past_its_deadline_fails_wherever_it_is(bench: Bench) -> None:
     in_time = bench.queue(5, new=50)
-    prefilling = bench.queue(TURN, deadline=time.monotonic() + 3600)
-    waiting = bench.queue(5, deadline=time.monotonic() + 3600)
+    late = [bench.queue(n, deadline=time.monotonic() + 3600) for n in (TURN, 5)]
     bench.step()
-    assert (prefilling.state, waiting.state) == (State.PREFILL, State.WAITING)
-    prefilling.deadline = waiting.deadline = time.monotonic()
+    assert states(*late) == [State.PREFILL, State.WAITING]
+    for sequence in late:
+        sequence.deadline = time.monotonic()
     bench.step()
-    assert isinstance(error_of(prefilling), DeadlineExceeded)
-    assert isinstance(error_of(waiting), DeadlineExceeded)
+    assert [type(emitted(sequence)[-1]) for sequence in late] == [DeadlineExceeded] * 2
     assert in_time.state is State.DECODE
     bench.run()
     assert in_time.num_new == 50
@@ -327,63 +272,51 @@ def test_clearing_a_batch_returns_unfinished_sequences_and_leaves_nothing(bench:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kept_tokens", [0, 5000])
-def test_each_sequence_is_as_if_it_were_alone(path: Path, kept_tokens: int) -> None:
-    bench = Bench(path, kept_tokens=kept_tokens)
+@pytest.mark.parametrize("cached_tokens", [0, 5000])
+def test_each_sequence_is_as_if_it_were_alone(path: Path, cached_tokens: int) -> None:
+    bench, single = Bench(path, cached_tokens=cached_tokens), Bench(path, max_rows=1)
     rng = np.random.default_rng(17)
-    lengths = [1, 2, 63, 64, 65, 200, 257, 400]
     alone: dict[tuple[int, int], list[int]] = {}
-
-    def expected(length: int, seed: int, count: int) -> list[int]:
-        if (length, seed) not in alone:
-            sequence = single.queue(length, new=30, seed=seed)
-            single.run()
-            alone[length, seed] = sequence.ids[length:]
-        return alone[length, seed][:count]
-
-    single = Bench(path, max_rows=1)
     queued: list[tuple[Sequence, int, int]] = []
-    for step in range(400):
+    while len(queued) < 60 or bench.batch.has_work:
         if len(queued) < 60 and rng.random() < 0.4:
-            length, seed = int(rng.choice(lengths)), int(rng.integers(0, 3))
-            new = int(rng.integers(1, 30))
+            length = int(rng.choice([1, 2, 63, 64, 65, 200, 257, 400]))
+            seed, new = int(rng.integers(0, 3)), int(rng.integers(1, 30))
             queued.append((bench.queue(length, new=new, seed=seed), length, seed))
         if rng.random() < 0.1 and bench.batch.running:
             running = bench.batch.running
             running[rng.integers(len(running))].cancelled = True
         bench.step(int(rng.integers(1, 100)))
-        if step > 100 and not bench.batch.has_work and len(queued) == 60:
-            break
-    bench.run()
-
-    cancelled = 0
     for sequence, length, seed in queued:
-        new = sequence.ids[length:]
-        cancelled += sequence.cancelled
-        assert sequence.cancelled or len(new) == sequence.parameters.max_new_tokens
-        assert new == expected(length, seed, len(new))
-    assert 5 < cancelled < 40
+        if (length, seed) not in alone:
+            one = single.queue(length, new=30, seed=seed)
+            single.run()
+            alone[length, seed] = one.ids[length:]
+        new_ids = sequence.ids[length:]
+        assert sequence.cancelled or len(new_ids) == sequence.parameters.max_new_tokens
+        assert new_ids == alone[length, seed][: len(new_ids)]
+    assert 5 < sum(sequence.cancelled for sequence, *_ in queued) < 40
     assert bench.budget.kv_bytes == 0
 
 
-def test_a_batch_has_work_until_it_needs_its_model_no_more(
+def test_a_batch_has_work_while_it_needs_its_model(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Another thread closes the model of a batch without work."""
-    bench.queue(5, new=1)
-    seen: list[bool] = []
+    had_work: list[bool] = []
     for name in ("close_row", "kv_bytes_for"):
         real = getattr(bench.model, name)
 
         def noted(*arguments: Any, real: Any = real) -> Any:
-            seen.append(bench.batch.has_work)
+            had_work.append(bench.batch.has_work)
             return real(*arguments)
 
         monkeypatch.setattr(bench.model, name, noted)
+    bench.queue(5, new=1)
     bench.batch.schedule(TURN)
     [sequence] = bench.batch.running
     sequence.state = State.FINISHED
-    seen.clear()
+    had_work.clear()
     bench.batch.close_finished()
-    assert seen == [True, True]
+    assert had_work == [True, True]
     assert not bench.batch.has_work

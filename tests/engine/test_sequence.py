@@ -1,4 +1,4 @@
-"""An answer is streamed piece by piece, and nothing of a stop string ever gets out."""
+"""An answer is streamed piece by piece, and nothing of a stop string is sent."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ EOS = 0
 
 
 class Story:
-    """A sequence that is led through the given pieces."""
+    """A sequence whose logits choose the given pieces."""
 
     def __init__(
         self, *pieces: str, max_length: int = 100, eos_id: int | None = EOS, **options: Any
@@ -30,26 +30,18 @@ class Story:
             for i, piece in enumerate(vocabulary)
         ]
         self.emitted: list[Token | EngineError] = []
-        self.sequence = Sequence(
-            prompt=[1],
-            parameters=Parameters(**options),
-            max_length=max_length,
-            stop_ids=frozenset() if eos_id is None else frozenset({eos_id}),
-            emit=self.emitted.append,
-        )
+        p = Parameters(**options)
+        stop_ids = frozenset[int]() if eos_id is None else frozenset({eos_id})
+        self.sequence = Sequence([1], p, max_length, stop_ids, self.emitted.append)
         detokenizer = SeparateDetokenizer(Table(SEPARATE, bytes_, {EOS}, byte_ids))
-        p = self.sequence.parameters
         self.text = AnswerText(detokenizer, p.stop, (), p.min_new_tokens)
         self.size = len(vocabulary)
         for piece in pieces:
-            if self.sequence.over:
-                break
-            self.advance(vocabulary.index(piece))
+            if not self.sequence.over:
+                self.advance(vocabulary.index(piece))
 
     def advance(self, token: int) -> None:
-        logits = np.zeros(self.size, dtype=np.float32)
-        logits[token] = 1
-        self.sequence.advance(logits)
+        self.sequence.advance(np.eye(self.size, dtype=np.float32)[token])
         for made in self.sequence.take_tokens():
             made.text, stopped = self.text.write(made.id, made.finish_reason)
             if stopped:
@@ -64,100 +56,58 @@ class Story:
     def texts(self) -> list[str]:
         return [token.text for token in self.tokens]
 
-    @property
-    def finish_reason(self) -> str | None:
-        return self.tokens[-1].finish_reason
-
-
-def test_each_token_is_emitted_with_its_text() -> None:
-    story = Story("▁안녕", "하세요", "▁여러분")
-    assert story.texts == [" 안녕", "하세요", " 여러분"]
-    assert [token.id for token in story.tokens] == story.sequence.ids[1:] == [1, 2, 3]
-    assert story.finish_reason is None
-
 
 # Of each answer: its pieces, the options, the texts that are sent, and the finish reason.
-ANSWERS: dict[str, tuple[tuple[str, ...], dict[str, Any], list[str], str | None]] = {
-    "end token": (("▁물", "</s>", "▁더"), {}, [" 물", ""], "stop"),
-    "ignored end token": (
-        ("▁물", "</s>", "▁더"),
-        {"ignore_eos": True, "max_new_tokens": 3},
-        [" 물", "", " 더"],
-        "length",
-    ),
-    "no end token": (("a", "</s>", "b"), {"eos_id": None}, ["a", "", "b"], None),
-    "length": (("a", "b", "c", "d"), {"max_new_tokens": 3}, ["a", "b", "c"], "length"),
-    "full context": (("a", "b", "c", "d"), {"max_length": 4}, ["a", "b", "c"], "length"),
-    "end token at the last place": (("a", "</s>"), {"max_new_tokens": 2}, ["a", ""], "stop"),
-    "within a token": (("안녕", "그래\n그리고", "x"), {"stop": ("\n",)}, ["안녕", "그래"], "stop"),
-    "several tokens": (("아", "<", "끝", ">", "x"), {"stop": ("<끝>",)}, ["아", *[""] * 3], "stop"),
-    "first token": (("끝이다",), {"stop": ("끝",)}, [""], "stop"),
-    "last place": (("가", "끝"), {"max_new_tokens": 2, "stop": ("끝",)}, ["가", ""], "stop"),
-    "among the first tokens": (
-        ("아", "끝", "이", "끝", "x"),
-        {"stop": ("끝",), "min_new_tokens": 3},
-        ["아", "끝", "이", ""],
-        "stop",
-    ),
-    "only among the first tokens": (
-        ("아", "끝", "이", "끝", "x"),
+ANSWERS: list[tuple[str, dict[str, Any], list[str], str | None]] = [
+    ("▁안녕 하세요 ▁여러분", {}, [" 안녕", "하세요", " 여러분"], None),
+    # The end token
+    ("▁물 </s> ▁더", {}, [" 물", ""], "stop"),
+    ("▁물 </s> ▁더", {"ignore_eos": True, "max_new_tokens": 3}, [" 물", "", " 더"], "length"),
+    ("a </s> b", {"eos_id": None}, ["a", "", "b"], None),
+    ("a </s>", {"max_new_tokens": 2}, ["a", ""], "stop"),
+    # The length and the context
+    ("a b c d", {"max_new_tokens": 3}, ["a", "b", "c"], "length"),
+    ("a b c d", {"max_length": 4}, ["a", "b", "c"], "length"),
+    # Stop strings: within a token, of several, of the first and the last one
+    ("안녕 그래\n그리고 x", {"stop": ("\n",)}, ["안녕", "그래"], "stop"),
+    ("아 < 끝 > x", {"stop": ("<끝>",)}, ["아", "", "", ""], "stop"),
+    ("끝이다", {"stop": ("끝",)}, [""], "stop"),
+    ("가 끝", {"max_new_tokens": 2, "stop": ("끝",)}, ["가", ""], "stop"),
+    ("그 ▁끝", {"stop": (" 끝",)}, ["그", ""], "stop"),
+    # Not among the first tokens
+    ("아 끝 이 끝 x", {"stop": ("끝",), "min_new_tokens": 3}, ["아", "끝", "이", ""], "stop"),
+    (
+        "아 끝 이 끝 x",
         {"stop": ("끝",), "min_new_tokens": 4, "max_new_tokens": 5},
         ["아", "끝", "이", "끝", "x"],
         "length",
     ),
-    "ends behind the first tokens": (
-        ("ab", "<", "끝", ">", "x"),
-        {"stop": ("<끝>", "<"), "min_new_tokens": 3},
-        ["ab", "", "", ""],
-        "stop",
-    ),
-    "no stop string after all": (
-        ("아", "<", "끝", "!"),
-        {"stop": ("<끝>",)},
-        ["아", "", "", "<끝!"],
-        None,
-    ),
-    "held back": (("12ab", "ab", "c"), {"stop": ("ababc",)}, ["12", "", ""], "stop"),
-    "held back in part": (("xaa", "aab"), {"stop": ("aab",)}, ["x", "aa"], "stop"),
-    "first of several": (("가나다라",), {"stop": ("다", "나")}, ["가"], "stop"),
-    "shortest of several": (("가", "나다", "라"), {"stop": ("나다라", "다")}, ["가", "나"], "stop"),
-    "held text before an end token": (("가<", "</s>"), {"stop": ("<끝>",)}, ["가", "<"], "stop"),
-    "held text at the last place": (
-        ("가<", "끝"),
-        {"max_new_tokens": 2, "stop": ("<끝>",)},
-        ["가", "<끝"],
-        "length",
-    ),
-    "a space of the tokenizer": (("그", "▁끝"), {"stop": (" 끝",)}, ["그", ""], "stop"),
-    "bytes of a character": (
-        ("a", "<0xEA>", "<0xB0>", "<0x80>"),
-        {"stop": ("나",)},
-        ["a", "", "", "가"],
-        None,
-    ),
-    "a stop string of bytes": (
-        ("a", "<0xEA>", "<0xB0>", "<0x80>"),
-        {"stop": ("가",)},
-        ["a", "", "", ""],
-        "stop",
-    ),
-    "a cut character": (("a", "<0xEA>"), {"max_new_tokens": 2}, ["a", "\ufffd"], "length"),
-    "a cut character before an end token": (
-        ("a", "<0xEA>", "</s>"),
-        {},
-        ["a", "", "\ufffd"],
-        "stop",
-    ),
-}
+    ("ab < 끝 > x", {"stop": ("<끝>", "<"), "min_new_tokens": 3}, ["ab", "", "", ""], "stop"),
+    # Text that may begin a stop string is held back
+    ("아 < 끝 !", {"stop": ("<끝>",)}, ["아", "", "", "<끝!"], None),
+    ("12ab ab c", {"stop": ("ababc",)}, ["12", "", ""], "stop"),
+    ("xaa aab", {"stop": ("aab",)}, ["x", "aa"], "stop"),
+    ("가< </s>", {"stop": ("<끝>",)}, ["가", "<"], "stop"),
+    ("가< 끝", {"max_new_tokens": 2, "stop": ("<끝>",)}, ["가", "<끝"], "length"),
+    # The first of several
+    ("가나다라", {"stop": ("다", "나")}, ["가"], "stop"),
+    ("가 나다 라", {"stop": ("나다라", "다")}, ["가", "나"], "stop"),
+    # Characters of several tokens
+    ("a <0xEA> <0xB0> <0x80>", {"stop": ("나",)}, ["a", "", "", "가"], None),
+    ("a <0xEA> <0xB0> <0x80>", {"stop": ("가",)}, ["a", "", "", ""], "stop"),
+    ("a <0xEA>", {"max_new_tokens": 2}, ["a", "\ufffd"], "length"),
+    ("a <0xEA> </s>", {}, ["a", "", "\ufffd"], "stop"),
+]
 
 
-@pytest.mark.parametrize(("pieces", "options", "texts", "reason"), ANSWERS.values(), ids=ANSWERS)
+@pytest.mark.parametrize(("pieces", "options", "texts", "reason"), ANSWERS)
 def test_an_answers_texts_and_how_it_ends(
-    pieces: tuple[str, ...], options: dict[str, Any], texts: list[str], reason: str | None
+    pieces: str, options: dict[str, Any], texts: list[str], reason: str | None
 ) -> None:
-    story = Story(*pieces, **options)
+    story = Story(*pieces.split(" "), **options)
     assert story.texts == texts
     assert [token.finish_reason for token in story.tokens] == [None] * (len(texts) - 1) + [reason]
+    assert [token.id for token in story.tokens] == story.sequence.ids[1:]
     assert story.sequence.over == (reason is not None)
 
 
@@ -165,10 +115,9 @@ def test_random_text_is_cut_where_the_whole_text_would_be() -> None:
     rng = np.random.default_rng(3)
     stopped = 0
     for _ in range(400):
-        letters = ["가", "나", "나가", "가가나", "다"]
-        pieces = [letters[i] for i in rng.integers(0, len(letters), 12)]
+        pieces = rng.choice(["가", "나", "나가", "가가나", "다"], 12).tolist()
         stops = tuple(
-            "".join(["가", "나", "다"][i] for i in rng.integers(0, 3, rng.integers(1, 5)))
+            "".join(rng.choice(["가", "나", "다"], rng.integers(1, 5)))
             for _ in range(rng.integers(1, 4))
         )
         whole = "".join(pieces)
@@ -180,11 +129,9 @@ def test_random_text_is_cut_where_the_whole_text_would_be() -> None:
             if at >= 0
         ]
         expected = whole[: ends[0]] if ends else whole
-
         story = Story(*pieces, stop=stops, max_new_tokens=12)
-
         assert "".join(story.texts) == expected
-        assert story.finish_reason == ("stop" if ends else "length")
+        assert story.tokens[-1].finish_reason == ("stop" if ends else "length")
         for text in itertools.accumulate(story.texts):
             assert expected.startswith(text)
             assert not any(stop in text for stop in stops)
@@ -197,29 +144,24 @@ def test_log_probabilities_come_with_each_token() -> None:
     assert all(token.logprobs is not None for token in story.tokens)
 
 
-def test_an_error_ends_a_sequence() -> None:
-    story = Story("a")
-    error = DeadlineExceeded("too late")
-    story.sequence.fail(error)
-    assert story.emitted[-1] is error
-    assert story.sequence.state is State.FINISHED
+def test_an_error_ends_a_sequence_and_nothing_is_sent_after_an_end() -> None:
+    failed, stopped, error = Story("a"), Story("a", "끝", stop=("끝",)), DeadlineExceeded("late")
+    failed.sequence.fail(error)
+    assert failed.emitted[-1] is error
+    assert failed.sequence.state is State.FINISHED
+    stopped.advance(1)
+    stopped.sequence.fail(error)
+    assert [token.finish_reason for token in stopped.tokens] == [None, "stop"]
+    assert len(stopped.emitted) == 2
 
 
-def test_nothing_is_told_behind_an_end() -> None:
-    story = Story("a", "끝", stop=("끝",))
-    story.advance(1)
-    story.sequence.fail(DeadlineExceeded("too late"))
-    assert [token.finish_reason for token in story.tokens] == [None, "stop"]
-    assert len(story.emitted) == 2
-
-
-def test_an_answer_that_nobody_reads_meanwhile_is_told_in_few_pieces() -> None:
+def test_tokens_of_an_answer_that_is_not_streamed_are_sent_several_at_once() -> None:
     sequence = Sequence([1], Parameters(max_new_tokens=20), 100, frozenset(), print, eager=False)
     logits = np.eye(4, dtype=np.float32)[2]
     counts = [len(sequence.take_tokens()) for _ in range(20) if sequence.advance(logits)]
     assert counts == [1, TOKENS_AT_ONCE, TOKENS_AT_ONCE, 20 - 1 - 2 * TOKENS_AT_ONCE]
 
 
-@pytest.mark.parametrize(("asked", "most"), [(5, 6), (98, 99), (99, 100), (1000, 100)])
-def test_the_most_tokens_of_a_sequence_are_bounded_by_the_context(asked: int, most: int) -> None:
-    assert Story(max_new_tokens=asked).sequence.max_tokens == most
+@pytest.mark.parametrize(("new", "most"), [(5, 6), (98, 99), (99, 100), (1000, 100)])
+def test_the_most_tokens_of_a_sequence_are_bounded_by_the_context(new: int, most: int) -> None:
+    assert Story(max_new_tokens=new).sequence.max_tokens == most

@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from common.errors import ArtifactError
 from engine.artifacts import hugging_face
 from engine.artifacts.artifact import (
     EMBEDDING,
@@ -22,9 +21,10 @@ from engine.artifacts.artifact import (
     Artifact,
     shapes,
 )
-from engine.artifacts.config import GPT2Config
+from engine.artifacts.config import KOGPT2, GPT2Config
 from engine.artifacts.open import open_artifact
 from engine.artifacts.read_params import read_params
+from tests.engine.artifacts.reading import refused
 from tests.engine.artifacts.torch_files import write_old
 from tests.engine.models import make_artifact, write_params
 
@@ -34,55 +34,39 @@ def folder(tmp_path: Path) -> Path:
     return make_artifact(tmp_path / "model", max_length=32)
 
 
-def refused(folder: Path) -> str:
-    with pytest.raises(ArtifactError) as caught:
-        open_artifact(folder)
-    return caught.value.message
-
-
 def rewrite(folder: Path, **changes: Any) -> None:
     """Saves the parameters again with some of them changed, or left out where None is given."""
-    weights = {n: np.array(w) for n, w in read_params(folder / "kogpt2.params").items()}
-    weights.update({n: w for n, w in changes.items() if w is not None})
-    for name in [n for n, w in changes.items() if w is None]:
-        del weights[name]
-    write_params(folder / "kogpt2.params", weights)
+    weights = {n: np.array(w) for n, w in read_params(folder / "kogpt2.params").items()} | changes
+    write_params(folder / "kogpt2.params", {n: w for n, w in weights.items() if w is not None})
 
 
 def configure(folder: Path, **config: Any) -> None:
     (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
 
 
+def assert_same_weights(found: Artifact, expected: Artifact) -> None:
+    assert found.config == expected.config
+    assert found.weights.keys() == expected.weights.keys()
+    for name, weight in expected.weights.items():
+        np.testing.assert_array_equal(found.weights[name], weight)
+
+
 def test_a_v1_folder_is_opened(folder: Path) -> None:
-    artifact = open_artifact(folder)
-
-    assert artifact.config == GPT2Config(500, 64, 2, 2, 256, 32)
-    assert (artifact.weight_files[0].name, artifact.tokenizer_file.name) == (
-        "kogpt2.params",
-        "kogpt2.spiece",
-    )
-    assert {n: w.shape for n, w in artifact.weights.items()} == dict(shapes(artifact.config))
-
-
-def test_the_size_of_a_model_is_counted_from_its_shapes(folder: Path) -> None:
     artifact = open_artifact(str(folder))
+    assert artifact.config == GPT2Config(500, 64, 2, 2, 256, 32)
+    files = (*artifact.weight_files, artifact.tokenizer_file)
+    assert [file.name for file in files] == ["kogpt2.params", "kogpt2.spiece"]
+    assert {n: w.shape for n, w in artifact.weights.items()} == dict(shapes(artifact.config))
     assert artifact.fp32_bytes == sum(4 * w.size for w in artifact.weights.values())
+    assert KOGPT2.num_parameters == 124_242_432  # as published
 
 
-def test_kogpt2_has_the_number_of_parameters_that_its_paper_trail_says() -> None:
-    assert GPT2Config(50_000, 768, 12, 12, 3072).num_parameters == 124_242_432
-
-
-def test_a_missing_folder_is_named(tmp_path: Path) -> None:
-    assert "there is no model folder" in refused(tmp_path / "없는 모델")
-
-
-def test_a_file_in_place_of_a_folder_is_refused(folder: Path) -> None:
-    assert "there is no model folder" in refused(folder / "kogpt2.params")
-
-
-def test_a_path_too_long_for_the_file_system_is_refused(tmp_path: Path) -> None:
+def test_a_folder_that_is_none_is_refused(folder: Path, tmp_path: Path) -> None:
+    for path in (tmp_path / "없는 모델", folder / "kogpt2.params"):
+        assert "there is no model folder" in refused(path)
     assert "cannot be read" in refused(tmp_path / ("x" * 300))
+    (tmp_path / "empty").mkdir()
+    assert "found: nothing" in refused(tmp_path / "empty")
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
@@ -94,206 +78,123 @@ def test_a_folder_that_may_not_be_read_is_refused(folder: Path) -> None:
         folder.chmod(0o700)
 
 
-@pytest.mark.parametrize("name", ["kogpt2.params", "kogpt2.spiece"])
-def test_a_missing_file_is_named_and_what_was_found_is_listed(folder: Path, name: str) -> None:
-    (folder / name).unlink()
+@pytest.mark.parametrize("suffix", [".params", ".spiece"])
+def test_a_missing_or_second_file_of_a_kind_is_refused(folder: Path, suffix: str) -> None:
+    shutil.copy(folder / f"kogpt2{suffix}", folder / f"other{suffix}")
     message = refused(folder)
-    assert f"no *{Path(name).suffix} files" in message
-    assert "config.json" in message
-
-
-@pytest.mark.parametrize("name", ["kogpt2.params", "kogpt2.spiece"])
-def test_a_second_file_of_a_kind_is_refused(folder: Path, name: str) -> None:
-    shutil.copy(folder / name, folder / f"other{Path(name).suffix}")
+    assert f"2 *{suffix} files" in message
+    assert f"other{suffix}" in message
+    for path in folder.glob(f"*{suffix}"):
+        path.unlink()
     message = refused(folder)
-    assert f"2 *{Path(name).suffix} files" in message
-    assert f"other{Path(name).suffix}" in message
+    assert f"no *{suffix} files" in message
+    assert "config.json" in message  # of those that are there
 
 
-def test_an_empty_folder_says_that_it_holds_nothing(tmp_path: Path) -> None:
-    assert "found: nothing" in refused(tmp_path)
-
-
-def test_a_common_prefix_is_stripped(folder: Path, tmp_path: Path) -> None:
-    wrapped = make_artifact(tmp_path / "wrapped", max_length=32, prefix="kogpt2.")
-    assert_same_weights(open_artifact(wrapped), open_artifact(folder))
-
-
-def test_the_other_parameters_of_a_wrapper_are_left_out(folder: Path, tmp_path: Path) -> None:
+def test_parameters_of_wrappers_and_other_versions_are_read(folder: Path, tmp_path: Path) -> None:
+    expected = open_artifact(folder)
     wrapped = make_artifact(tmp_path / "wrapped", max_length=32, prefix="lm.")
+    assert_same_weights(open_artifact(wrapped), expected)
     rewrite(wrapped, **{"dense.weight": np.ones((2, 2)), "x_embed.weight": np.ones((2, 2))})
-    assert_same_weights(open_artifact(wrapped), open_artifact(folder))
-
-
-def test_a_file_without_the_second_copy_of_the_embedding_is_opened(folder: Path) -> None:
-    with_copy = open_artifact(folder)
-    rewrite(folder, **{OUTPUT: None})
-    assert_same_weights(open_artifact(folder), with_copy)
-
-
-def test_a_second_copy_of_another_shape_is_refused(folder: Path) -> None:
-    rewrite(folder, **{OUTPUT: np.zeros((499, 64), dtype=np.float32)})
-    assert OUTPUT in refused(folder)
-
-
-def test_half_precision_is_opened(tmp_path: Path) -> None:
-    artifact = open_artifact(make_artifact(tmp_path / "half", dtype="float16"))
-    assert all(w.dtype == np.float16 for w in artifact.weights.values())
-
-
-def test_double_precision_is_refused(tmp_path: Path) -> None:
-    assert "float64" in refused(make_artifact(tmp_path / "double", dtype="float64"))
+    assert_same_weights(open_artifact(wrapped), expected)
+    rewrite(folder, **{OUTPUT: None})  # the second copy of the embedding
+    assert_same_weights(open_artifact(folder), expected)
+    half = open_artifact(make_artifact(tmp_path / "half", dtype="float16"))
+    assert {w.dtype for w in half.weights.values()} == {np.dtype(np.float16)}
 
 
 def test_without_config_json_heads_are_64_wide_and_the_activation_is_erf(tmp_path: Path) -> None:
-    folder = make_artifact(tmp_path / "wide", units=192, heads=3, layers=1)
-    (folder / "config.json").unlink()
-    config = open_artifact(folder).config
-    assert (config.num_heads, config.activation, config.layer_norm_eps) == (3, "gelu", 1e-5)
-
-
-def test_a_narrow_model_without_config_json_has_one_head(folder: Path) -> None:
-    rewrite_as = make_artifact(folder, units=40, heads=1)
-    (rewrite_as / "config.json").unlink()
-    assert open_artifact(rewrite_as).config.num_heads == 1
+    for name, units, heads in (("wide", 192, 3), ("narrow", 40, 1)):
+        folder = make_artifact(tmp_path / name, units=units, heads=heads, layers=1)
+        (folder / "config.json").unlink()
+        config = open_artifact(folder).config
+        assert (config.num_heads, config.activation, config.layer_norm_eps) == (heads, "gelu", 1e-5)
 
 
 def test_the_names_of_hugging_face_are_understood_in_config_json(folder: Path) -> None:
-    configure(
-        folder,
-        n_head=4,
-        n_embd=64,
-        n_layer=2,
-        n_positions=32,
-        vocab_size=500,
-        activation_function="gelu_new",
-        layer_norm_epsilon=1e-6,
-        resid_pdrop=0.1,
-        num_layers=None,
-    )
+    names = {"n_head": 4, "n_embd": 64, "n_layer": 2, "n_positions": 32, "vocab_size": 500}
+    more = {"activation_function": "gelu_new", "layer_norm_epsilon": 1e-6}
+    configure(folder, **names, **more, resid_pdrop=0.1, num_layers=None)
     config = open_artifact(folder).config
     assert (config.num_heads, config.activation, config.layer_norm_eps) == (4, "gelu_new", 1e-6)
 
 
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("vocab_size", 501),
-        ("vocab_size", "500"),
-        ("vocab_size", [500]),
-        ("n_embd", 768),
-        ("num_layers", 12),
-        ("num_layers", True),
-        ("n_positions", 1024),
-        ("max_length", {}),
-    ],
-)
-def test_a_config_json_that_contradicts_the_parameters_is_refused(
-    folder: Path, field: str, value: Any
-) -> None:
-    configure(folder, num_heads=2, **{field: value})
-    message = refused(folder)
-    assert "config.json says" in message
-    assert repr(value) in message
+def test_a_wrong_field_of_config_json_is_named(folder: Path) -> None:
+    contradictions: list[tuple[str, Any]] = [
+        *(("vocab_size", value) for value in (501, "500", [500])),
+        *(("n_embd", 768), ("n_positions", 1024), ("max_length", {})),
+        *(("num_layers", value) for value in (12, True)),
+    ]
+    for field, value in contradictions:
+        configure(folder, num_heads=2, **{field: value})
+        message = refused(folder)
+        assert "config.json says" in message
+        assert repr(value) in message
+    for value in (0, -2, 3, True, "2", 2.0, [2], {}):
+        configure(folder, num_heads=value)
+        message = refused(folder)
+        assert "num_heads" in message
+        assert repr(value) in message
+    for value in ("relu", "GELU", 1, True, ["gelu"], {"a": 1}):
+        configure(folder, num_heads=2, activation=value)
+        message = refused(folder)
+        assert "activation" in message
+        assert "gelu, gelu_new" in message
+    for value in (0, 1, -1e-5, "1e-5", True, float("nan"), float("inf")):
+        configure(folder, num_heads=2, layer_norm_eps=value)
+        assert "layer_norm_eps" in refused(folder)
 
 
-@pytest.mark.parametrize("value", [0, -2, 3, True, "2", 2.0, [2], {}])
-def test_heads_that_are_no_divisor_of_the_units_are_refused(folder: Path, value: Any) -> None:
-    configure(folder, num_heads=value)
-    message = refused(folder)
-    assert "num_heads" in message
-    assert repr(value) in message
-
-
-@pytest.mark.parametrize("value", ["relu", "GELU", 1, True, ["gelu"], {"a": 1}])
-def test_an_unknown_activation_is_refused(folder: Path, value: Any) -> None:
-    configure(folder, num_heads=2, activation=value)
-    message = refused(folder)
-    assert "activation" in message
-    assert "gelu, gelu_new" in message
-
-
-@pytest.mark.parametrize("value", [0, 1, -1e-5, "1e-5", True, float("nan"), float("inf")])
-def test_an_epsilon_that_is_no_small_number_is_refused(folder: Path, value: Any) -> None:
-    configure(folder, num_heads=2, layer_norm_eps=value)
-    assert "layer_norm_eps" in refused(folder)
-
-
-@pytest.mark.parametrize(
-    "content", [b"", b"{", b"\xff\xfe", b"[" * 100_000, b'{"a": 1' + b"0" * 5000 + b"}"]
-)
-def test_a_config_json_that_is_not_json_is_refused(folder: Path, content: bytes) -> None:
-    (folder / "config.json").write_bytes(content)
-    assert "config.json is not " in refused(folder)
-
-
-@pytest.mark.parametrize("content", ["[]", "null", '"gelu"', "1"])
-def test_a_config_json_that_is_no_object_is_refused(folder: Path, content: str) -> None:
-    (folder / "config.json").write_text(content)
-    assert "must be a JSON object" in refused(folder)
-
-
-def test_a_config_json_that_is_a_folder_is_refused(folder: Path) -> None:
-    (folder / "config.json").unlink()
-    (folder / "config.json").mkdir()
+def test_a_config_json_that_is_no_object_is_refused(folder: Path) -> None:
+    path = folder / "config.json"
+    for content in (b"", b"{", b"\xff\xfe", b"[" * 100_000, b'{"a": 1' + b"0" * 5000 + b"}"):
+        path.write_bytes(content)
+        assert "config.json is not " in refused(folder)
+    for text in ("[]", "null", '"gelu"', "1"):
+        path.write_text(text)
+        assert "must be a JSON object" in refused(folder)
+    path.unlink()
+    path.mkdir()
     assert "config.json is no plain file" in refused(folder)
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        EMBEDDING,
-        POSITIONS,
-        "_ffn_layers.0._hidden_map.weight",
-        f"{QKV.format(0)}.weight",
-        f"{QKV.format(1)}.weight",  # the last layer must not just go unnoticed
-        "_ffn_layers.1._out_map.bias",
-        "_attn_ln.1.gamma",
-        f"{FINAL_NORM}.beta",
-    ],
-)
-def test_a_missing_parameter_is_named(folder: Path, name: str) -> None:
-    rewrite(folder, **{name: None})
-    assert name in refused(folder)
 
 
 @pytest.mark.parametrize(
     ("name", "shape"),
     [
-        (POSITIONS, (32, 63)),
-        (POSITIONS, (32,)),
+        (EMBEDDING, None),
         (EMBEDDING, (500,)),
         (EMBEDDING, (0, 64)),
+        (OUTPUT, (499, 64)),
+        (POSITIONS, None),
+        (POSITIONS, (32, 63)),
+        (POSITIONS, (32,)),
+        (f"{QKV.format(0)}.weight", None),
         (f"{QKV.format(0)}.weight", (64, 192)),
+        (f"{QKV.format(1)}.weight", None),  # the last layer must not just go unnoticed
+        ("_ffn_layers.0._hidden_map.weight", None),
         ("_ffn_layers.0._hidden_map.weight", (256, 65)),
         ("_ffn_layers.1._hidden_map.weight", (128, 64)),
+        ("_ffn_layers.1._out_map.bias", None),
+        ("_attn_ln.1.gamma", None),
         (f"{FINAL_NORM}.gamma", (64, 1)),
+        (f"{FINAL_NORM}.beta", None),
     ],
 )
-def test_a_parameter_of_the_wrong_shape_is_named(
-    folder: Path, name: str, shape: tuple[int, ...]
+def test_a_missing_parameter_or_one_of_a_wrong_shape_is_named(
+    folder: Path, name: str, shape: tuple[int, ...] | None
 ) -> None:
-    rewrite(folder, **{name: np.zeros(shape, dtype=np.float32)})
+    rewrite(folder, **{name: None if shape is None else np.zeros(shape, dtype=np.float32)})
     assert name in refused(folder)
 
 
 def test_another_kind_of_model_is_refused_with_some_of_its_keys(folder: Path) -> None:
-    write_params(folder / "kogpt2.params", {"conv0_weight": np.ones((2, 2), dtype=np.float32)})
-    message = refused(folder)
-    assert "not a KoGPT2 model" in message
-    assert "conv0_weight" in message
-
-
-def test_an_empty_file_of_parameters_is_refused(folder: Path) -> None:
-    write_params(folder / "kogpt2.params", {})
-    assert "not a KoGPT2 model" in refused(folder)
-
-
-def assert_same_weights(found: Artifact, expected: Artifact) -> None:
-    assert found.config == expected.config
-    assert found.weights.keys() == expected.weights.keys()
-    for name, weight in expected.weights.items():
-        np.testing.assert_array_equal(found.weights[name], weight)
+    arrays = {"conv0_weight": np.ones((2, 2), dtype=np.float32)}
+    for each in (arrays, {}):
+        write_params(folder / "kogpt2.params", each)
+        message = refused(folder)
+        assert "not a KoGPT2 model" in message
+        assert all(name in message for name in each)
+    assert "float64" in refused(make_artifact(folder, dtype="float64"))
 
 
 def test_kogpt2s_release_for_pytorch_is_read_beside_its_spiece(tmp_path: Path) -> None:
@@ -305,12 +206,7 @@ def test_kogpt2s_release_for_pytorch_is_read_beside_its_spiece(tmp_path: Path) -
         for ours, theirs, transposed in hugging_face.names(v1.config)
     }
     state["lm_head.weight"] = state["transformer.wte.weight"]
-    write_old(folder / "pytorch_kogpt2_676e9bcfa7.params", state)
-    read = open_artifact(folder)
-    assert read.config == v1.config
-    assert set(read.weights) == set(v1.weights)
-    for name, weight in v1.weights.items():
-        np.testing.assert_array_equal(read.weights[name], weight)
-    file = folder / "pytorch_kogpt2_676e9bcfa7.params"
+    file = write_old(folder / "pytorch_kogpt2_676e9bcfa7.params", state)
+    assert_same_weights(open_artifact(folder), v1)
     file.write_bytes(file.read_bytes()[:-1])
     assert "is cut short" in refused(folder)

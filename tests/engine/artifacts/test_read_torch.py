@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import os
 import pickle
+import sys
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import numpy as np
 import pytest
 
 from common.errors import ArtifactError
+from engine.artifacts import read_torch as module
 from engine.artifacts.read_torch import OLD_MAGIC, index_torch
+from tests.engine.artifacts import reading
 from tests.engine.artifacts.reading import read_torch
 from tests.engine.artifacts.torch_files import Saved, state_dict, text, write
 
@@ -20,10 +25,9 @@ REAL = Path(__file__).with_name("pytorch_model.bin")
 
 
 def refused(path: Path) -> str:
-    with pytest.raises(ArtifactError) as caught:
-        read_torch(path)
-    assert path.name in caught.value.message
-    return caught.value.message
+    message = reading.refused(path, read_torch)
+    assert path.name in message
+    return message
 
 
 def archive(path: Path, pickled: bytes, **files: bytes) -> Path:
@@ -31,6 +35,15 @@ def archive(path: Path, pickled: bytes, **files: bytes) -> Path:
         target.writestr("archive/data.pkl", pickled)
         for name, content in files.items():
             target.writestr(f"archive/{name}", content)
+    return path
+
+
+def patched(path: Path, change: Callable[[str, bytes], bytes | None], **options: Any) -> Path:
+    """The real file with its members changed, or left out for None."""
+    with zipfile.ZipFile(REAL) as source, zipfile.ZipFile(path, "w") as target:
+        for entry in source.infolist():
+            if (data := change(entry.filename, source.read(entry))) is not None:
+                target.writestr(entry.filename, data, **options)
     return path
 
 
@@ -54,9 +67,7 @@ class Hostile:
 
 
 @pytest.mark.parametrize("protocol", [0, 2, 4, 5])
-def test_a_pickle_that_calls_something_is_refused_and_calls_nothing(
-    tmp_path: Path, protocol: int
-) -> None:
+def test_a_pickle_that_would_call_something_is_refused(tmp_path: Path, protocol: int) -> None:
     made = tmp_path / "made"
     pickled = pickle.dumps({"w": Hostile(os.mkdir, str(made))}, protocol)
     message = refused(archive(tmp_path / "hostile.bin", pickled))
@@ -64,28 +75,26 @@ def test_a_pickle_that_calls_something_is_refused_and_calls_nothing(
     assert not made.exists()
 
 
-def test_a_whole_pickled_model_is_refused_by_its_class(tmp_path: Path) -> None:
-    pickled = pickle.dumps(Path("x"), 2)
-    message = refused(archive(tmp_path / "model.bin", pickled))
+def test_a_pickled_model_or_checkpoint_is_refused_with_what_to_save_instead(tmp_path: Path) -> None:
+    message = refused(archive(tmp_path / "model.bin", pickle.dumps(Path("x"), 2)))
     assert "would call" in message
     assert "state_dict" in message
+    name = b"ctransformers.models.gpt2.modeling_gpt2\nGPT2LMHeadModel\n"
+    whole = write(tmp_path / "pytorch_model.bin", b"\x80\x02" + name + b")\x81}b.")
+    with pytest.raises(ArtifactError, match=r"whole pickled object .*model\.state_dict\(\)"):
+        index_torch(whole)
+    inner = state_dict({"transformer.wte.weight": Saved([1], [1])})[2:-1]
+    pickled = b"\x80\x02}(" + text("epoch") + b"K\x03" + text("model_state_dict") + inner + b"u."
+    with pytest.raises(ArtifactError, match=r"under 'model_state_dict' \(keys: epoch, model_st"):
+        index_torch(write(whole, pickled))
 
 
 @pytest.mark.parametrize(
     "pickled",
     [
-        b"",
-        b"\x80\x02",
-        b"\x80\x02.",
-        b"\x80\x02K\x01.",
-        b"\x80\x02u.",
-        b"\x80\x02]q\x00.",
-        b"\x80\x02h\x05.",
-        b"\x80\x02}q\x00(X\x01\x00\x00\x00aK\x01X\x01\x00\x00\x00bu.",
-        b"\x80\x02U\x01xQ.",
-        pickle.dumps({1: 2}, 2),
-        pickle.dumps(["a"], 2),
-        b"garbage" * 10,
+        *(b"", b"\x80\x02", b"\x80\x02.", b"\x80\x02K\x01.", b"\x80\x02u.", b"\x80\x02]q\x00."),
+        *(b"\x80\x02h\x05.", b"\x80\x02}q\x00(X\x01\x00\x00\x00aK\x01X\x01\x00\x00\x00bu."),
+        *(b"\x80\x02U\x01xQ.", pickle.dumps({1: 2}, 2), pickle.dumps(["a"], 2), b"garbage" * 10),
     ],
 )
 def test_a_pickle_without_sense_is_refused(tmp_path: Path, pickled: bytes) -> None:
@@ -101,76 +110,81 @@ def test_another_file_is_refused(tmp_path: Path) -> None:
     with zipfile.ZipFile(path, "w") as target:
         target.writestr("readme.txt", "가")
     assert "no data.pkl" in refused(path)
-
-
-def test_a_big_endian_file_is_refused(tmp_path: Path) -> None:
-    assert "big-endian" in refused(
-        archive(tmp_path / "big.bin", pickle.dumps({}, 2), byteorder=b"big")
-    )
-
-
-def patched(path: Path, change: Any) -> Path:
-    """The real file with its members changed."""
-    with zipfile.ZipFile(REAL) as source, zipfile.ZipFile(path, "w") as target:
-        for entry in source.infolist():
-            name, data = entry.filename, source.read(entry)
-            change(target, name, data)
-    return path
+    assert "big-endian" in refused(archive(path, pickle.dumps({}, 2), byteorder=b"big"))
 
 
 def test_numbers_that_are_missing_or_cut_or_packed_are_refused(tmp_path: Path) -> None:
-    def without(target: zipfile.ZipFile, name: str, data: bytes) -> None:
-        if not name.endswith("/data/0"):
-            target.writestr(name, data)
-
-    def cut(target: zipfile.ZipFile, name: str, data: bytes) -> None:
-        target.writestr(name, data[:-4] if name.endswith("/data/0") else data)
-
-    def packed(target: zipfile.ZipFile, name: str, data: bytes) -> None:
-        target.writestr(name, data, zipfile.ZIP_DEFLATED)
-
-    assert "damaged" in refused(patched(tmp_path / "without.bin", without))
-    assert "cut short" in refused(patched(tmp_path / "cut.bin", cut))
-    assert "packed" in refused(patched(tmp_path / "packed.bin", packed))
-
-
-def test_a_file_cut_anywhere_is_refused(tmp_path: Path) -> None:
-    whole, path = REAL.read_bytes(), tmp_path / "cut.bin"
+    path = tmp_path / "m.bin"
+    first = "/data/0"
+    assert "damaged" in refused(patched(path, lambda n, d: None if n.endswith(first) else d))
+    assert "cut short" in refused(patched(path, lambda n, d: d[:-4] if n.endswith(first) else d))
+    packed = patched(path, lambda n, d: d, compress_type=zipfile.ZIP_DEFLATED)
+    assert "packed" in refused(packed)
+    whole = REAL.read_bytes()
     for length in (0, 10, len(whole) // 2, len(whole) - 30):
         path.write_bytes(whole[:length])
         refused(path)
 
 
-def test_a_flipped_byte_never_crashes(tmp_path: Path) -> None:
-    """Either it is refused, or it is in the numbers."""
-    with zipfile.ZipFile(REAL) as source:
-        name = next(n for n in source.namelist() if n.endswith("data.pkl"))
-        pickled = source.read(name)
-    path = tmp_path / "flipped.bin"
-    for at in range(0, len(pickled), 7):
-        changed = bytearray(pickled)
-        changed[at] ^= 0x15
+# Damaged and hostile tensors; `test_foreign_files` has random ones
 
-        def flip(target: zipfile.ZipFile, entry: str, data: bytes, new: Any = changed) -> None:
-            target.writestr(entry, bytes(new) if entry == name else data)
 
+@pytest.mark.parametrize(
+    ("saved", "message"),
+    [
+        (Saved([1] * 200, [1] * 200), "200 dimensions"),
+        (Saved([1] * 200, [0] * 200), "200 dimensions"),
+        (Saved([1 << 40, 1 << 40], [0, 0]), "no possible shape"),
+        (Saved([1 << 20, 16], [0, 1], count=16), "more numbers than the file"),
+        (Saved([2], [1 << 62]), "no sense"),
+        (Saved([1], [1], offset=1 << 62), "no sense"),
+        (Saved([0], [1], offset=-1), "no sense"),
+        (Saved([-1], [1]), "no sense"),
+        (Saved([1 << 62, 0], [1, 1]), "no possible shape"),
+        (Saved([1], [1], count=1 << 62), "cut short"),
+    ],
+)
+def test_an_impossible_tensor_is_refused(tmp_path: Path, saved: Saved, message: str) -> None:
+    path = write(tmp_path / "pytorch_model.bin", state_dict({"transformer.wte.weight": saved}))
+    assert message in refused(path)
+
+
+def test_a_tensor_of_numpys_most_dimensions_is_read(tmp_path: Path) -> None:
+    saved = {"a": Saved([1] * 32, [0] * 32), "b": Saved([2, 3], [1, 2], offset=1, count=7)}
+    data = np.arange(16, dtype=np.float32)
+    found = read_torch(write(tmp_path / "m.bin", state_dict(saved), data.tobytes()))
+    assert found["a"].shape == (1,) * 32
+    np.testing.assert_array_equal(found["b"], [[1, 3, 5], [2, 4, 6]])
+
+
+def test_many_tensors_take_linear_time_and_too_many_are_refused(tmp_path: Path) -> None:
+    """Each mark was looked for from the bottom of the stack: 2,000 layers took minutes."""
+
+    def file(count: int) -> Path:
+        saved = {f"h.{i}": Saved([1], [1]) for i in range(count)}
+        return write(tmp_path / f"{count}.bin", state_dict(saved))
+
+    def lines(path: Path) -> int:
+        """How many lines of the reader run."""
+        count = 0
+
+        def trace(frame: FrameType, event: str, argument: Any) -> Any:
+            nonlocal count
+            count += event == "line"
+            return trace if frame.f_code.co_filename == module.__file__ else None
+
+        before = sys.gettrace()
+        sys.settrace(trace)
         try:
-            for weight in read_torch(patched(path, flip)).values():
-                weight.sum()
-        except ArtifactError:
-            pass
+            index_torch(path)
+        finally:
+            sys.settrace(before)
+        return count
+
+    assert lines(file(200)) < 4.4 * lines(file(50))
+    assert "20001 tensors" in refused(file(20_001))
 
 
-def test_a_whole_pickled_model_says_what_to_save_instead(tmp_path: Path) -> None:
-    name = b"ctransformers.models.gpt2.modeling_gpt2\nGPT2LMHeadModel\n"
-    file = write(tmp_path / "pytorch_model.bin", b"\x80\x02" + name + b")\x81}b.")
-    with pytest.raises(ArtifactError, match=r"whole pickled object .*model\.state_dict\(\)"):
-        index_torch(file)
-
-
-def test_a_checkpoint_of_a_training_says_where_its_weights_are(tmp_path: Path) -> None:
-    inner = state_dict({"transformer.wte.weight": Saved([1], [1])})[2:-1]
-    pickled = b"\x80\x02}(" + text("epoch") + b"K\x03" + text("model_state_dict") + inner + b"u."
-    file = write(tmp_path / "pytorch_model.bin", pickled)
-    with pytest.raises(ArtifactError, match=r"under 'model_state_dict' \(keys: epoch, model_st"):
-        index_torch(file)
+def test_a_tensors_name_that_is_no_text_is_refused(tmp_path: Path) -> None:
+    path = write(tmp_path / "m.bin", state_dict({"\ud800": Saved([1], [1])}))
+    assert "the name of a tensor is no text" in refused(path)

@@ -1,4 +1,4 @@
-"""What every backend does, those for GPUs as far as a CPU can show it."""
+"""The contract of all backends, those for GPUs on a CPU."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnxruntime
 import pytest
 
 from common.errors import InvalidRequest, PromptTooLong
@@ -135,9 +136,7 @@ def test_logits_of_all_tokens_are_those_of_each(model: BackendModel, name: str) 
 
 
 @pytest.mark.parametrize("length", [1, 16, 40])
-def test_a_row_that_begins_like_another_goes_on_by_itself(
-    model: BackendModel, name: str, length: int
-) -> None:
+def test_a_row_begins_like_another_one(model: BackendModel, name: str, length: int) -> None:
     first, second = some_ids(50), some_ids(50, seed=1)
     source = model.open_row()
     append(model, source, first)
@@ -198,3 +197,27 @@ def test_closing_a_model_frees_it_at_once(name: str, tmp_path: Path) -> None:
     finally:
         gc.enable()
     assert after - before < 2 * artifact.fp32_bytes  # not eight models
+
+
+@pytest.mark.parametrize(
+    ("backend", "precision", "device", "message"),
+    [
+        ("mxnet", "fp32", "gpu", r"pip install mxnet-cu117==1\.9\.1"),
+        ("mxnet", "int8", "gpu", "must be one of fp32 for backend mxnet on the gpu"),
+        ("mxnet", "int8-kv8", "cpu", "precision is 'int8-kv8'"),
+        ("onnxruntime", "fp16", "gpu", r"pip install 'onnxruntime-gpu\[cuda,cudnn\]==\d"),
+        ("onnxruntime", "int8", "gpu", "must be one of fp16 for backend onnxruntime"),
+        ("onnxruntime", "fp32", "cpu", "must be one of mxnet, native on the cpu"),
+    ],
+)
+def test_a_backend_that_is_not_installed_or_a_wrong_precision_is_refused(
+    folder: Path, backend: str, precision: str, device: str, message: str
+) -> None:
+    on_gpus = {
+        "mxnet": mx.runtime.Features().is_enabled("CUDA"),
+        "onnxruntime": "CUDAExecutionProvider" in onnxruntime.get_available_providers(),
+    }
+    if "pip install" in message and on_gpus[backend]:
+        pytest.skip("it is a build for GPUs")
+    with pytest.raises(InvalidRequest, match=message):
+        backends.load(artifact_of(folder), backend, precision, device=device)

@@ -1,4 +1,4 @@
-"""What is asked of NVIDIA's driver. A few lines of C stand in for it where there is none."""
+"""NVIDIA's driver, for which a few lines of C stand in, and its errors."""
 
 from __future__ import annotations
 
@@ -24,19 +24,14 @@ int cuDeviceGet(int *device, int ordinal) { *device = 40 + ordinal; return 0; }
 int cuDeviceTotalMem_v2(size_t *bytes, int device) { *bytes = device == 40 ? TOTAL : 0; return 0; }
 int cuGetErrorName(int error, const char **name) { *name = "CUDA_ERROR_NO_DEVICE"; return 0; }
 """
-T4_BYTES = 15_843_721_216
 
 
-def driver(folder: Path, *, total: int = T4_BYTES, init: int = 0) -> str:
+def driver(folder: Path, *, total: int = 16 << 30, init: int = 0) -> str:
     source, library = folder / "driver.c", folder / "libcuda.so.1"
     source.write_text(DRIVER)
     defined = [f"-DINIT={init}", f"-DTOTAL={total}ull"]
     subprocess.run(["cc", "-shared", "-fPIC", *defined, source, "-o", library], check=True)
     return str(library)
-
-
-def test_the_gpus_memory_is_what_the_driver_says(tmp_path: Path) -> None:
-    assert nvidia.memory_bytes(driver(tmp_path)) == T4_BYTES
 
 
 @pytest.mark.parametrize(
@@ -46,17 +41,14 @@ def test_a_reserve_is_left_of_the_gpus_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gib: int, budget: float
 ) -> None:
     monkeypatch.setattr(nvidia, "LIBRARY", driver(tmp_path, total=gib << 30))
-    settings = Settings(device="gpu")
-    assert settings.budget_bytes == int(budget * (1 << 30))
+    assert nvidia.memory_bytes(nvidia.LIBRARY) == gib << 30
+    assert Settings(device="gpu").budget_bytes == int(budget * (1 << 30))
     assert Settings(device="gpu", memory_mib=100).budget_bytes == 100 << 20
 
 
-def test_a_driver_without_a_gpu_is_told_by_name(tmp_path: Path) -> None:
+def test_without_a_gpu_or_driver_the_error_names_what_is_missing(tmp_path: Path) -> None:
     with pytest.raises(InvalidRequest, match=r"cuInit fails with 100 \(CUDA_ERROR_NO_DEVICE\)"):
         nvidia.memory_bytes(driver(tmp_path, init=100))
-
-
-def test_a_machine_without_a_driver_is_told_what_to_do() -> None:
     with pytest.raises(InvalidRequest, match=r"no NVIDIA driver .*--gpus all.*ENGINE_DEVICE=cpu"):
         nvidia.memory_bytes("libcuda-of-no-machine.so.1")
 
@@ -85,12 +77,9 @@ LOST = (
 OTHER = ("CUBLAS_STATUS_NOT_SUPPORTED ; file=cuda_allocator.cc", "shape mismatch in memory.cc")
 
 
-def test_only_a_lack_of_memory_is_taken_for_one() -> None:
+def test_errors_of_memory_and_of_a_lost_gpu_are_distinguished_from_others() -> None:
     assert all(map(is_out_of_memory, NO_MEMORY))
     assert not any(map(is_out_of_memory, (*LOST, *OTHER)))
-
-
-def test_only_what_ends_a_process_on_the_gpu_is_taken_for_it() -> None:
     assert all(map(nvidia.is_fatal, LOST))
     assert not any(map(nvidia.is_fatal, (*NO_MEMORY, *OTHER)))
 
@@ -108,17 +97,17 @@ def broken(pieces):
     raise RuntimeError(sys.argv[2])
 
 compute.run = broken
-told = threading.Event()
-emit = lambda item: hasattr(item, "status") and told.set()
+failed = threading.Event()
+emit = lambda item: hasattr(item, "status") and failed.set()
 engine.submit("model", "안녕하세요", Parameters(), emit)
-assert told.wait(30)
-print("told")
+assert failed.wait(30)
+print("failed")
 engine.close()
 """
 
 
 @pytest.mark.parametrize(
-    ("error", "status", "output"), [(LOST[0], GPU_LOST, ""), (OTHER[1], 0, "told\n")]
+    ("error", "status", "output"), [(LOST[0], GPU_LOST, ""), (OTHER[1], 0, "failed\n")]
 )
 def test_an_engine_that_lost_its_gpu_ends_so_that_it_is_started_anew(
     tmp_path: Path, error: str, status: int, output: str

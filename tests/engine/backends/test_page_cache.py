@@ -1,4 +1,4 @@
-"""Mapped files are brought into memory before somebody computes with them."""
+"""Mapped files are read into memory before a step computes with them."""
 
 from __future__ import annotations
 
@@ -55,8 +55,7 @@ def test_what_is_not_in_memory_is_read_once(span: Span) -> None:
 def test_cold_pages_stay_while_the_kernel_has_no_other_use_for_them(span: Span) -> None:
     read_in([span])
     advise_cold([span])
-    assert missing(span) == 0
-    assert read_in([span]) == 0
+    assert missing(span) == read_in([span]) == 0
     assert resident(span) == PAGES * PAGE
 
 
@@ -67,7 +66,7 @@ def test_only_the_parts_are_waited_for(span: Span) -> None:
     assert [missing(part) for part in parts] == [0, 0]
 
 
-def test_one_reads_at_a_time_and_what_is_there_waits_for_nobody(span: Span) -> None:
+def test_one_reads_at_a_time_and_what_is_in_memory_is_not_waited_for(span: Span) -> None:
     there = (span[0], 10 * PAGE)
     read_in([there])
     left = missing(span)
@@ -87,7 +86,7 @@ def test_it_works_without_the_newest_kernel(span: Span, monkeypatch: pytest.Monk
 
 
 def test_a_file_that_cannot_be_read_is_an_error(tmp_path: Path) -> None:
-    """As when somebody cut it short: a step that touched it would end the engine."""
+    """As when it was cut short: a step that touched it would end the engine."""
     path = tmp_path / "cut"
     path.write_bytes(bytes(2 * PAGE))
     with path.open("rb+") as file:

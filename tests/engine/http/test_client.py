@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,7 +21,8 @@ from common.errors import (
 )
 from engine.http.client import EngineClient, ModelHandle
 from engine.http.leases import GRACE_S
-from tests.engine.engines import EngineProcess, engine_process, make_talkative, until
+from tests.engine.engines import EngineProcess, engine_process, make_talkative
+from tests.processes import eventually
 
 NAME = "시/소월 #1?"
 PROMPT = "오늘은 날씨가"
@@ -34,7 +36,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineProcess]:
-    """Of the backend that starts soon, as tests end it."""
+    """With the backend that starts soonest, as tests end it."""
     fast = {"ENGINE_BACKEND": "native", "ENGINE_PRECISION": "fp32"}
     with engine_process(tmp_path_factory.mktemp("client"), **fast) as found:
         yield found
@@ -69,22 +71,31 @@ def handle(client: EngineClient, model_dir: Path) -> Iterator[ModelHandle]:
 
 
 def text(handle: ModelHandle, **options: float) -> str:
-    found: str = handle.generate(PROMPT, FEW, **options)["completions"][0]["text"]
-    return found
+    return str(handle.generate(PROMPT, FEW, **options)["completions"][0]["text"])
 
 
-def in_a_thread(handle: ModelHandle) -> str:
-    """As `text`; closes the thread's connection."""
-    try:
-        return text(handle)
-    finally:
-        handle._client.close()
+def texts_at_once(handle: ModelHandle, count: int, ready: Any = lambda: None) -> list[str]:
+    """The texts of requests from so many threads, each with its connection."""
+    together = threading.Barrier(count)
+
+    def ask(_: int) -> str:
+        together.wait(60)
+        try:
+            return text(handle)
+        finally:
+            handle._client.close()
+
+    with ThreadPoolExecutor(count) as pool:
+        found = pool.map(ask, range(count))
+        ready()
+        return list(found)
 
 
 def test_a_handle_loads_its_model_and_generates(handle: ModelHandle, model_dir: Path) -> None:
     assert (handle.model["name"], handle.model["model_dir"]) == (NAME, str(model_dir))
     answer = handle.generate(PROMPT, {"max_new_tokens": 7, "seed": 1, "num_return_sequences": 2})
     assert [c["tokens"] for c in answer["completions"]] == [7, 7]
+    assert texts_at_once(handle, 8) == [text(handle)] * 8
 
 
 def test_the_errors_of_the_engine_are_raised_as_they_were_there(
@@ -109,38 +120,17 @@ def test_a_connection_is_used_again(client: EngineClient) -> None:
     assert client._local.connection.socket is first
 
 
-def test_threads_do_not_share_connections(handle: ModelHandle) -> None:
-    expected = text(handle)
-    together = threading.Barrier(8)
-
-    def ask(_: int) -> str:
-        together.wait(60)
-        return in_a_thread(handle)
-
-    with ThreadPoolExecutor(8) as pool:
-        assert list(pool.map(ask, range(8))) == [expected] * 8
-
-
-def test_a_handle_that_is_closed_gives_its_model_back(
-    engine: EngineProcess, client: EngineClient, model_dir: Path
-) -> None:
-    handle = ModelHandle(client, "short-lived", str(model_dir))
-    assert engine.statistics("short-lived")
-    handle.close()
-    until(lambda: not engine.statistics("short-lived"), timeout_s=GRACE_S + 2)
-
-
-def test_nobody_computes_for_a_handle_that_is_closed_and_it_loads_nothing_again(
+def test_a_closed_handle_ends_its_requests_and_gives_its_model_back(
     engine: EngineProcess, client: EngineClient, model_dir: Path
 ) -> None:
     handle = ModelHandle(client, "given up", str(model_dir))
     with ThreadPoolExecutor(1) as pool:
         answer = pool.submit(handle.generate, PROMPT, {"max_new_tokens": 100_000})
-        until(lambda: (engine.statistics("given up") or {})["running"] == 1)
+        eventually(lambda: (engine.statistics("given up") or {})["running"] == 1)
         handle.close()
         assert isinstance(answer.exception(30), ModelNotFound)
-    until(lambda: (engine.statistics("given up") or {"running": 0})["running"] == 0)
-    until(lambda: not engine.statistics("given up"), timeout_s=GRACE_S + 20)
+    eventually(lambda: (engine.statistics("given up") or {"running": 0})["running"] == 0)
+    eventually(lambda: not engine.statistics("given up"), seconds=GRACE_S + 20)
 
 
 def test_a_model_that_was_unloaded_is_loaded_again(
@@ -152,56 +142,38 @@ def test_a_model_that_was_unloaded_is_loaded_again(
     assert text(handle) == before
 
 
-def test_a_handle_outlives_a_crash_of_the_engine(
+def test_requests_wait_while_the_engine_restarts(
     engine: EngineProcess, handle: ModelHandle
 ) -> None:
     before = text(handle)
     engine.kill()
-    engine.start()
-    assert text(handle) == before
-    assert engine.statistics(NAME)["requests"] == 1
-
-
-def test_a_request_waits_for_the_engine_to_come_back(
-    engine: EngineProcess, handle: ModelHandle
-) -> None:
-    before = text(handle)
-    engine.kill()
-    with ThreadPoolExecutor(4) as pool:
-        asked = [pool.submit(in_a_thread, handle) for _ in range(4)]
-        time.sleep(0.3)
-        assert not any(answer.done() for answer in asked)
-        engine.start(wait=False)
-        assert [answer.result(120) for answer in asked] == [before] * 4
+    assert texts_at_once(handle, 4, lambda: engine.start(wait=False)) == [before] * 4
     assert engine.statistics(NAME)["requests"] == 4
 
 
-def test_a_request_under_way_when_the_engine_crashes_is_sent_again(
+def test_a_request_lost_in_a_crash_is_sent_again(
     engine: EngineProcess, handle: ModelHandle
 ) -> None:
     long = {"max_new_tokens": 3000}
     with ThreadPoolExecutor(1) as pool:
-        asked = pool.submit(handle.generate, PROMPT, long, timeout_s=120)
+        answer = pool.submit(handle.generate, PROMPT, long, timeout_s=120)
         pool.submit(handle._client.close)
-        until(lambda: engine.statistics(NAME)["running"] == 1)
+        eventually(lambda: engine.statistics(NAME)["running"] == 1)
         engine.kill()
         engine.start()
-        assert asked.result(120)["completions"][0]["tokens"] == 3000
+        assert answer.result(120)["completions"][0]["tokens"] == 3000
 
 
-def test_an_engine_that_is_gone_for_good_is_given_up_in_time(
+def test_an_engine_that_does_not_come_back_fails_requests_in_time(
     engine: EngineProcess, client: EngineClient, handle: ModelHandle, model_dir: Path
 ) -> None:
     text(handle)
     engine.kill()
-
     started = time.monotonic()
     with pytest.raises(EngineUnavailable) as caught:
         text(handle, timeout_s=1.5)
     assert time.monotonic() - started > 1.4
     assert caught.value.retry_after_s == 1
-
-    started = time.monotonic()
     with pytest.raises(EngineUnavailable):
         client.request("GET", "/health")
     with pytest.raises(EngineUnavailable):
@@ -209,9 +181,7 @@ def test_an_engine_that_is_gone_for_good_is_given_up_in_time(
     assert time.monotonic() - started < 40  # others wait for it for a minute
 
 
-def test_an_engine_that_hangs_is_given_up_in_time(
-    engine: EngineProcess, client: EngineClient
-) -> None:
+def test_an_engine_that_hangs_is_unavailable(engine: EngineProcess, client: EngineClient) -> None:
     client.request("GET", "/health")
     engine.process.send_signal(19)  # SIGSTOP
     try:

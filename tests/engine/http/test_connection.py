@@ -1,4 +1,4 @@
-"""The workers' connection: what it sends, and answers whole, in pieces, broken."""
+"""The workers' connection: its requests, and answers whole, in pieces, and broken."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def listener(tmp_path: Path) -> Iterator[socket.socket]:
 
 
 def answered(listener: socket.socket, *pieces: bytes) -> tuple[int, dict[str, str], bytes]:
-    """What `ask` makes of these pieces, behind which the other side hangs up."""
+    """The answer in these pieces, after which the other side closes the connection."""
     connection = Connection(listener.getsockname(), WAIT_S)
     other, _ = listener.accept()
     with ThreadPoolExecutor(1) as pool:
@@ -54,7 +54,7 @@ def test_an_answer_without_a_body_is_known_by_its_status(listener: socket.socket
     assert answered(listener, b"HTTP/1.1 204 No Content\r\n\r\n") == (204, {}, b"")
 
 
-def test_who_hangs_up_before_an_answer_may_be_asked_again(listener: socket.socket) -> None:
+def test_a_connection_that_is_closed_before_an_answer_is_reset(listener: socket.socket) -> None:
     with pytest.raises(ConnectionResetError):
         answered(listener)
 
@@ -70,7 +70,7 @@ def test_who_hangs_up_before_an_answer_may_be_asked_again(listener: socket.socke
         b"HTTP/1.1 200 OK\r\nx: " + b"x" * MAX_HEAD_BYTES * 2,
     ],
 )
-def test_a_broken_answer_is_none(listener: socket.socket, answer: bytes) -> None:
+def test_a_broken_answer_is_an_error(listener: socket.socket, answer: bytes) -> None:
     with pytest.raises(OSError, match="the answer") as caught:
         answered(listener, answer)
     assert not isinstance(caught.value, ConnectionError)

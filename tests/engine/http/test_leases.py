@@ -87,25 +87,22 @@ async def test_a_lease_taken_while_the_unload_begins_keeps_the_model(
     assert engine.describe(model)["name"] == NAME
 
 
-async def test_a_model_without_a_lease_finishes_what_was_begun(
-    tmp_path: Path, new_engine: NewEngine
-) -> None:
+async def test_without_a_lease_requests_are_finished(tmp_path: Path, new_engine: NewEngine) -> None:
     """As a stream goes on whose worker's process was killed."""
     engine = new_engine(memory_mib=64)
     engine.load(NAME, str(make_talkative(tmp_path / "모델", layers=1)))
-    asked, unload = threading.Event(), engine.unload
+    tried, unload = threading.Event(), engine.unload
 
     def counted(*args: Any, **options: Any) -> bool:
         gone = unload(*args, **options)
-        asked.set()
+        tried.set()
         return gone
 
     engine.unload = counted  # type: ignore[method-assign]
-
     leases = Leases(engine, asyncio.Event(), grace_s=0)
     leases.take(NAME)
-    # Its first token is told only once the model was to go.
-    request = Request(engine, NAME, "봄", lambda _: asked.wait(WAIT_S), max_new_tokens=20)
+    # Its first token comes only after the first try to unload the model.
+    request = Request(engine, NAME, "봄", lambda _: tried.wait(WAIT_S), max_new_tokens=20)
     leases.release(NAME)
     await asyncio.to_thread(request.wait)
     assert (len(request.tokens), request.error) == (20, None)
@@ -118,7 +115,7 @@ async def test_while_the_engine_stops_its_models_outlive_their_leases(engine: En
     leases = Leases(engine, stopping, grace_s=0)
     leases.take(NAME)
     leases.take("other")
-    leases.release(NAME)  # its worker was told to stop first
+    leases.release(NAME)  # its worker stops first
     stopping.set()
     leases.release("other")
     await finished(leases)
@@ -128,7 +125,7 @@ async def test_while_the_engine_stops_its_models_outlive_their_leases(engine: En
 def test_statistics_describe_no_model_that_is_being_freed(
     engine: Engine, model_dir: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Freeing begins once the engine's lock was had, which those who describe have."""
+    """Freeing begins with the engine's lock, which those that describe a model hold."""
     model = engine.load(NAME, model_dir)
     free_to_go: list[bool] = []
 

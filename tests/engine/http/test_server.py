@@ -1,16 +1,14 @@
-"""The engine's process, asked over its unix socket."""
+"""The engine's process, by requests over its unix socket."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import os
-import socket
 import stat
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -33,9 +31,9 @@ from tests.engine.engines import (
     engine_process,
     is_greedy,
     make_talkative,
-    until,
 )
 from tests.engine.sentences import SENTENCES
+from tests.processes import eventually
 
 NAME = "시/소월 #1?.tar.gz"  # of a model: Korean, a slash, a space, what URLs are made of
 PROMPT = "오늘은 날씨가"
@@ -62,330 +60,261 @@ def engine(process: EngineProcess) -> Iterator[EngineProcess]:
         process.call("DELETE", f"/models/{quote(model['name'], safe='')}")
 
 
+URL = f"/models/{quote(NAME, safe='')}"
+
+
 @pytest.fixture
-def url(engine: EngineProcess, model_dir: Path) -> str:
-    """The path of a loaded model."""
-    status, _ = engine.call("POST", "/models", {"name": NAME, "model_dir": str(model_dir)})
-    assert status == 200
-    return f"/models/{quote(NAME, safe='')}"
+def loaded(engine: EngineProcess, model_dir: Path) -> EngineProcess:
+    """The engine with a model."""
+    body = {"name": NAME, "model_dir": str(model_dir)}
+    status, model = engine.call("POST", "/models", body)
+    assert (status, model["name"], model["model_dir"]) == (200, NAME, str(model_dir))
+    assert (model["backend"], model["precision"]) == ("mxnet", "fp32")
+    return engine
+
+
+def generate(engine: EngineProcess, body: dict[str, Any]) -> tuple[int, Any]:
+    return engine.call("POST", f"{URL}/generate", body)
+
+
+def stream(engine: EngineProcess, body: dict[str, Any]) -> list[Any]:
+    response = engine.open("POST", f"{URL}/generate", {**body, "stream": True})
+    assert response.headers["Content-Type"] == "application/x-ndjson"
+    return [json.loads(line) for line in response]
 
 
 @pytest.mark.slow
-def test_the_engine_says_what_a_load_would_lack(engine: EngineProcess, model_dir: Path) -> None:
-    asked = {"name": "a", "model_dir": str(model_dir)}
-    status, room = engine.call("POST", "/room", asked)
+def test_a_load_can_be_checked_before_it_is_made(engine: EngineProcess, model_dir: Path) -> None:
+    body = {"name": "a", "model_dir": str(model_dir)}
+    status, room = engine.call("POST", "/room", body)
     assert (status, set(room)) == (200, {"weight_bytes"})
     needed, loaded = room["weight_bytes"], 0
     while "missing_bytes" not in room:
         assert loaded < 100
-        engine.call("POST", "/models", {**asked, "name": f"m{loaded}"})
+        engine.call("POST", "/models", {**body, "name": f"m{loaded}"})
         loaded += 1
-        status, room = engine.call("POST", "/room", asked)
-    assert status == 200
+        status, room = engine.call("POST", "/room", body)
+    assert (status, room["weight_bytes"]) == (200, needed)
     assert room["missing_bytes"] > 0
-    assert room["weight_bytes"] == needed
     assert "MiB" in room["message"]
-    # Promises of what is loaded already are kept.
+    # Promises to models that are loaded already have been kept.
     promised = {"m0": needed, "봄": 1000}
-    _, beside = engine.call("POST", "/room", {**asked, "promised": promised})
+    _, beside = engine.call("POST", "/room", {**body, "promised": promised})
     assert beside["missing_bytes"] == room["missing_bytes"] + 1000
     for wrong in (["봄"], {"봄": "1000"}):
-        assert engine.call("POST", "/room", {**asked, "promised": wrong})[0] == 400
+        assert engine.call("POST", "/room", {**body, "promised": wrong})[0] == 400
 
 
-def test_the_engine_says_that_it_is_well(engine: EngineProcess) -> None:
+def test_health_is_that_of_the_step_loop(engine: EngineProcess) -> None:
     status, health = engine.call("GET", "/health")
     assert (status, health["status"], health["thread_alive"]) == (200, "ok", True)
     assert health["step_age_s"] >= 0
-
-
-def test_an_engine_whose_thread_has_ended_is_not_well() -> None:
-    engine = Engine(Settings(memory_mib=1))
-    health = Request({"type": "http"})
-    app = EngineApp(engine)
-    assert asyncio.run(app._health(health)).status_code == 200
-    engine.close()
-    answer = asyncio.run(app._health(health))
+    closed = Engine(Settings(memory_mib=1))
+    closed.close()
+    answer = asyncio.run(EngineApp(closed)._health(Request({"type": "http"})))
     assert (answer.status_code, json.loads(answer.body)["thread_alive"]) == (503, False)
 
 
-def test_models_are_loaded_listed_and_unloaded(engine: EngineProcess, model_dir: Path) -> None:
-    status, loaded = engine.call("POST", "/models", {"name": NAME, "model_dir": str(model_dir)})
-    assert status == 200
-    assert (loaded["name"], loaded["model_dir"]) == (NAME, str(model_dir))
-    assert (loaded["backend"], loaded["precision"]) == ("mxnet", "fp32")
-    assert [m["name"] for m in engine.call("GET", "/models")[1]["models"]] == [NAME]
-
-    url = f"/models/{quote(NAME, safe='')}"
-    assert engine.call("DELETE", url) == (204, None)
-    assert engine.call("GET", "/models") == (200, {"models": []})
-    assert engine.call("DELETE", url)[0] == 404
+def test_models_are_listed_and_unloaded(loaded: EngineProcess) -> None:
+    assert [m["name"] for m in loaded.call("GET", "/models")[1]["models"]] == [NAME]
+    assert loaded.call("DELETE", URL) == (204, None)
+    assert loaded.call("GET", "/models") == (200, {"models": []})
+    assert loaded.call("DELETE", URL)[0] == 404
 
 
-def test_a_prompt_is_continued(engine: EngineProcess, url: str) -> None:
-    body = {"inputs": PROMPT, "parameters": {"max_new_tokens": 6, "logprobs": 1}}
-    status, answer = engine.call("POST", f"{url}/generate", body)
-    assert status == 200
-    (completion,) = answer["completions"]
-    assert (completion["tokens"], completion["finish_reason"]) == (6, "length")
-    assert [step["token"] for step in completion["logprobs"]] == [
-        step["top"][0]["token"] for step in completion["logprobs"]
-    ]
-    assert answer["prompt_tokens"] > 1
-    assert answer["seconds"] >= answer["time_to_first_token_s"] > 0
-
-
-def test_a_stream_is_one_token_a_line_and_gives_the_same_text(
-    engine: EngineProcess, url: str
+def test_a_stream_is_one_token_a_line_and_gives_the_whole_text(
+    loaded: EngineProcess,
 ) -> None:
     parameters = {"max_new_tokens": 8, "seed": 3, "num_return_sequences": 2}
     body = {"inputs": PROMPT, "parameters": parameters}
-    whole = engine.call("POST", f"{url}/generate", body)[1]
-
-    response = engine.open("POST", f"{url}/generate", {**body, "stream": True})
-    assert response.headers["Content-Type"] == "application/x-ndjson"
-    lines = [json.loads(line) for line in response]
-
+    status, whole = generate(loaded, body)
+    assert (status, [c["tokens"] for c in whole["completions"]]) == (200, [8, 8])
+    assert whole["seconds"] >= whole["time_to_first_token_s"] > 0
+    lines = stream(loaded, body)
     assert len(lines) == 16
     for index, completion in enumerate(whole["completions"]):
         mine = [line for line in lines if line["index"] == index]
         assert "".join(line["text"] for line in mine) == completion["text"]
         reasons = [line["finish_reason"] for line in mine if "finish_reason" in line]
-        assert reasons == [completion["finish_reason"]]
+        assert reasons == [completion["finish_reason"]] == ["length"]
 
 
-def test_a_text_and_its_ids_are_continued_alike(engine: EngineProcess, url: str) -> None:
-    parameters = {"max_new_tokens": 6, "logprobs": 0}
-    _, whole = engine.call("POST", f"{url}/generate", {"prompt": PROMPT, "parameters": parameters})
-    ids = [step["token"] for step in whole["completions"][0]["logprobs"]]
-    texts = [step["text"] for step in whole["completions"][0]["logprobs"]]
-    assert "".join(texts) == whole["completions"][0]["text"]
-
-    body = {"prompt": ids, "parameters": {"max_new_tokens": 3}, "stream": True}
-    first, *_ = [json.loads(line) for line in engine.open("POST", f"{url}/generate", body)]
-    assert first["prompt_tokens"] == len(ids)
+def test_a_text_and_its_ids_are_continued_alike(loaded: EngineProcess) -> None:
+    parameters = {"max_new_tokens": 6, "logprobs": 1}
+    _, whole = generate(loaded, {"prompt": PROMPT, "parameters": parameters})
+    steps = whole["completions"][0]["logprobs"]
+    ids = [step["token"] for step in steps]
+    assert ids == [step["top"][0]["token"] for step in steps]
+    assert "".join(step["text"] for step in steps) == whole["completions"][0]["text"]
     body = {"prompt": ids, "parameters": {"max_new_tokens": 3}}
-    assert engine.call("POST", f"{url}/generate", body)[1]["prompt_tokens"] == len(ids)
+    assert stream(loaded, body)[0]["prompt_tokens"] == len(ids)
+    assert generate(loaded, body)[1]["prompt_tokens"] == len(ids)
 
 
-def test_a_text_becomes_ids_and_text_again(engine: EngineProcess, url: str) -> None:
-    asked = {"prompt": PROMPT, "parameters": {"decoder_input_details": True}}
-    prefill = engine.call("POST", f"{url}/generate", asked)[1]["completions"][0]["prefill"]
-    status, found = engine.call("POST", f"{url}/tokenize", {"prompt": PROMPT})
+def test_a_text_becomes_ids_and_text_again(loaded: EngineProcess) -> None:
+    def post(route: str, **body: Any) -> tuple[int, Any]:
+        return loaded.call("POST", f"{URL}/{route}", body)
+
+    given = {"prompt": PROMPT, "parameters": {"decoder_input_details": True}}
+    prefill = generate(loaded, given)[1]["completions"][0]["prefill"]
+    status, found = post("tokenize", prompt=PROMPT)
     assert status == 200
     assert found["tokens"] == [token["token"] for token in prefill]
     assert found["texts"] == [token["text"] for token in prefill]
-    plain = engine.call("POST", f"{url}/tokenize", {"prompt": PROMPT, "special": False})[1]
+    plain = post("tokenize", prompt=PROMPT, special=False)[1]
     assert plain["tokens"] == found["tokens"][1:]
-    long = engine.call("POST", f"{url}/tokenize", {"prompt": PROMPT * 1000})[1]
-    assert len(long["tokens"]) > long["max_length"]  # whoever counts wants to know
-    back = engine.call("POST", f"{url}/detokenize", {"tokens": found["tokens"]})
-    assert back == (200, {"text": f" {PROMPT}"})
-    for route, body in (
-        ("tokenize", {"prompt": [1]}),
-        ("tokenize", {"inputs": PROMPT}),
-        ("detokenize", {"tokens": PROMPT}),
-        ("detokenize", {"tokens": [10**6]}),
-    ):
-        assert engine.call("POST", f"{url}/{route}", body)[0] == 400
+    long = post("tokenize", prompt=PROMPT * 1000)[1]
+    assert len(long["tokens"]) > long["max_length"]
+    assert post("detokenize", tokens=found["tokens"]) == (200, {"text": f" {PROMPT}"})
+    assert post("tokenize", prompt=[1])[0] == post("tokenize", inputs=PROMPT)[0] == 400
+    for tokens in (PROMPT, [10**6]):
+        assert post("detokenize", tokens=tokens)[0] == 400
 
 
 @pytest.mark.parametrize("logprobs", [None, 2])
-def test_a_prompts_tokens_come_back_when_they_are_asked_for(
-    engine: EngineProcess, url: str, logprobs: int | None
-) -> None:
+def test_a_prompts_tokens_come_back_if_wanted(loaded: EngineProcess, logprobs: int | None) -> None:
     given = {"max_new_tokens": 3, "decoder_input_details": True, "logprobs": logprobs}
     body: dict[str, Any] = {"prompt": PROMPT * 3, "parameters": given}
-    _, whole = engine.call("POST", f"{url}/generate", body)
-    (completion,) = whole["completions"]
-    prefill = completion["prefill"]
+    _, whole = generate(loaded, body)
+    prefill = whole["completions"][0]["prefill"]
     assert len(prefill) == whole["prompt_tokens"]
     assert "".join(token["text"] for token in prefill) == "<s> " + PROMPT * 3
     assert "logprob" not in prefill[0]
-    assert [token.get("special", False) for token in prefill] == [True] + [False] * (
-        len(prefill) - 1
-    )
-    first, *_ = [
-        json.loads(line)
-        for line in engine.open("POST", f"{url}/generate", {**body, "stream": True})
-    ]
-    assert first["prefill"] == prefill
-
+    assert [token["token"] for token in prefill if token.get("special")] == [prefill[0]["token"]]
+    assert stream(loaded, body)[0]["prefill"] == prefill
     # Each as if the tokens before it were the prompt, and it were forced upon the model.
+    ids = [token["token"] for token in prefill]
     for at in (1, 4) if logprobs else ():
-        ids = [token["token"] for token in prefill]
         forced = {"max_new_tokens": 1, "logprobs": 2, "logit_bias": {str(ids[at]): 100}}
-        body = {"prompt": ids[:at], "parameters": forced}
-        (step,) = engine.call("POST", f"{url}/generate", body)[1]["completions"][0]["logprobs"]
+        answer = generate(loaded, {"prompt": ids[:at], "parameters": forced})[1]
+        (step,) = answer["completions"][0]["logprobs"]
         assert step["token"] == ids[at]
         assert prefill[at]["logprob"] == pytest.approx(step["logprob"], abs=1e-3)
         assert [t["token"] for t in prefill[at]["top"]] == [t["token"] for t in step["top"]]
 
 
-def test_a_stream_comes_while_it_is_made(engine: EngineProcess, url: str) -> None:
-    response = engine.open("POST", f"{url}/generate", {**LONG, "stream": True})
-    lines = [json.loads(response.readline()) for _ in range(5)]
-    assert engine.statistics(NAME)["running"] == 1  # and yet there are lines to read
-    assert all("finish_reason" not in line for line in lines)
-    engine.drop(response)
-
-
-def test_requests_at_once_share_steps_and_are_exact(
-    engine: EngineProcess, url: str, model_dir: Path
+def test_requests_at_once_share_steps_and_stay_exact(
+    loaded: EngineProcess, model_dir: Path
 ) -> None:
     body = {"parameters": {"max_new_tokens": 40}, "stream": True}
     responses = [
-        engine.open("POST", f"{url}/generate", {**body, "inputs": sentence})
+        loaded.open("POST", f"{URL}/generate", {**body, "inputs": sentence})
         for sentence in SENTENCES
     ]
     ids = [[json.loads(line)["token"] for line in response] for response in responses]
-    found = engine.statistics(NAME)
+    found = loaded.statistics(NAME)
     assert found["rows"] > 2 * found["steps"]
     encode = SentencePieceTokenizer(model_dir / "kogpt2.spiece").encode
     for sentence, new in zip(SENTENCES, ids, strict=True):
         assert is_greedy(model_dir, encode(sentence), new)
 
 
-@pytest.mark.parametrize(
-    ("method", "path", "body", "status", "kind", "said"),
-    [
-        ("POST", "/models", b"{", 400, "InvalidRequest", "not JSON"),
-        ("POST", "/models", b"\xff", 400, "InvalidRequest", "not UTF-8"),
-        ("POST", "/models", b"[" * 100_000, 400, "InvalidRequest", "not JSON"),
-        ("POST", "/models", [], 400, "InvalidRequest", "object"),
-        ("POST", "/models", {"model_dir": "/"}, 400, "InvalidRequest", "name"),
-        ("POST", "/models", {"name": "a"}, 400, "InvalidRequest", "model_dir"),
-        ("POST", "/models", {"name": 1, "model_dir": "/"}, 400, "InvalidRequest", "name"),
-        ("POST", "/models", {"name": "a", "model_dir": "/없음"}, 400, "ArtifactError", "없음"),
-        ("POST", "/models", {"name": "a", "model_dir": "/" + "x" * 300}, 400, "ArtifactError", "x"),
-        (
-            "POST",
-            "/models",
-            {"name": "a", "model_dir": "/", "backend": "torch"},
-            400,
-            "InvalidRequest",
-            "mxnet, native",
-        ),
-        (
-            "POST",
-            "/models",
-            {"name": "a", "model_dir": "/", "backend": ["mxnet"]},
-            400,
-            "InvalidRequest",
-            "mxnet, native",
-        ),
-        *(
-            (
-                "POST",
-                "/models",
-                {"name": "a", "model_dir": "/", "max_rows": rows},
-                400,
-                "InvalidRequest",
-                "max_rows",
-            )
-            for rows in (0, True, "4")
-        ),
+WRONG_LOADS: list[tuple[Any, str, str]] = [
+    (b"{", "InvalidRequest", "not JSON"),
+    (b"\xff", "InvalidRequest", "not UTF-8"),
+    (b"[" * 100_000, "InvalidRequest", "not JSON"),
+    ([], "InvalidRequest", "object"),
+    ({"model_dir": "/"}, "InvalidRequest", "name"),
+    ({"name": "a"}, "InvalidRequest", "model_dir"),
+    ({"name": 1, "model_dir": "/"}, "InvalidRequest", "name"),
+    ({"name": "a", "model_dir": "/없음"}, "ArtifactError", "없음"),
+    ({"name": "a", "model_dir": "/없음", "lease": True}, "ArtifactError", "없음"),
+    ({"name": "a", "model_dir": "/" + "x" * 300}, "ArtifactError", "x"),
+    *(
+        ({"name": "a", "model_dir": "/", "backend": backend}, "InvalidRequest", "mxnet, native")
+        for backend in ("torch", ["mxnet"])
+    ),
+    *(
+        ({"name": "a", "model_dir": "/", "max_rows": rows}, "InvalidRequest", "max_rows")
+        for rows in (0, True, "4")
+    ),
+]
+
+
+def test_a_wrong_request_gets_an_error_that_says_what_is_wrong(engine: EngineProcess) -> None:
+    for method, path, body, status, kind, message in (
+        *(("POST", "/models", body, 400, kind, message) for body, kind, message in WRONG_LOADS),
         ("DELETE", "/models/없음", None, 404, "ModelNotFound", "없음"),
         ("POST", "/models/a/b/generate", {"inputs": "가"}, 404, "ModelNotFound", "a/b"),
         ("POST", "/models/a/generate", b"", 400, "InvalidRequest", "not JSON"),
         ("POST", "/models/a/generate", {}, 400, "InvalidRequest", "inputs"),
         ("POST", "/models/a/generate", {"inputs": ["가"]}, 400, "InvalidRequest", "inputs"),
-    ],
-)
-def test_a_wrong_request_gets_an_error_that_says_what_is_wrong(
-    engine: EngineProcess, method: str, path: str, body: Any, status: int, kind: str, said: str
-) -> None:
-    found, error = engine.call(method, quote(path), body)
-    assert (found, error["code"], error["type"]) == (status, status, kind)
-    assert said in error["message"]
+    ):
+        found, error = engine.call(method, quote(path), body)
+        assert (found, error["code"], error["type"]) == (status, status, kind)
+        assert message in error["message"]
 
 
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_wrong_field_is_named(loaded: EngineProcess, stream: bool) -> None:
+    vocabulary = "the model's vocabulary ends at"
+    changes: list[tuple[dict[str, Any], str]] = [
         ({"parameters": []}, "parameters"),
         ({"parameters": {"max_tokens": 1}}, "parameters.max_tokens"),
         ({"parameters": {"temperature": -1}}, "parameters.temperature"),
         ({"inputs": ""}, "inputs"),
         ({"inputs": "가\ud83d"}, "surrogate"),
         ({"prompt": []}, "prompt holds nothing"),
-        ({"prompt": ["가"]}, "prompt must be"),
-        ({"prompt": [1, True]}, "prompt must be"),
-        ({"prompt": [-1]}, "prompt must be"),
-        ({"prompt": [10_000_000]}, "the model's vocabulary ends at"),
-        ({"parameters": {"logit_bias": {"10000000": 1}}}, "the model's vocabulary ends at"),
-        ({"parameters": {"bad_words_ids": [[1, 10**7]]}}, "the model's vocabulary ends at"),
+        *(({"prompt": prompt}, "prompt must be") for prompt in (["가"], [1, True], [-1])),
+        ({"prompt": [10_000_000]}, vocabulary),
+        ({"parameters": {"logit_bias": {"10000000": 1}}}, vocabulary),
+        ({"parameters": {"bad_words_ids": [[1, 10**7]]}}, vocabulary),
         ({"messages": []}, "messages"),
         ({"messages": [{"role": "user", "content": None}]}, "messages.0"),
         ({"messages": [{"role": "user", "content": "안녕"}]}, "add chat_template.jinja"),
-        ({"timeout_s": 0}, "timeout_s"),
-        ({"timeout_s": "1"}, "timeout_s"),
-        ({"timeout_s": float("nan")}, "timeout_s"),
-    ],
-)
-@pytest.mark.parametrize("stream", [False, True])
-def test_a_wrong_field_is_named(
-    engine: EngineProcess, url: str, change: dict[str, Any], said: str, stream: bool
-) -> None:
-    body = {"inputs": PROMPT, "stream": stream, **change}
-    status, error = engine.call("POST", f"{url}/generate", body)
-    assert (status, error["type"]) == (400, "InvalidRequest")
-    assert said in error["message"]
+        *(({"timeout_s": seconds}, "timeout_s") for seconds in (0, "1", float("nan"))),
+    ]
+    for change, message in changes:
+        status, error = generate(loaded, {"inputs": PROMPT, "stream": stream, **change})
+        assert (status, error["type"]) == (400, "InvalidRequest")
+        assert message in error["message"]
 
 
-def test_what_no_prompt_needs_is_refused_unread(engine: EngineProcess, url: str) -> None:
+def test_a_body_longer_than_any_prompt_is_refused_unread(loaded: EngineProcess) -> None:
     """The engine's steps would wait while it is read."""
     body = b'{"inputs": "' + "물".encode() * 3_000_000
-    status, error = engine.call("POST", f"{url}/generate", body)  # no JSON
+    status, error = loaded.call("POST", f"{URL}/generate", body)  # no JSON
     assert (status, error["type"]) == (413, "PromptTooLong")
     assert f"the request has {len(body)} bytes" in error["message"]
 
 
-def test_a_deadline_is_504_and_in_a_stream_the_last_line(engine: EngineProcess, url: str) -> None:
+def test_a_deadline_is_504_and_in_a_stream_the_last_line(loaded: EngineProcess) -> None:
     body = {**LONG, "timeout_s": 0.1}
-    status, error = engine.call("POST", f"{url}/generate", body)
+    status, error = generate(loaded, body)
     assert (status, error["type"]) == (504, "DeadlineExceeded")
-    lines = [json.loads(x) for x in engine.open("POST", f"{url}/generate", body | {"stream": True})]
-    assert lines[-1]["error"]["type"] == "DeadlineExceeded"
+    assert stream(loaded, body)[-1]["error"]["type"] == "DeadlineExceeded"
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_client_that_goes_away_frees_its_row(
-    engine: EngineProcess, url: str, stream: bool
-) -> None:
-    client = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    client.connect(str(engine.socket))
-    body = json.dumps({**LONG, "stream": stream}).encode()
-    head = f"POST {url}/generate HTTP/1.1\r\nHost: engine\r\nContent-Length: {len(body)}\r\n\r\n"
-    client.sendall(head.encode() + body)
-    until(lambda: engine.statistics(NAME)["running"] == 1)
-    made = engine.statistics(NAME)["tokens"]
-
+def test_a_client_that_disconnects_frees_its_row(loaded: EngineProcess, stream: bool) -> None:
+    client = loaded.connect()
+    client.request("POST", f"{URL}/generate", json.dumps({**LONG, "stream": stream}))
+    if stream:  # its lines come while it is made
+        response = client.getresponse()
+        lines = [json.loads(response.readline()) for _ in range(5)]
+        assert all("finish_reason" not in line for line in lines)
+        response.close()
+    eventually(lambda: loaded.statistics(NAME)["running"] == 1)
+    made = loaded.statistics(NAME)["tokens"]
     client.close()
+    eventually(lambda: loaded.statistics(NAME)["running"] == 0)
+    assert loaded.statistics(NAME)["tokens"] < made + 2000  # it would have gone on to 4,000
+    assert loaded.call("GET", "/statistics")[1]["kv_bytes"] == 0
 
-    until(lambda: engine.statistics(NAME)["running"] == 0)
-    assert engine.statistics(NAME)["tokens"] < made + 2000  # it would have gone on to 4,000
-    assert engine.call("GET", "/statistics")[1]["kv_bytes"] == 0
 
-
-def test_a_request_can_be_cancelled_by_its_id(engine: EngineProcess, url: str) -> None:
+def test_a_request_can_be_cancelled_by_its_id(loaded: EngineProcess) -> None:
     with ThreadPoolExecutor(1) as pool:
-        body = {**LONG, "request_id": "a1"}
-        waiting = pool.submit(engine.call, "POST", f"{url}/generate", body)
-        until(lambda: engine.statistics(NAME)["running"] == 1)
-        assert engine.call("DELETE", "/requests/a1") == (204, None)
+        waiting = pool.submit(generate, loaded, {**LONG, "request_id": "a1"})
+        eventually(lambda: loaded.statistics(NAME)["running"] == 1)
+        assert loaded.call("DELETE", "/requests/a1") == (204, None)
         status, error = waiting.result(WAIT_S)
     assert (status, error["type"]) == (499, "Cancelled")
-    until(lambda: engine.statistics(NAME)["running"] == 0)
-
-
-def test_a_request_that_was_cancelled_before_it_came_does_not_begin(
-    engine: EngineProcess, url: str
-) -> None:
-    assert engine.call("DELETE", "/requests/b2") == (204, None)
-    before = engine.statistics(NAME)["requests"]
-    assert engine.call("POST", f"{url}/generate", {**LONG, "request_id": "b2"})[0] == 499
-    assert engine.statistics(NAME)["requests"] == before
+    eventually(lambda: loaded.statistics(NAME)["running"] == 0)
+    # Also before it comes: then it does not begin.
+    assert loaded.call("DELETE", "/requests/b2") == (204, None)
+    before = loaded.statistics(NAME)["requests"]
+    assert generate(loaded, {**LONG, "request_id": "b2"})[0] == 499
+    assert loaded.statistics(NAME)["requests"] == before
 
 
 def call(app: EngineApp, body: Any, padding: str = "") -> Any:
@@ -398,7 +327,7 @@ def call(app: EngineApp, body: Any, padding: str = "") -> Any:
     return app._generate(Request({"type": "http", "path_params": {"name": "m"}}, receive))
 
 
-def test_a_request_can_be_cancelled_while_its_prompt_is_cut(
+def test_a_request_is_cancelled_while_it_is_tokenized(
     model_dir: Path, new_engine: NewEngine
 ) -> None:
     engine = new_engine(memory_mib=32)
@@ -423,7 +352,7 @@ def test_a_request_can_be_cancelled_while_its_prompt_is_cut(
 
 
 @pytest.mark.parametrize(("tokens", "elsewhere"), [(4, False), (60, True)])
-def test_large_bodies_are_read_and_written_beside_the_event_loop(
+def test_large_bodies_are_read_and_written_on_threads_of_their_own(
     model_dir: Path,
     monkeypatch: pytest.MonkeyPatch,
     new_engine: NewEngine,
@@ -461,81 +390,50 @@ def lease(engine: EngineProcess, model_dir: Path, name: str = NAME) -> Any:
     return response
 
 
-def test_a_model_is_unloaded_soon_after_its_last_lease_ends(
-    engine: EngineProcess, model_dir: Path
-) -> None:
+def test_a_model_is_unloaded_after_its_last_lease(engine: EngineProcess, model_dir: Path) -> None:
     first, second = lease(engine, model_dir), lease(engine, model_dir)
     lasting = lease(engine, model_dir, "other")
     engine.drop(first)
     engine.drop(second)
-    until(lambda: not engine.statistics(NAME))
+    eventually(lambda: not engine.statistics(NAME))
     assert engine.statistics("other")
     engine.drop(lasting)
-
-
-def test_a_lease_that_cannot_be_had_is_refused_like_a_load(
-    engine: EngineProcess, tmp_path: Path
-) -> None:
-    body = {"name": "a", "model_dir": str(tmp_path), "lease": True}
-    status, error = engine.call("POST", "/models", body)
-    assert (status, error["type"]) == (400, "ArtifactError")
 
 
 # The process
 
 
-def test_the_socket_is_for_this_user_only(engine: EngineProcess) -> None:
-    assert stat.S_IMODE(engine.socket.stat().st_mode) == 0o600
-
-
 @pytest.mark.slow
-def test_the_engine_ends_at_sigterm_and_leaves_the_models_alone(
-    tmp_path: Path, model_dir: Path
-) -> None:
-    files = {path.name for path in model_dir.iterdir()} | {".prepared"}  # what was found in it
+def test_requests_under_way_at_sigterm_are_finished(tmp_path: Path, model_dir: Path) -> None:
+    files = {path.name for path in model_dir.iterdir()} | {".prepared"}
     with engine_process(tmp_path) as engine:
+        assert stat.S_IMODE(engine.socket.stat().st_mode) == 0o600
         held = lease(engine, model_dir)
-        assert engine.terminate() == 0
+        body = {"inputs": PROMPT, "parameters": {"max_new_tokens": 300}, "stream": True}
+        finished = engine.open("POST", f"{URL}/generate", body)
+        left = engine.open("POST", f"{URL}/generate", {**LONG, "stream": True})
+        for response in (finished, left):
+            response.readline()
+        engine.process.terminate()
         assert held.read() == b""  # the lease ends as a whole answer does
-        engine.drop(held)
+        engine.drop(left)  # a client that disconnects meanwhile
+        assert len(list(finished)) == 299
+        assert engine.process.wait(WAIT_S) == 0
     assert {path.name for path in model_dir.iterdir()} == files
     assert "Traceback" not in (tmp_path / "engine.log").read_text()
 
 
 @pytest.mark.slow
-def test_requests_under_way_at_sigterm_are_finished(tmp_path: Path, model_dir: Path) -> None:
-    with engine_process(tmp_path) as engine:
-        engine.call("POST", "/models", {"name": "m", "model_dir": str(model_dir)})
-        body = {"inputs": PROMPT, "parameters": {"max_new_tokens": 300}, "stream": True}
-        response = engine.open("POST", "/models/m/generate", body)
-        response.readline()
-        engine.process.terminate()
-        assert len(list(response)) == 299
-        assert engine.process.wait(WAIT_S) == 0
-
-
-@pytest.mark.slow
-def test_the_engine_ends_though_a_client_left_while_it_was_stopping(
-    tmp_path: Path, model_dir: Path
-) -> None:
-    with engine_process(tmp_path) as engine:
-        engine.call("POST", "/models", {"name": "m", "model_dir": str(model_dir)})
-        response = engine.open("POST", "/models/m/generate", {**LONG, "stream": True})
-        response.readline()
-        engine.process.terminate()
-        time.sleep(0.3)
-        engine.drop(response)
-        assert engine.process.wait(WAIT_S) == 0
-    assert "Traceback" not in (tmp_path / "engine.log").read_text()
-
-
-@pytest.mark.slow
-def test_a_socket_left_behind_is_replaced(tmp_path: Path) -> None:
+def test_a_socket_left_behind_is_replaced_and_another_file_is_not(tmp_path: Path) -> None:
     with engine_process(tmp_path) as engine:
         engine.kill()
         assert engine.socket.exists()
         engine.start()
         assert engine.call("GET", "/health")[0] == 200
+    engine.socket.unlink(missing_ok=True)
+    engine.socket.write_text("another program's")
+    assert run(ENGINE_SOCKET=str(engine.socket)).returncode != 0
+    assert engine.socket.read_text() == "another program's"
 
 
 def run(**environment: str) -> subprocess.CompletedProcess[str]:
@@ -547,14 +445,6 @@ def run(**environment: str) -> subprocess.CompletedProcess[str]:
         timeout=WAIT_S,
         check=False,
     )
-
-
-@pytest.mark.slow
-def test_a_file_in_place_of_the_socket_is_left_alone(tmp_path: Path) -> None:
-    (tmp_path / "engine.sock").write_text("somebody's")
-    done = run(ENGINE_SOCKET=str(tmp_path / "engine.sock"))
-    assert done.returncode != 0
-    assert (tmp_path / "engine.sock").read_text() == "somebody's"
 
 
 @pytest.mark.parametrize(

@@ -58,12 +58,8 @@ def random_weights(shape: Shape, seed: int = 0, scale: float = 0.3) -> dict[str,
     c, f = shape.units, shape.hidden
     sizes = {"embedding": (shape.vocab, c), "positions": (shape.max_length, c), "norm": (2, c)}
     for i in range(shape.layers):
-        for name, (n, k) in {
-            "qkv": (3 * c, c),
-            "out": (c, c),
-            "up": (f, c),
-            "down": (c, f),
-        }.items():
+        products = {"qkv": (3 * c, c), "out": (c, c), "up": (f, c), "down": (c, f)}
+        for name, (n, k) in products.items():
             sizes |= {f"{i} {name}": (n, k), f"{i} {name} bias": (n,)}  # type: ignore[dict-item]
         sizes |= {f"{i} attention norm": (2, c), f"{i} ffn norm": (2, c)}
     weights = {
@@ -179,28 +175,14 @@ class NativeModel:
         layers = (library.Layer * shape.layers)()
         for i in range(shape.layers):
             layers[i] = library.Layer(
-                norm(f"{i} attention norm"),
-                matrix(f"{i} qkv"),
-                matrix(f"{i} out"),
-                norm(f"{i} ffn norm"),
-                matrix(f"{i} up"),
-                matrix(f"{i} down"),
+                *(norm(f"{i} attention norm"), matrix(f"{i} qkv"), matrix(f"{i} out")),
+                *(norm(f"{i} ffn norm"), matrix(f"{i} up"), matrix(f"{i} down")),
                 (shape.units // shape.heads) ** -0.5,
             )
         embedding = keep(pack(weights["embedding"], block))
+        sizes = (shape.layers, shape.units, shape.heads, shape.hidden, shape.vocab)
         self.struct = library.Model(
-            shape.layers,
-            shape.units,
-            shape.heads,
-            shape.hidden,
-            shape.vocab,
-            shape.max_length,
-            block,
-            tanh,
-            1e-5,
-            layers,
-            norm("norm"),
-            embedding,
+            *(*sizes, shape.max_length, block, tanh, 1e-5, layers, norm("norm"), embedding),
             padded(weights["positions"]),
             library.Matrix(embedding, None, planes),
         )

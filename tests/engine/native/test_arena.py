@@ -28,14 +28,18 @@ def used(arena: Arena) -> int:
     return int(np.count_nonzero(arena._references))
 
 
-def test_a_row_takes_a_page_for_sixteen_tokens() -> None:
+def test_a_row_takes_and_gives_back_pages_of_sixteen_tokens() -> None:
     arena = Arena(PAGE)
     row = row_of(arena, PAGE_TOKENS)
     assert (len(row.pages), row.num_bytes) == (1, PAGE)
-    row.reserve(PAGE_TOKENS + 1)
-    assert len(row.pages) == 2
+    row.reserve(100)
+    row.length = 100
+    pages = row.pages
+    row.truncate(33)
+    assert (row.length, len(row.pages), used(arena)) == (33, 3, 3)
     row.truncate(0)
     assert used(arena) == 0
+    assert sorted(row_of(arena, 100).pages) == sorted(pages)  # before new ones
 
 
 def test_rows_that_begin_alike_share_whole_pages_and_copy_the_last() -> None:
@@ -53,21 +57,6 @@ def test_rows_that_begin_alike_share_whole_pages_and_copy_the_last() -> None:
     assert used(arena) == 3  # the other row still has its pages
     row.truncate(0)
     assert used(arena) == 0
-
-
-def test_a_shortened_row_gives_back_the_pages_behind_it() -> None:
-    arena = Arena(PAGE)
-    row = row_of(arena, 100)
-    row.truncate(33)
-    assert (row.length, len(row.pages), used(arena)) == (33, 3, 3)
-
-
-def test_free_pages_are_taken_again_before_new_ones() -> None:
-    arena = Arena(PAGE)
-    first = row_of(arena, 64)
-    pages = first.pages
-    first.truncate(0)
-    assert sorted(row_of(arena, 64).pages) == sorted(pages)
 
 
 def test_memory_of_free_pages_goes_back_to_the_system() -> None:

@@ -35,15 +35,8 @@ PROMPT, TEXT = "나 보기가 역겨워", " 가실 때에는 말없이 고이 �
 
 def run(*command: str | Path, cwd: Path = ROOT, **environment: str) -> str:
     """Runs a command and returns its output; a failure shows its stderr."""
-    done = subprocess.run(
-        command,
-        cwd=cwd,
-        env={**os.environ, **environment},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+    options = {"capture_output": True, "text": True, "timeout": 300, "check": False}
+    done = subprocess.run(command, cwd=cwd, env={**os.environ, **environment}, **options)
     assert done.returncode == 0, done.stderr[-2000:]
     return done.stdout
 
@@ -114,14 +107,8 @@ def code(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def engine(python: Path, code: Path, tmp_path: Path) -> Iterator[EngineProcess]:
-    process = EngineProcess(
-        tmp_path,
-        python=python,
-        root=code,
-        wait_s=EMULATED_S,
-        ENGINE_BACKEND="native",
-        PYTHONDONTWRITEBYTECODE="1",
-    )
+    environment = {"ENGINE_BACKEND": "native", "PYTHONDONTWRITEBYTECODE": "1"}
+    process = EngineProcess(tmp_path, python=python, root=code, wait_s=EMULATED_S, **environment)
     yield process
     process.close()
 

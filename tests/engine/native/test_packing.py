@@ -74,9 +74,7 @@ def test_a_block_of_zeros_stays_zeros() -> None:
 @pytest.mark.parametrize("temperature", [0.3, 1.0, 2.0])
 @pytest.mark.parametrize("count", [1, 15, 500, 50001])
 @pytest.mark.parametrize("kernels", KERNELS)
-def test_the_weights_of_sampling_are_those_of_numpy(
-    kernels: str, count: int, temperature: float
-) -> None:
+def test_sampling_weights_are_those_of_numpy(kernels: str, count: int, temperature: float) -> None:
     library.use_kernels(kernels)
     logits = 5 * np.random.default_rng(0).standard_normal(count + 1, dtype=np.float32)[1:]
     weights = np.full(count + 1, -1, np.float32)

@@ -68,7 +68,7 @@ def rows(kernels: str, block: int, planes: int) -> list[tuple[list[int], NDArray
     return found
 
 
-# --- Against numpy --------------------------------------------------------------------------------
+# Against numpy
 
 
 @pytest.mark.parametrize("tanh", [False, True], ids=["erf", "tanh"])
@@ -98,7 +98,7 @@ def test_int8_is_exact_but_for_rounding_x(
     assert error(logits, reference(shape, weights, ids)) < 0.05
 
 
-# --- The law --------------------------------------------------------------------------------------
+# The law
 
 
 @pytest.mark.parametrize(("block", "planes"), PRECISIONS)
@@ -181,31 +181,20 @@ def test_a_number_that_is_not_finite_reaches_no_other_token(
     assert same_bits(model.run([(short[30:33], range(10, 13), 30, 3)]), two[30:33])
 
 
-# --- What is refused ------------------------------------------------------------------------------
+# What is refused
 
 HIGHEST = 2**31 - 1
 GOOD: dict[str, Any] = {"ids": [1, 2, 3], "count": 3, "position": 0, "num_logits": 1}
+WRONG: list[dict[str, Any]] = [
+    *({"ids": ids} for ids in ([1, -1, 3], [1, 2, SMALL.vocab], [HIGHEST, 2, 3])),
+    *({"count": count} for count in (0, -3, HIGHEST)),
+    *({"position": position} for position in (-1, SMALL.max_length - 2, HIGHEST)),
+    {"position": HIGHEST, "count": HIGHEST},
+    *({"num_logits": count} for count in (-1, 4, HIGHEST)),
+]
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        {"ids": [1, -1, 3]},
-        {"ids": [1, 2, SMALL.vocab]},
-        {"ids": [HIGHEST, 2, 3]},
-        {"count": 0},
-        {"count": -3},
-        {"count": HIGHEST},
-        {"position": -1},
-        {"position": SMALL.max_length - 2},
-        {"position": HIGHEST},
-        {"position": HIGHEST, "count": HIGHEST},
-        {"num_logits": -1},
-        {"num_logits": 4},
-        {"num_logits": HIGHEST},
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("wrong", WRONG, ids=str)
 def test_a_wrong_piece_is_refused_and_nothing_is_written(wrong: dict[str, Any]) -> None:
     model = small(64, 1)
     pages = np.arange(8, dtype=np.int32)
@@ -221,44 +210,32 @@ def test_a_wrong_piece_is_refused_and_nothing_is_written(wrong: dict[str, Any]) 
     assert (logits == 7).all()
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        *((name, value) for name in ("num_layers", "units", "heads") for value in (0, -1, HIGHEST)),
-        *(
-            (name, value)
-            for name in ("hidden", "vocab", "max_length")
-            for value in (0, -8, HIGHEST)
-        ),
-        ("heads", 7),
-        ("block", -4),
-        ("block", 63),
-        ("block", 128),
-    ],
-)
-def test_a_model_of_wrong_sizes_is_refused(name: str, value: int) -> None:
-    model = NativeModel(SMALL, random_weights(SMALL), 64)
-    setattr(model.struct, name, value)
-    with pytest.raises(InvalidRequest, match="the model's sizes are out of range"):
-        model.run([([1, 2], [0], 0, 0)])
-
-
-@pytest.mark.parametrize("planes", [-1, 0, 3])
-def test_a_model_with_a_wrong_number_of_planes_is_refused(planes: int) -> None:
-    for block, last in ((64, False), (64, True)):
-        model = NativeModel(SMALL, random_weights(SMALL), block)
-        (model.struct.head if last else model.struct.layers[1].ffn_out).planes = planes
-        with pytest.raises(InvalidRequest, match="the model's sizes are out of range"):
-            model.run([([1, 2], [0], 0, 1)])
-
-
-def test_a_pass_of_no_pieces_does_nothing() -> None:
-    assert small(64, 1).run([]).shape == (0, SMALL.vocab)
+def test_a_model_of_wrong_sizes_is_refused() -> None:
+    wrong = {
+        **dict.fromkeys(("num_layers", "units"), (0, -1, HIGHEST)),
+        **dict.fromkeys(("hidden", "vocab", "max_length"), (0, -8, HIGHEST)),
+        "heads": (0, -1, 7, HIGHEST),
+        "block": (-4, 63, 128),
+        "planes": (-1, 0, 3),
+    }
+    for name, values in wrong.items():
+        for value in values:
+            model = NativeModel(SMALL, random_weights(SMALL), 64)
+            structs = [model.struct]
+            if name == "planes":
+                structs = [model.struct.head, model.struct.layers[1].ffn_out]
+            for struct in structs:
+                before = getattr(struct, name)
+                setattr(struct, name, value)
+                with pytest.raises(InvalidRequest, match="the model's sizes are out of range"):
+                    model.run([([1, 2], [0], 0, 0)])
+                setattr(struct, name, before)
 
 
 def test_a_pass_without_logits_writes_keys_and_values_alone() -> None:
     model, (ids, wanted) = small(0, 1), rows(KERNELS[0], 0, 1)[0]
     library.use_kernels(KERNELS[0])
+    assert model.run([]).shape == (0, SMALL.vocab)
     assert model.run([(ids[:50], PAGES, 0, 0)]).shape == (0, SMALL.vocab)
     assert same_bits(model.run([(ids[50:], PAGES, 50, 2)]), wanted[-2:])
 

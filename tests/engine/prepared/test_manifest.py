@@ -1,9 +1,12 @@
-"""An artifact is read once, and what was found in it is checked before anything is mapped."""
+"""An artifact is read once, and its manifest is checked before anything is mapped."""
 
 from __future__ import annotations
 
 import copy
+import functools
+import itertools
 import json
+import operator
 import os
 import shutil
 import socket
@@ -18,17 +21,17 @@ import pytest
 from common.errors import ArtifactError
 from engine.artifacts.artifact import EMBEDDING
 from engine.artifacts.open import open_artifact
-from engine.artifacts.read_params import read_params
 from engine.native.prepared import prepared
 from engine.prepared import folder as cache_folder
 from engine.prepared import manifest
 from engine.prepared.manifest import Manifests, from_manifest, to_manifest
+from tests.engine.artifacts import reading
 from tests.engine.hugging_face import make_hugging_face
-from tests.engine.models import make_artifact, write_params
+from tests.engine.models import make_artifact
 
 
 class Counted:
-    """Reads in this process, and counts."""
+    """Reads in this process, and counts the reads."""
 
     def __init__(self) -> None:
         self.reads = 0
@@ -49,68 +52,55 @@ def run() -> Counted:
 
 
 def refused(folder: Path) -> str:
-    with pytest.raises(ArtifactError) as caught:
-        Manifests().open(folder, Counted())
-    return caught.value.message
+    return reading.refused(folder, lambda folder: Manifests().open(folder, Counted()))
 
 
 @pytest.mark.parametrize("make", [make_artifact, make_hugging_face])
-def test_what_is_kept_is_the_artifact(
+def test_a_manifest_holds_the_artifact(
     tmp_path: Path, make: Callable[[Path], Path], run: Counted
 ) -> None:
     folder = make(tmp_path / "m")
     template = {"template": "<usr>{q}<sys>", "defaults": {"q": "가"}, "stop_tokens": ["</s>"]}
     (folder / "generation.json").write_text(json.dumps(template), encoding="utf-8")
     found, plain = Manifests().open(folder, run), open_artifact(folder)
-    assert (found.config, found.index, found.generation) == (
-        plain.config,
-        plain.index,
-        plain.generation,
-    )
-    assert (found.tokenizer_file, found.weight_files) == (plain.tokenizer_file, plain.weight_files)
+    for field in ("config", "index", "generation", "tokenizer_file", "weight_files"):
+        assert getattr(found, field) == getattr(plain, field)
     for name, weight in plain.weights.items():
         np.testing.assert_array_equal(found.weights[name], weight)
 
 
-def test_it_is_read_once_also_by_the_next_process(folder: Path, run: Counted) -> None:
-    known = Manifests()
-    first = known.open(folder, run)
-    assert known.open(folder, run) == first
-    assert Manifests().open(folder, run) == first
-    assert run.reads == 1
-
-
-def test_where_nothing_can_be_kept_it_is_read_once_by_each_process(
+def test_it_is_read_once_for_the_next_process_too(
     folder: Path, tmp_path: Path, run: Counted
 ) -> None:
+    known = Manifests()
+    first = known.open(folder, run)
+    assert known.open(folder, run) == Manifests().open(folder, run) == first
+    assert run.reads == 1
+    # Where nothing can be stored, once by each process.
     (tmp_path / "file").touch()
     known = Manifests(tmp_path / "file" / "cache")
-    known.open(folder, run)
-    known.open(folder, run)
-    assert run.reads == 1
+    for _ in range(2):
+        known.open(folder, run)
+    assert run.reads == 2
 
 
 @pytest.mark.parametrize("damage", [b"", b"{", b"[]", b'{"format": 1}', b"artifact"])
-def test_what_was_kept_and_is_damaged_is_read_again(
+def test_with_a_damaged_manifest_it_is_read_again(
     folder: Path, run: Counted, damage: bytes
 ) -> None:
     first = Manifests().open(folder, run)
-    [kept] = (folder / cache_folder.NAME).glob("*.source.json")
-    said = json.loads(kept.read_bytes())
-    said["artifact"] = {"config": {}}
-    kept.write_bytes(json.dumps(said).encode() if damage == b"artifact" else damage)
-    assert Manifests().open(folder, run) == first
-    assert run.reads == 2
-    assert Manifests().open(folder, run) == first
-    assert run.reads == 2
+    [stored] = (folder / cache_folder.NAME).glob("*.source.json")
+    wrong = {**json.loads(stored.read_bytes()), "artifact": {"config": {}}}
+    stored.write_bytes(json.dumps(wrong).encode() if damage == b"artifact" else damage)
+    for _ in range(2):
+        assert Manifests().open(folder, run) == first
+        assert run.reads == 2
 
 
 @pytest.mark.parametrize(
     "name", ["config.json", "kogpt2.params", "generation.json", "kogpt2.spiece"]
 )
-def test_a_file_that_is_touched_added_or_replaced_is_read_again(
-    folder: Path, run: Counted, name: str
-) -> None:
+def test_an_added_or_replaced_file_is_read_again(folder: Path, run: Counted, name: str) -> None:
     known = Manifests()
     known.open(folder, run)
     if (folder / name).exists():
@@ -123,48 +113,38 @@ def test_a_file_that_is_touched_added_or_replaced_is_read_again(
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
-@pytest.mark.parametrize("dtype", ["float32", "float16"])
-def test_weights_that_are_no_numbers_are_refused(folder: Path, bad: float, dtype: str) -> None:
-    weights = {n: np.array(w) for n, w in read_params(folder / "kogpt2.params").items()}
-    weights["_ffn_layers.1._hidden_map.bias"][-1] = bad
-    weights = {name: w.astype(dtype) for name, w in weights.items()}
-    write_params(folder / "kogpt2.params", weights)
-    assert refused(folder) == (
-        "kogpt2.params: _ffn_layers.1._hidden_map.bias holds NaN or infinity"
-    )
-
-
-def test_so_are_those_of_bfloat16(tmp_path: Path) -> None:
-    folder = make_hugging_face(tmp_path / "m", dtype="bfloat16")
-    tensor = open_artifact(folder).index["_self_attention_layers.1._out_proj.weight"]
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_weights_that_are_no_numbers_are_refused(tmp_path: Path, bad: float, dtype: str) -> None:
+    make = make_hugging_face if dtype == "bfloat16" else make_artifact
+    folder, name = make(tmp_path / "m", dtype=dtype), "_ffn_layers.1._hidden_map.bias"
+    tensor = open_artifact(folder).index[name]
+    number = np.array(bad, ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
     with (folder / tensor.file).open("r+b") as file:
-        file.seek(tensor.offset + tensor.nbytes - 2)
-        file.write(np.array(np.inf, dtype=ml_dtypes.bfloat16).tobytes())
-    assert refused(folder) == (
-        "model.safetensors: _self_attention_layers.1._out_proj.weight holds NaN or infinity"
-    )
+        file.seek(tensor.offset + tensor.nbytes - number.nbytes)
+        file.write(number.tobytes())
+    assert refused(folder) == f"{tensor.file}: {name} holds NaN or infinity"
 
 
 @pytest.mark.parametrize(
-    "name",
-    ["config.json", "generation.json", "kogpt2.params", "kogpt2.spiece"],
+    ("name", "kind"),
+    [
+        *itertools.product(
+            ("config.json", "generation.json", "kogpt2.params", "kogpt2.spiece"),
+            ("pipe", "folder", "socket", "device"),
+        ),
+        *itertools.product(
+            ("config.json", "generation_config.json", "model.safetensors", "tokenizer.json"),
+            ("Hugging Face's pipe",),
+        ),
+    ],
 )
-@pytest.mark.parametrize("kind", ["pipe", "folder", "socket", "device"])
-def test_what_is_no_plain_file_is_refused_and_not_waited_for(
-    folder: Path, name: str, kind: str
-) -> None:
-    _replace(folder / name, kind)
-    assert refused(folder) == f"{name} is no plain file, but must be"
-
-
-@pytest.mark.parametrize(
-    "name",
-    ["config.json", "generation_config.json", "model.safetensors", "tokenizer.json"],
-)
-def test_nor_is_it_in_directories_of_transformers(tmp_path: Path, name: str) -> None:
-    folder = make_hugging_face(tmp_path / "m")
-    _replace(folder / name, "pipe")
-    assert name in refused(folder)
+def test_a_file_that_is_no_plain_one_is_refused(tmp_path: Path, name: str, kind: str) -> None:
+    make = make_hugging_face if kind.startswith("Hugging") else make_artifact
+    folder = make(tmp_path / "m")
+    _replace(folder / name, kind.split()[-1])
+    message = refused(folder)
+    assert name in message
+    assert message == f"{name} is no plain file, but must be" or kind.startswith("Hugging")
 
 
 def _replace(path: Path, kind: str) -> None:
@@ -191,61 +171,35 @@ def test_a_folder_of_too_many_files_is_refused(folder: Path) -> None:
     assert "more than 1000 files" in refused(folder)
 
 
-def _set(*keys: Any) -> Callable[[dict[str, Any]], None]:
-    *path, value = keys
-
-    def change(said: dict[str, Any]) -> None:
-        for key in path[:-1]:
-            said = said[key]
-        said[path[-1]] = value
-
-    return change
-
-
 TABLE = ("index", EMBEDDING)
+# Of each change the keys of a field in the manifest, and its new value; `...` removes it.
+CHANGES: list[tuple[Any, ...]] = [
+    *(("config", "num_heads", value) for value in (0, 3)),
+    *(("config", "units", value) for value in (1 << 40, "64")),
+    *(("config", "extra", 1), ("config", 5), ("index", {}), ("index", [])),
+    *((*TABLE, 0, file) for file in ("../kogpt2.params", "/etc/passwd", "missing")),
+    *((*TABLE, 1, offset) for offset in (-4, 1 << 62, 1.5)),
+    *((*TABLE, 2, "object"), (*TABLE, 3, [1 << 40, 64]), (*TABLE, 3, [1] * 200)),
+    *((*TABLE, 4, [1 << 62, 4]), (*TABLE, 4, [4]), (*TABLE, None)),
+    *(("tokenizer", "a/../../b"), ("tokenizer", 1), ("generation", "template", "x")),
+    *(("generation", {}), ("content", ...)),
+]
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        _set("config", "num_heads", 0),
-        _set("config", "num_heads", 3),
-        _set("config", "units", 1 << 40),
-        _set("config", "units", "64"),
-        _set("config", "extra", 1),
-        _set("config", 5),
-        _set("index", {}),
-        _set("index", []),
-        _set(*TABLE, 0, "../kogpt2.params"),
-        _set(*TABLE, 0, "/etc/passwd"),
-        _set(*TABLE, 0, "missing"),
-        _set(*TABLE, 1, -4),
-        _set(*TABLE, 1, 1 << 62),
-        _set(*TABLE, 1, 1.5),
-        _set(*TABLE, 2, "object"),
-        _set(*TABLE, 3, [1 << 40, 64]),
-        _set(*TABLE, 3, [1] * 200),
-        _set(*TABLE, 4, [1 << 62, 4]),
-        _set(*TABLE, 4, [4]),
-        _set(*TABLE, None),
-        _set("tokenizer", "a/../../b"),
-        _set("tokenizer", 1),
-        _set("generation", "template", "x"),
-        _set("generation", {}),
-        lambda said: said.pop("content"),
-    ],
-)
-def test_what_a_reader_says_is_not_believed(
-    folder: Path, change: Callable[[dict[str, Any]], None]
-) -> None:
-    said = json.loads(json.dumps(to_manifest(open_artifact(folder))))
-    from_manifest(folder, copy.deepcopy(said))
-    change(said)
+@pytest.mark.parametrize("change", CHANGES, ids=str)
+def test_a_manifest_of_a_reader_is_not_trusted(folder: Path, change: tuple[Any, ...]) -> None:
+    value = json.loads(json.dumps(to_manifest(open_artifact(folder))))
+    from_manifest(folder, copy.deepcopy(value))
+    *path, last, new = change
+    inner = functools.reduce(operator.getitem, path, value)
+    inner[last] = new
+    if new is ...:
+        del inner[last]
     with pytest.raises(ArtifactError):
-        from_manifest(folder, said)
+        from_manifest(folder, value)
 
 
-def test_prepared_models_that_came_with_an_artifact_are_not_opened(
+def test_a_foreign_folder_of_prepared_models_is_not_used(
     folder: Path, tmp_path: Path, run: Counted
 ) -> None:
     prepared(Manifests().open(folder, run), "int8", None, run).close()

@@ -88,10 +88,6 @@ def leave() -> None:
     os._exit(3)
 
 
-def signals() -> dict[str, bool]:
-    return {s.name: signal.getsignal(s) == signal.SIG_IGN for s in (signal.SIGTERM, signal.SIGINT)}
-
-
 def log(text: str) -> None:
     logging.getLogger(__name__).warning(text)
 
@@ -130,6 +126,9 @@ def limits() -> dict[str, Any]:
         "core": resource.getrlimit(resource.RLIMIT_CORE)[0],
         "files": resource.getrlimit(resource.RLIMIT_NOFILE)[0],
         "oom": int(Path("/proc/self/oom_score_adj").read_text()),
+        "ignored": [
+            s.name for s in (signal.SIGTERM, signal.SIGINT) if signal.getsignal(s) == signal.SIG_IGN
+        ],
         "threads": len(os.listdir("/proc/self/task")),
         "open": sorted(map(int, os.listdir("/proc/self/fd"))),
     }

@@ -47,7 +47,7 @@ def test_ids_are_those_of_the_library(tokenizer: HuggingFaceTokenizer) -> None:
         assert tokenizer.encode(text) == library(tokenizer).encode(text).ids
 
 
-def test_what_a_stream_gives_is_what_decoding_all_at_once_gives(
+def test_a_stream_is_the_text_that_is_decoded_at_once(
     tokenizer: HuggingFaceTokenizer,
 ) -> None:
     rng = random.Random(5)  # noqa: S311
@@ -63,22 +63,17 @@ def test_what_a_stream_gives_is_what_decoding_all_at_once_gives(
         assert "".join(pieces) == decode(prompt + new)[len(decode(prompt)) :], (prompt, new)
 
 
-@pytest.mark.parametrize("text", ["한국어", "👩‍👩‍👧", "漢字 뷁", "🙂"])
 @pytest.mark.parametrize("kind", ["byte-level", "byte-fallback"])
-def test_no_half_character_leaves_a_stream(kind: str, text: str, tmp_path: Path) -> None:
+def test_no_half_character_leaves_a_stream_before_its_end(kind: str, tmp_path: Path) -> None:
     tokenizer = HuggingFaceTokenizer(saved(tmp_path / "t", kind))
-    ids = library(tokenizer).encode(text, add_special_tokens=False).ids
-    detokenizer = detokenizer_of(tokenizer, tokenizer.encode("가"))
-    pieces = [*map(detokenizer.feed, ids), detokenizer.flush()]
-    assert len(ids) > len(text) / 2
-    assert not any("\ufffd" in piece for piece in pieces)
-    assert "".join(pieces) == text
-
-
-def test_a_character_cut_short_is_given_at_the_end(tmp_path: Path) -> None:
-    tokenizer = HuggingFaceTokenizer(saved(tmp_path / "t", "byte-level"))
-    *most, _ = tokenizer.encode("\U0001f984")
-    assert most
+    for text in ("한국어", "👩‍👩‍👧", "漢字 뷁", "🙂"):
+        ids = library(tokenizer).encode(text, add_special_tokens=False).ids
+        detokenizer = detokenizer_of(tokenizer, tokenizer.encode("가"))
+        pieces = [*map(detokenizer.feed, ids), detokenizer.flush()]
+        assert len(ids) > len(text) / 2
+        assert not any("\ufffd" in piece for piece in pieces)
+        assert "".join(pieces) == text
+    *most, _ = ids
     detokenizer = detokenizer_of(tokenizer, [])
     assert "".join(map(detokenizer.feed, most)) == ""
     assert "\ufffd" in detokenizer.flush()
@@ -88,11 +83,10 @@ def test_a_character_cut_short_is_given_at_the_end(tmp_path: Path) -> None:
 def test_a_space_after_a_special_token_is_not_lost(tmp_path: Path) -> None:
     tokenizer = HuggingFaceTokenizer(saved(tmp_path / "t"))
     prompt, new = tokenizer.encode("<usr>안녕<sys>"), tokenizer.encode("날씨가")
-    detokenizer = detokenizer_of(tokenizer, prompt)
-    assert "".join(map(detokenizer.feed, new)) == " 날씨가"
+    assert "".join(map(detokenizer_of(tokenizer, prompt).feed, new)) == " 날씨가"
 
 
-def test_special_tokens_are_silent_and_other_added_ones_are_not(
+def test_special_tokens_are_silent_and_added_ones_are_not(
     tokenizer: HuggingFaceTokenizer,
 ) -> None:
     detokenizer = detokenizer_of(tokenizer, tokenizer.encode("가"))
@@ -115,7 +109,7 @@ def test_settings_of_the_training_run_are_left_out(tmp_path: Path) -> None:
     assert all(tokenizer.encode(SENTENCES[0]) == ids for _ in range(10))
 
 
-def test_what_stands_in_front_of_a_prompt_is_said_in_tokenizer_json(tmp_path: Path) -> None:
+def test_a_token_in_front_of_a_prompt_is_that_of_tokenizer_json(tmp_path: Path) -> None:
     path = saved(tmp_path / "t", tokenizer_config={"add_bos_token": True, "bos_token": "<s>"})
     assert HuggingFaceTokenizer(path).encode("가")[0] != 0
     trained = Tokenizer.from_file(str(path))
@@ -124,13 +118,19 @@ def test_what_stands_in_front_of_a_prompt_is_said_in_tokenizer_json(tmp_path: Pa
     assert HuggingFaceTokenizer(path).encode("가")[0] == 0
 
 
-def test_the_end_token_is_named_beside_it(tmp_path: Path) -> None:
+def test_special_tokens_are_named_in_the_files_beside_it(tmp_path: Path) -> None:
     path = saved(tmp_path / "t")
     assert HuggingFaceTokenizer(path).eos_id is None
-    saved(tmp_path / "t", special_tokens_map={"eos_token": {"content": "</s>"}})
+    saved(
+        tmp_path / "t", special_tokens_map={"eos_token": {"content": "</s>"}, "pad_token": "<pad>"}
+    )
     assert HuggingFaceTokenizer(path).eos_id == 1
     saved(tmp_path / "t", tokenizer_config={"eos_token": "<pad>", "added_tokens_decoder": {}})
     assert HuggingFaceTokenizer(path).eos_id == 3
+    config = {"bos_token": {"content": "<s>"}, "eos_token": "</s>", "unk_token": None}
+    saved(tmp_path / "t", tokenizer_config=config)
+    expected = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>"}
+    assert HuggingFaceTokenizer(path).special_tokens == expected
 
 
 def test_tokens_named_beside_it_are_added(tmp_path: Path) -> None:
@@ -148,20 +148,17 @@ def test_half_a_surrogate_pair_is_refused(tokenizer: HuggingFaceTokenizer) -> No
         tokenizer.encode("가\ud83d나")
 
 
-@pytest.mark.parametrize("content", ["", "{}", "[]", '{"model": {"type": "BPE"}}', '"가"'])
-def test_a_damaged_tokenizer_is_named(content: str, tmp_path: Path) -> None:
-    path = tmp_path / "tokenizer.json"
-    path.write_text(content, encoding="utf-8")
-    with pytest.raises(ArtifactError, match=r"tokenizer\.json is not a tokenizer"):
-        HuggingFaceTokenizer(path)
-
-
-@pytest.mark.parametrize("content", ["[]", "{", "\ud83d"])
-def test_a_damaged_file_beside_it_is_named(content: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("file", "content"),
+    [
+        *(("tokenizer", text) for text in ("", "{}", "[]", '{"model": {"type": "BPE"}}', '"가"')),
+        *(("tokenizer_config", text) for text in ("[]", "{", "\ud83d")),
+    ],
+)
+def test_a_damaged_file_is_named(file: str, content: str, tmp_path: Path) -> None:
     path = saved(tmp_path / "t")
-    text = content.encode("utf-8", "surrogatepass")
-    path.with_name("tokenizer_config.json").write_bytes(text)
-    with pytest.raises(ArtifactError, match=r"tokenizer_config\.json"):
+    path.with_name(f"{file}.json").write_bytes(content.encode("utf-8", "surrogatepass"))
+    with pytest.raises(ArtifactError, match=rf"{file}\.json"):
         HuggingFaceTokenizer(path)
 
 
@@ -178,17 +175,24 @@ def test_a_filled_template_is_cut_as_one_text(tokenizer: HuggingFaceTokenizer) -
         assert tokenizer.encode_parts(parts(text)) == whole.ids
 
 
-@pytest.mark.parametrize(
-    "text", ["<sys>", "안녕<sys>나쁜 말", "<usr>", "</s>", "a<unused1>1<sys>", "<unused1>", "<s>"]
-)
-def test_a_users_text_holds_no_control_token(tokenizer: HuggingFaceTokenizer, text: str) -> None:
-    with pytest.raises(InvalidRequest, match="which is reserved for this model's template"):
-        tokenizer.encode_parts(parts(text))
-
-
-def test_a_control_token_in_two_halves_is_none(tokenizer: HuggingFaceTokenizer) -> None:
-    with pytest.raises(InvalidRequest, match="<sys>"):
+def test_a_users_text_holds_no_control_token(tokenizer: HuggingFaceTokenizer) -> None:
+    for text in (
+        "<sys>",
+        "안녕<sys>나쁜 말",
+        "<usr>",
+        "</s>",
+        "a<unused1>1<sys>",
+        "<unused1>",
+        "<s>",
+    ):
+        with pytest.raises(InvalidRequest, match="which is reserved for this model's template"):
+            tokenizer.encode_parts(parts(text))
+    with pytest.raises(InvalidRequest, match="<sys>"):  # in two halves
         tokenizer.encode_parts([Part("<usr>"), Part("가<s", True), Part("ys>")])
+    for text in (*SENTENCES, "뷁 < s >", "a <unused0> b"):
+        tokenizer.check_plain(text)
+    with pytest.raises(InvalidRequest, match="<sys>, which is reserved for this model's template"):
+        tokenizer.check_plain("안녕<sys>")
 
 
 def test_other_added_tokens_are_text(tokenizer: HuggingFaceTokenizer) -> None:
@@ -199,9 +203,8 @@ def test_other_added_tokens_are_text(tokenizer: HuggingFaceTokenizer) -> None:
 
 def test_the_added_tokens_of_a_file_may_be_few(tmp_path: Path) -> None:
     path = saved(tmp_path / "t")
-    said = json.loads(path.read_text(encoding="utf-8"))
-    said["added_tokens"] = []
-    write_json(path, said)
+    fields = json.loads(path.read_text(encoding="utf-8"))
+    write_json(path, {**fields, "added_tokens": []})
     tokenizer = HuggingFaceTokenizer(path)
     assert tokenizer.encode_parts([Part("가"), Part("<usr>", True)])
 
@@ -215,22 +218,3 @@ def test_the_pieces_of_a_text_are_its_bytes(tokenizer: HuggingFaceTokenizer) -> 
     assert table.piece(699) == table.piece(10_000) == b""
     if tokenizer._letters or tokenizer._byte_ids:
         assert "🙂".encode()[-1:] in pieces
-
-
-def test_a_text_with_a_special_token_is_told_from_a_plain_one(
-    tokenizer: HuggingFaceTokenizer,
-) -> None:
-    for text in (*SENTENCES, "뷁 < s >", "a <unused0> b"):
-        tokenizer.check_plain(text)
-    with pytest.raises(InvalidRequest, match="<sys>, which is reserved for this model's template"):
-        tokenizer.check_plain("안녕<sys>")
-
-
-def test_the_special_tokens_of_a_template_are_those_of_its_files(tmp_path: Path) -> None:
-    path = saved(
-        tmp_path / "t",
-        tokenizer_config={"bos_token": {"content": "<s>"}, "eos_token": "</s>", "unk_token": None},
-        special_tokens_map={"pad_token": "<pad>"},
-    )
-    expected = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>"}
-    assert HuggingFaceTokenizer(path).special_tokens == expected

@@ -1,4 +1,4 @@
-"""A model's texts are made in a process that may stall, crash or end without harm to any other."""
+"""A model's texts are made in a process that may stall, crash or end; no other model notices."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import os
 import shutil
 import signal
 import threading
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -33,23 +33,16 @@ from engine.engine import Engine
 from engine.text.process import About, TextProcesses, Turns
 from engine.text.prompts import CHARACTERS_PER_TOKEN
 from engine.text.table import RUNS, Table
+from engine.text.texts import Texts
 from tests.engine.conftest import NewEngine
-from tests.engine.engines import (
-    WAIT_S,
-    Pause,
-    Request,
-    is_greedy,
-    make_talkative,
-    until,
-)
+from tests.engine.engines import WAIT_S, Pause, Request, make_talkative
 from tests.engine.hugging_face import EOS, KINDS, make_hugging_face, write_json
 from tests.engine.text.opened import texts_of
-from tests.processes import has_ended
+from tests.processes import eventually, has_ended
 
 PROMPT = "오늘은 날씨가"
 DECODED = "char-bpe"  # its pieces, joined, are not its text
 GO_ON = {str(EOS): -100}
-CATASTROPHE = "a" * 60 + "!"  # for the expression below
 
 
 @pytest.fixture(scope="module")
@@ -62,6 +55,33 @@ def engine_(new_engine: NewEngine) -> Engine:
     return new_engine(memory_mib=64)
 
 
+@pytest.fixture
+def pool() -> Iterator[TextProcesses]:
+    made = TextProcesses()
+    yield made
+    made.close()
+
+
+def ask(engine: Engine, new: int = 5, name: str = "m", **given: Any) -> Request:
+    return Request(engine, name, PROMPT, max_new_tokens=new, **given)
+
+
+def begun(request: Request) -> Request:
+    eventually(lambda: request.tokens)
+    return request
+
+
+def encode(texts: Texts, prompt: str = PROMPT) -> list[int]:
+    return texts.soon(lambda: texts.encode(prompt)).result(WAIT_S)
+
+
+def copy_of(good: Path, path: Path, **files: str) -> Path:
+    shutil.copytree(good, path)
+    for name, content in files.items():
+        (path / name).write_text(content, encoding="utf-8")
+    return path
+
+
 def hugging_face(path: Path, change: Callable[[Tokenizer], None]) -> Path:
     folder = make_hugging_face(path)
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
@@ -70,18 +90,8 @@ def hugging_face(path: Path, change: Callable[[Tokenizer], None]) -> Path:
     return folder
 
 
-def catastrophic(path: Path) -> Path:
-    """A model whose tokenizer comes to no end on `CATASTROPHE`, and does on other texts."""
-
-    def change(tokenizer: Tokenizer) -> None:
-        splitter = pre_tokenizers.Split(Regex(r"^(a|aa)+$"), "isolated")
-        tokenizer.pre_tokenizer = pre_tokenizers.Sequence([splitter, tokenizer.pre_tokenizer])
-
-    return hugging_face(path, change)
-
-
-def child(found: Engine, name: str) -> int:
-    pid = found._models[name].texts.pid
+def child(engine: Engine, name: str = "m") -> int:
+    pid = engine._models[name].texts.pid
     assert pid is not None
     return pid
 
@@ -89,18 +99,18 @@ def child(found: Engine, name: str) -> int:
 # Models of one tokenizer share a process
 
 
-def test_twenty_models_of_one_tokenizer_have_one_process(good: Path) -> None:
+def test_models_of_one_tokenizer_have_one_process(good: Path, pool: TextProcesses) -> None:
     before = len(psutil.Process().children(recursive=True))
     with ExitStack() as stack:
-        pool = TextProcesses()
-        stack.callback(pool.close)
-        opened = [stack.enter_context(texts_of(good, processes=pool)) for _ in range(20)]
-        pid = opened[0].pid
-        assert pid is not None
-        assert {texts.pid for texts in opened} == {pid}
+        opened = [stack.enter_context(texts_of(good, processes=pool)) for _ in range(9)]
+        assert len({texts.pid for texts in opened} - {None}) == 1
         assert len(psutil.Process().children(recursive=True)) <= before + 2  # and the helper
         assert len({id(texts._table) for texts in opened}) == 1
-    until(lambda: has_ended(pid))
+        pid, table, ids = opened[0].pid, opened[0]._table, encode(opened[0])
+    eventually(lambda: has_ended(pid))
+    with texts_of(good, processes=pool) as texts:  # what was found out is known again
+        assert texts._table is table
+        assert encode(texts) == ids
 
 
 @pytest.mark.parametrize(
@@ -113,36 +123,33 @@ def test_twenty_models_of_one_tokenizer_have_one_process(good: Path) -> None:
     ],
 )
 def test_other_files_or_settings_are_another_process(
-    good: Path, tmp_path: Path, file: str, content: str
+    good: Path, tmp_path: Path, pool: TextProcesses, file: str, content: str
 ) -> None:
-    other = Path(shutil.copytree(good, tmp_path / "other"))
-    (other / file).write_text(content, encoding="utf-8")
-    pool = TextProcesses()
+    other = copy_of(good, tmp_path / "other", **{file: content})
     with texts_of(good, processes=pool) as one, texts_of(other, processes=pool) as two:
         assert len({one.pid, two.pid}) == 2
-    pool.close()
 
 
-def test_each_model_that_shares_a_process_has_its_own_texts(
+def test_models_of_one_process_have_their_texts(
     engine_: Engine, good: Path, tmp_path: Path
 ) -> None:
     other = make_talkative(tmp_path / "other", max_length=256, seed=4)
     (other / "generation.json").write_text('{"strip": [" "], "parameters": {"stop": ["다"]}}')
     for name, folder in (("a", good), ("b", other)):
         engine_.load(name, str(folder))
-    alone = {name: Request(engine_, name, PROMPT, max_new_tokens=99).wait() for name in "ab"}
+    alone = {name: ask(engine_, 99, name).wait() for name in "ab"}
     assert child(engine_, "a") == child(engine_, "b")
-    together = [Request(engine_, name, PROMPT, max_new_tokens=99) for name in "abab"]
+    together = [ask(engine_, 99, name) for name in "abab"]
     for name, request in zip("abab", together, strict=True):
         assert (request.wait().ids(), request.text()) == (alone[name].ids(), alone[name].text())
     assert alone["a"].text() != alone["b"].text()
     assert alone["b"].text() == alone["b"].text().strip(" ")
     pid = child(engine_, "b")
     engine_.unload("a")
-    assert Request(engine_, "b", PROMPT, max_new_tokens=99).wait().text() == alone["b"].text()
+    assert ask(engine_, 99, "b").wait().text() == alone["b"].text()
     assert child(engine_, "b") == pid
     engine_.unload("b")
-    until(lambda: has_ended(pid))
+    eventually(lambda: has_ended(pid))
 
 
 def test_models_that_share_a_process_take_turns() -> None:
@@ -159,152 +166,147 @@ def test_models_that_share_a_process_take_turns() -> None:
 
 
 def test_a_process_is_started_again_from_the_files_of_the_model_that_needs_it(
-    good: Path, tmp_path: Path
+    good: Path, tmp_path: Path, pool: TextProcesses
 ) -> None:
     """Other files are refused before they are parsed: others rely on what the process reads."""
-    folder = Path(shutil.copytree(good, tmp_path / "changing"))
-    pool = TextProcesses()
+    folder = copy_of(good, tmp_path / "changing")
     with texts_of(folder, processes=pool) as changed, texts_of(good, processes=pool) as other:
-        ids = other.soon(lambda: other.encode(PROMPT)).result(WAIT_S)
+        ids = encode(other)
         (folder / "kogpt2.spiece").write_bytes(b"x")
         assert other.pid is not None
         os.kill(other.pid, signal.SIGKILL)
         with pytest.raises(EngineError, match=r"kogpt2\.spiece has changed since it was loaded"):
-            changed.soon(lambda: changed.encode(PROMPT)).result(WAIT_S)
-        assert other.soon(lambda: other.encode(PROMPT)).result(WAIT_S) == ids
-    pool.close()
-
-
-def test_what_a_process_found_out_is_known_when_its_model_comes_back(good: Path) -> None:
-    pool = TextProcesses()
-    with texts_of(good, processes=pool) as texts:
-        table, ids = texts._table, texts.soon(lambda: texts.encode(PROMPT)).result(WAIT_S)
-    with texts_of(good, processes=pool) as texts:
-        assert texts._table is table
-        assert texts.soon(lambda: texts.encode(PROMPT)).result(WAIT_S) == ids
-    pool.close()
+            encode(changed)
+        assert encode(other) == ids
 
 
 def test_processes_of_models_without_requests_end_where_there_are_many(
-    good: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    good: Path, tmp_path: Path, pool: TextProcesses, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(engine.text.process, "MAX_IDLE_PROCESSES", 2)
     with ExitStack() as stack:
-        pool = TextProcesses()
-        stack.callback(pool.close)
         opened = []
         for i in range(5):
-            folder = Path(shutil.copytree(good, tmp_path / str(i)))
-            (folder / "generation.json").write_text(f'{{"template": "{"가" * i} {{text}}"}}')
+            template = f'{{"template": "{"가" * i} {{text}}"}}'
+            folder = copy_of(good, tmp_path / str(i), **{"generation.json": template})
             opened.append(stack.enter_context(texts_of(folder, processes=pool)))
-        until(lambda: sum(texts.pid is not None for texts in opened) <= 3)
-        ids = [t.soon(lambda t=t: t.encode(PROMPT)).result(WAIT_S) for t in opened]
-        assert len(set(map(tuple, ids))) == 5
+        eventually(lambda: sum(texts.pid is not None for texts in opened) <= 3)
+        assert len({tuple(encode(texts)) for texts in opened}) == 5
 
 
-def test_a_process_does_not_end_right_after_a_prompt_that_waited_for_it(good: Path) -> None:
+def held(texts: Texts) -> tuple[Future[bool], threading.Event]:
+    """A task that holds the texts' thread until the event is set."""
     go, began = threading.Event(), threading.Event()
 
     def hold() -> bool:
         began.set()
         return go.wait(WAIT_S)
 
+    task = texts.soon(hold)
+    assert began.wait(WAIT_S)
+    return task, go
+
+
+def test_a_process_does_not_end_right_after_a_prompt_that_waited_for_it(good: Path) -> None:
     with texts_of(good) as texts:
-        held, pid = texts.soon(hold), texts.pid
-        assert began.wait(WAIT_S)
+        pid = texts.pid
+        task, go = held(texts)
         texts._process.end_when_idle()
         texts._process.turns.soon("another", lambda: texts._process.open(texts._source))
         texts._process.turns._tasks.move_to_end(None)  # its turn comes last
         go.set()
-        assert held.result(WAIT_S)
+        assert task.result(WAIT_S)
         texts.soon(lambda: None).result(WAIT_S)
         assert texts.pid == pid
         texts._process.end_when_idle()
-        until(lambda: texts.pid is None)
+        eventually(lambda: texts.pid is None)
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"kind": "other"},
-        {"pieces": "!"},
-        {"pieces": ""},
-        {"lengths": [3, 1]},
-        {"lengths": [3, 4]},
-        {"lengths": ["3", 2]},
-        {"silent": ["a"]},
-        {"silent": [float("inf")]},
-        {"byte_ids": None},
-        {"lead": -1},
-    ],
-    ids=str,
-)
-def test_a_process_that_gives_no_table_is_refused(change: dict[str, Any]) -> None:
-    said = Table(RUNS, ["가".encode(), b" a"], {0}).to_json()
-    found = About.from_json({"stop_ids": [1], "special_ids": [0], "table": said}, "t").table
+def test_too_many_waiting_prompts_are_refused(good: Path) -> None:
+    with texts_of(good, max_waiting=2) as texts:
+        task, go = held(texts)
+        waiting = [texts.soon(lambda: texts.encode(PROMPT)) for _ in range(2)]
+        with pytest.raises(Overloaded, match="2 requests wait"):
+            texts.soon(lambda: None)
+        go.set()
+        assert task.result(WAIT_S)
+        assert waiting[0].result(WAIT_S) == waiting[1].result(WAIT_S)
+
+
+def test_a_process_that_gives_no_table_is_refused() -> None:
+    table = Table(RUNS, ["가".encode(), b" a"], {0}).to_json()
+    about = {"stop_ids": [1], "special_ids": [0], "table": table}
+    found = About.from_json(about, "t").table
     assert [found.piece(i) for i in range(3)] == ["가".encode(), b" a", b""]
-    with pytest.raises(ArtifactError, match="t cannot be used: its process gave no table"):
-        About.from_json({"stop_ids": [1], "special_ids": [0], "table": said | change}, "t")
+    changes: list[dict[str, Any]] = [{"kind": "other"}, {"pieces": "!"}, {"pieces": ""}]
+    changes += [{"lengths": lengths} for lengths in ([3, 1], [3, 4], ["3", 2])]
+    changes += [{"silent": ["a"]}, {"silent": [float("inf")]}, {"byte_ids": None}, {"lead": -1}]
+    for change in changes:
+        with pytest.raises(ArtifactError, match="t cannot be used: its process gave no table"):
+            About.from_json({**about, "table": table | change}, "t")
 
 
-# What goes wrong costs one model
+# Faults cost one model
 
 
 def test_a_tokenizer_that_stalls_holds_up_no_other_model(
     engine_: Engine, good: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine_.load("good", str(good))
-    engine_.load("bad", str(make_hugging_face(tmp_path / "bad")))
-    before = Request(engine_, "bad", PROMPT, max_new_tokens=5).wait()
-    pid = child(engine_, "bad")
+    engine_.load("m", str(make_hugging_face(tmp_path / "bad")))
+    before, pid = ask(engine_).wait(), child(engine_)
     monkeypatch.setattr(engine.text.texts, "ENCODE_S", 1.0)
     os.kill(pid, signal.SIGSTOP)
-    with ThreadPoolExecutor(1) as pool:
-        stalled = pool.submit(Request, engine_, "bad", PROMPT)
+    with ThreadPoolExecutor(1) as threads:
+        stalled = threads.submit(ask, engine_)
         others = 0
         while not stalled.done():
-            assert len(Request(engine_, "good", PROMPT, max_new_tokens=5).wait().ids()) == 5
+            assert len(ask(engine_, 5, "good").wait().ids()) == 5
             others += 1
         with pytest.raises(DeadlineExceeded, match=r"tokenizer\.json .* took more than 1 s"):
             stalled.result()
     assert others > 0
-    until(lambda: not psutil.pid_exists(pid))
+    eventually(lambda: not psutil.pid_exists(pid))
     monkeypatch.undo()
-
-    after = Request(engine_, "bad", PROMPT, max_new_tokens=5).wait()
-
+    after = ask(engine_).wait()
     assert (after.ids(), after.text()) == (before.ids(), before.text())
-    assert child(engine_, "bad") != pid
+    assert child(engine_) != pid
 
 
 def test_a_panic_of_a_tokenizer_is_an_error_of_the_text(engine_: Engine, tmp_path: Path) -> None:
-    engine_.load("bad", str(catastrophic(tmp_path / "bad")))
-    before, pid = Request(engine_, "bad", PROMPT, max_new_tokens=5).wait(), child(engine_, "bad")
+    def catastrophic(tokenizer: Tokenizer) -> None:
+        """It does not end on `a...a!`, and does on other texts."""
+        splitter = pre_tokenizers.Split(Regex(r"^(a|aa)+$"), "isolated")
+        tokenizer.pre_tokenizer = pre_tokenizers.Sequence([splitter, tokenizer.pre_tokenizer])
+
+    engine_.load("m", str(hugging_face(tmp_path / "bad", catastrophic)))
+    before, pid = ask(engine_).wait(), child(engine_)
     with pytest.raises(InvalidRequest, match="retry-limit"):
-        Request(engine_, "bad", CATASTROPHE)
-    assert Request(engine_, "bad", PROMPT, max_new_tokens=5).wait().ids() == before.ids()
-    assert child(engine_, "bad") == pid
+        Request(engine_, "m", "a" * 60 + "!")
+    assert ask(engine_).wait().ids() == before.ids()
+    assert child(engine_) == pid
 
 
-def test_a_cancelled_answer_is_owed_to_nobody(engine_: Engine, good: Path) -> None:
-    model = engine_.load("good", str(good))
-    cancelled = Request(engine_, "good", PROMPT, max_new_tokens=240)
-    until(lambda: bool(cancelled.tokens))
+def test_a_model_has_answered_once_its_request_is_cancelled(engine_: Engine, good: Path) -> None:
+    model = engine_.load("m", str(good))
+    cancelled = begun(ask(engine_, 240))
     with Pause(engine_):  # no token of its own comes after it
         model.texts.soon(lambda: None).result(WAIT_S)
         assert not model.answered
         engine_.cancel(cancelled.sequences)
-    until(lambda: model.answered)
+    eventually(lambda: model.answered)
     assert len(cancelled.tokens) < 240
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_process_that_dies_costs_no_answer(engine_: Engine, tmp_path: Path, kind: str) -> None:
     engine_.load("m", str(make_hugging_face(tmp_path / "m", kind=kind, max_length=256)))
-    whole = Request(engine_, "m", PROMPT, max_new_tokens=200, logit_bias=GO_ON).wait()
-    killed = Request(engine_, "m", PROMPT, max_new_tokens=200, logit_bias=GO_ON)
-    until(lambda: bool(killed.tokens))
-    os.kill(child(engine_, "m"), signal.SIGKILL)
+    whole = ask(engine_, 200, logit_bias=GO_ON).wait()
+    idle = child(engine_)
+    os.kill(idle, signal.SIGKILL)
+    eventually(lambda: not psutil.pid_exists(idle))
+    killed = begun(ask(engine_, 200, logit_bias=GO_ON))
+    os.kill(child(engine_), signal.SIGKILL)
     assert (killed.wait().ids(), killed.text()) == (whole.ids(), whole.text())
     assert killed.error is None
 
@@ -315,14 +317,13 @@ def test_tokens_become_text_without_their_process(
     """While it stalls over a prompt, too."""
     monkeypatch.setattr(engine.text.texts, "ENCODE_S", WAIT_S)
     texts = engine_.load("m", str(good)).texts
-    whole = Request(engine_, "m", PROMPT, max_new_tokens=200, logprobs=2).wait()
-    with ThreadPoolExecutor(2) as pool:
+    whole = ask(engine_, 200, logprobs=2).wait()
+    with ThreadPoolExecutor(2) as threads:
         with Pause(engine_):
-            request = Request(engine_, "m", PROMPT, max_new_tokens=200, logprobs=2)
-            pid = child(engine_, "m")
+            request, pid = ask(engine_, 200, logprobs=2), child(engine_)
             os.kill(pid, signal.SIGSTOP)
-            stalled = [pool.submit(Request, engine_, "m", PROMPT) for _ in range(2)]
-            until(lambda: texts._process.turns.waiting(texts) == 1)
+            stalled = [threads.submit(ask, engine_) for _ in range(2)]
+            eventually(lambda: texts._process.turns.waiting(texts) == 1)
         assert request.wait().text() == whole.text()
         assert [t.pieces for t in request.tokens] == [t.pieces for t in whole.tokens]
         assert not any(future.done() for future in stalled)
@@ -331,126 +332,74 @@ def test_tokens_become_text_without_their_process(
             future.result(WAIT_S).wait()
 
 
-def test_a_process_that_was_killed_while_nobody_asked_costs_no_answer(
-    engine_: Engine, good: Path
-) -> None:
-    engine_.load("good", str(good))
-    pid = child(engine_, "good")
-    os.kill(pid, signal.SIGKILL)
-    until(lambda: not psutil.pid_exists(pid))
-    asked = Request(engine_, "good", PROMPT, max_new_tokens=5).wait()
-    assert is_greedy(good, asked.prompt, asked.ids())
-
-
-def test_processes_that_are_lost_with_their_helper_are_worth_another_try(
-    engine_: Engine, good: Path
-) -> None:
-    engine_.load("good", str(good))
-    running = Request(engine_, "good", PROMPT, max_new_tokens=240)
-    until(lambda: bool(running.tokens))
-    os.kill(psutil.Process(child(engine_, "good")).ppid(), signal.SIGKILL)
+def test_processes_lost_with_their_helper_are_started_again(engine_: Engine, good: Path) -> None:
+    engine_.load("m", str(good))
+    running = begun(ask(engine_, 240))
+    os.kill(psutil.Process(child(engine_)).ppid(), signal.SIGKILL)
     assert len(running.wait().ids()) == 240
-    again = Request(engine_, "good", PROMPT, max_new_tokens=5).wait()
-    assert is_greedy(good, again.prompt, again.ids())
+    assert ask(engine_).wait().ids() == running.ids()[:5]
 
 
-def test_an_answer_that_stalls_is_given_up(
+def test_an_answer_that_stalls_fails_in_time(
     engine_: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine_.load("m", str(make_hugging_face(tmp_path / "m", kind=DECODED, max_length=256)))
-    request = Request(engine_, "m", PROMPT, max_new_tokens=240, logit_bias=GO_ON)
-    until(lambda: bool(request.tokens))
+    request = begun(ask(engine_, 240, logit_bias=GO_ON))
     monkeypatch.setattr(engine.text.texts, "DECODE_S", 0.5)
-    os.kill(child(engine_, "m"), signal.SIGSTOP)
+    os.kill(child(engine_), signal.SIGSTOP)
     assert isinstance(request.wait().error, DeadlineExceeded)
     monkeypatch.undo()
-    until(lambda: engine_.models()[0]["running"] == 0)  # its row is free
-    assert Request(engine_, "m", PROMPT, max_new_tokens=3).wait().error is None
+    eventually(lambda: engine_.models()[0]["running"] == 0)  # its row is free
+    assert ask(engine_).wait().error is None
 
 
 def test_the_process_ends_with_its_model_and_with_a_load_that_fails(
-    engine_: Engine, good: Path, tmp_path: Path
+    engine_: Engine, good: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine_.load("m", str(good))
-    pid = child(engine_, "m")
-    assert psutil.pid_exists(pid)
-    engine_.unload("m")
-    until(lambda: not psutil.pid_exists(pid))
+    """Requests whose prompts are being tokenized fail with not found."""
+    monkeypatch.setattr(engine.text.texts, "ENCODE_S", WAIT_S)
+    texts = engine_.load("m", str(good)).texts
+    pid = child(engine_)
+    os.kill(pid, signal.SIGSTOP)
+    with ThreadPoolExecutor(2) as threads:
+        stalled = [threads.submit(ask, engine_) for _ in range(2)]
+        eventually(lambda: texts._process.turns.waiting(texts) == 1)
+        engine_.unload("m")
+        for future in stalled:
+            with pytest.raises(ModelNotFound):
+                future.result(WAIT_S)
+    eventually(lambda: not psutil.pid_exists(pid))
     children = psutil.Process().children(recursive=True)
     with pytest.raises(EngineError):
         engine_.load("m", str(good), "mxnet", "int4")
-    until(lambda: len(psutil.Process().children(recursive=True)) <= len(children))
-
-
-def test_requests_under_way_when_a_model_goes_are_told(
-    engine_: Engine, good: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(engine.text.texts, "ENCODE_S", WAIT_S)
-    engine_.load("m", str(good))
-    os.kill(child(engine_, "m"), signal.SIGSTOP)
-    with ThreadPoolExecutor(2) as pool:
-        stalled = pool.submit(Request, engine_, "m", PROMPT)
-        behind = pool.submit(Request, engine_, "m", PROMPT)
-        texts = engine_._models["m"].texts
-        until(lambda: texts._process.turns.waiting(texts) == 1)
-        engine_.unload("m")
-        for future in (stalled, behind):
-            with pytest.raises(ModelNotFound):
-                future.result(WAIT_S)
-
-
-def test_too_many_prompts_that_wait_to_be_cut_are_refused(good: Path) -> None:
-    go, began = threading.Event(), threading.Event()
-
-    def hold() -> bool:
-        began.set()
-        return go.wait(WAIT_S)
-
-    with texts_of(good, max_waiting=2) as found:
-        held = found.soon(hold)
-        assert began.wait(WAIT_S)
-        waiting = [found.soon(lambda: found.encode(PROMPT)) for _ in range(2)]
-        with pytest.raises(Overloaded, match="2 requests wait"):
-            found.soon(lambda: None)
-        go.set()
-        assert held.result(WAIT_S)
-        assert waiting[0].result(WAIT_S) == waiting[1].result(WAIT_S)
+    eventually(lambda: len(psutil.Process().children(recursive=True)) <= len(children))
 
 
 def test_a_stop_string_ends_an_answer_where_it_stands(engine_: Engine, good: Path) -> None:
-    """It is found a step late, or later: what was computed behind it is not told."""
+    """It is found a step late, or later: the tokens behind it are not sent."""
     engine_.load("m", str(good))
-    whole = Request(engine_, "m", PROMPT, max_new_tokens=200).wait()
+    whole = ask(engine_, 200).wait()
     stop = whole.text()[len(whole.text()) // 3 :][:3]
-    stopped = Request(engine_, "m", PROMPT, max_new_tokens=200, stop=[stop]).wait()
+    stopped = ask(engine_, 200, stop=[stop]).wait()
     first = next(i for i in range(200) if stop in "".join(t.text for t in whole.tokens[: i + 1]))
     assert stopped.ids() == whole.ids()[: first + 1]
     assert stopped.text() == whole.text()[: whole.text().find(stop)]
     assert stopped.finish_reason() == "stop"
-    until(lambda: engine_.models()[0]["running"] == 0)
+    eventually(lambda: engine_.models()[0]["running"] == 0)
     assert engine_.models()[0]["tokens"] == 200 + first + 1
     assert engine_.budget.kv_bytes == 0
 
 
-# Tokens are counted, not characters
-
-
-@pytest.mark.parametrize(
-    "text", ["😀" * 2000, "漢字" * 1000, " " * 1600 + "가", "\n" * 3000 + "가"]
-)
-def test_a_long_text_of_few_tokens_fits(good: Path, text: str) -> None:
-    with texts_of(good) as found:  # context 256
-        assert len(found.soon(lambda: found.encode(text)).result(WAIT_S)) < 256
-
-
-def test_a_text_of_many_tokens_does_not(good: Path) -> None:
-    with texts_of(good) as found:
-        for text, said in [
+def test_tokens_are_counted_and_not_characters(good: Path) -> None:
+    with texts_of(good) as texts:  # context 256
+        for text in ("😀" * 2000, "漢字" * 1000, " " * 1600 + "가", "\n" * 3000 + "가"):
+            assert len(encode(texts, text)) < 256
+        for text, message in (
             ("물 " * 300, r"inputs has \d+ tokens, at most 255 fit"),
             (" " * (256 * CHARACTERS_PER_TOKEN + 1), "characters, more than the 16384"),
-        ]:
-            with pytest.raises(PromptTooLong, match=said):
-                found.soon(lambda t=text: found.encode(t)).result(WAIT_S)
+        ):
+            with pytest.raises(PromptTooLong, match=message):
+                encode(texts, text)
 
 
 # Tokenizers that cannot be used are refused at the load
@@ -479,27 +428,12 @@ def test_a_tokenizer_that_takes_too_much_is_refused(
         pass
 
 
-def without_unknown(kind: str) -> dict[str, Any]:
-    vocabulary = {"가": 0, "</s>": 1}
-    return {
-        "WordLevel": {"type": "WordLevel", "vocab": vocabulary, "unk_token": "<unk>"},
-        "WordPiece": {
-            "type": "WordPiece",
-            "vocab": vocabulary,
-            "unk_token": "<unk>",
-            "continuing_subword_prefix": "##",
-            "max_input_chars_per_word": 100,
-        },
-        "Unigram": {"type": "Unigram", "vocab": [["가", -1.0]], "unk_id": None},
-    }[kind]
-
-
+UNK = {"vocab": {"가": 0, "</s>": 1}, "unk_token": "<unk>"}
+WORD_PIECE = {"continuing_subword_prefix": "##", "max_input_chars_per_word": 100}
+SEQUENCE = {"Sequence": {"id": "A", "type_id": 0}}
 TEMPLATE = {
     "type": "TemplateProcessing",
-    "single": [
-        {"SpecialToken": {"id": "[없음]", "type_id": 0}},
-        {"Sequence": {"id": "A", "type_id": 0}},
-    ],
+    "single": [{"SpecialToken": {"id": "[없음]", "type_id": 0}}, SEQUENCE],
     "pair": [],
     "special_tokens": {},
 }
@@ -508,7 +442,9 @@ TEMPLATE = {
 @pytest.mark.parametrize(
     "changes",
     [
-        *({"model": without_unknown(kind)} for kind in ("WordLevel", "WordPiece", "Unigram")),
+        {"model": {"type": "WordLevel", **UNK}},
+        {"model": {"type": "WordPiece", **UNK, **WORD_PIECE}},
+        {"model": {"type": "Unigram", "vocab": [["가", -1.0]], "unk_id": None}},
         {"normalizer": {"type": "Precompiled", "precompiled_charsmap": "AAAA"}},
         {"normalizer": {"type": "Precompiled", "precompiled_charsmap": "/////w=="}},
         {"post_processor": TEMPLATE},
@@ -517,9 +453,7 @@ TEMPLATE = {
     ],
     ids=str,
 )
-def test_a_tokenizer_that_raises_or_panics_is_refused_with_a_reason(
-    tmp_path: Path, changes: dict[str, Any]
-) -> None:
+def test_a_tokenizer_that_panics_is_refused(tmp_path: Path, changes: dict[str, Any]) -> None:
     folder = make_hugging_face(tmp_path / "m")
     path = folder / "tokenizer.json"
     write_json(path, json.loads(path.read_text(encoding="utf-8")) | changes)
@@ -529,7 +463,7 @@ def test_a_tokenizer_that_raises_or_panics_is_refused_with_a_reason(
 
 
 @pytest.mark.parametrize(
-    ("said", "reason"),
+    ("fields", "reason"),
     [
         ({"added_tokens_decoder": []}, None),
         ({"added_tokens_decoder": ["<a>"]}, "added_tokens_decoder must be an object"),
@@ -543,10 +477,10 @@ def test_a_tokenizer_that_raises_or_panics_is_refused_with_a_reason(
     ],
 )
 def test_settings_beside_a_tokenizer_are_refused_with_a_reason_or_left_out(
-    tmp_path: Path, said: dict[str, Any], reason: str | None
+    tmp_path: Path, fields: dict[str, Any], reason: str | None
 ) -> None:
     folder = make_hugging_face(tmp_path / "m")
-    (folder / "tokenizer_config.json").write_text(json.dumps(said))
+    (folder / "tokenizer_config.json").write_text(json.dumps(fields))
     if reason is None:
         with texts_of(folder):
             return
@@ -560,8 +494,8 @@ def test_a_text_that_a_tokenizer_cannot_cut_is_refused_with_a_reason(tmp_path: P
         words = {w: i for i, w in enumerate(["<unk>", "</s>", "가"])}
         tokenizer.model = models.WordLevel(words, unk_token="<unk>")  # noqa: S106
 
-    with texts_of(hugging_face(tmp_path / "m", change)) as found:
+    with texts_of(hugging_face(tmp_path / "m", change)) as texts:
         for text in ("가", "나 다"):
-            assert found.soon(lambda t=text: found.encode(t)).result(WAIT_S)
+            assert encode(texts, text)
         with pytest.raises(InvalidRequest, match="surrogate"):
-            found.soon(lambda: found.encode("가\ud800")).result(WAIT_S)
+            encode(texts, "가\ud800")

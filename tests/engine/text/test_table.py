@@ -1,4 +1,4 @@
-"""The engine's texts of ids, by the table of a tokenizer, are those that its process decodes."""
+"""Texts by the table of a tokenizer are those that its process decodes."""
 
 from __future__ import annotations
 
@@ -43,8 +43,7 @@ def latin(tokenizer: Tokenizer) -> None:
     tokenizer.add_tokens(["é", "<질문>", AddedToken("한 국", special=False)])
 
 
-def same(tokenizer: Tokenizer) -> None:
-    pass
+def same(tokenizer: Tokenizer) -> None: ...
 
 
 CASES: list[tuple[str, Callable[[Tokenizer], None], str, int]] = [

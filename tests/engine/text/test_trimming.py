@@ -57,7 +57,7 @@ def test_each_pair_of_texts_is_cut_as_by_trying_everything() -> None:
         (("ㅋ", "ㅋㅋ", "ㅎ"), "ㅋㅋㅋ안녕ㅋ ㅎㅎㅋ", "안녕ㅋ "),
     ],
 )
-def test_a_text_in_single_characters_is_cut_as_a_whole_one(
+def test_single_characters_are_cut_as_a_text(
     strips: tuple[str, ...], text: str, expected: str
 ) -> None:
     assert in_pieces(text, [], strips) == expected
