@@ -83,6 +83,14 @@ def run(options: Bench) -> int:
     # What was started is ended, however this ends.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     began = time.monotonic()
+    if options.pages:
+        from benchmarks.report import pages
+
+        print(*pages.write(), sep="\n")
+        return 0
+    if options.install_peers:
+        peers.install()
+        return 0
     kinds: dict[str, type[Run]] = {
         "gateway": gateway.GatewayRun,
         "fleet": fleet.FleetRun,
@@ -98,14 +106,6 @@ def run(options: Bench) -> int:
         raise Problem(f"--only {unknown[0]}: known are {', '.join(kind.PARTS)}")
     if options.sweep and "sweep" not in wanted:
         wanted.append("sweep")
-    if options.pages:
-        from benchmarks.report import pages
-
-        print(*pages.write(), sep="\n")
-        return 0
-    if options.install_peers:
-        peers.install()
-        return 0
     plan = kind.QUICK if options.quick else kind.PLAN
     given = {f.name: vars(options).get(f.name) for f in dataclasses.fields(plan)}
     plan = dataclasses.replace(plan, **{name: value for name, value in given.items() if value})
@@ -116,15 +116,15 @@ def run(options: Bench) -> int:
     if options.add and file.exists():
         measured.add_to(json.loads(file.read_text(encoding="utf-8")))
     results = measured.results
-    before = results.get("seconds", 0.0)
+    began -= results.get("seconds", 0.0)
 
     def save() -> None:
-        results["seconds"] = before + time.monotonic() - began
+        results["seconds"] = time.monotonic() - began
         file.write_text(json.dumps(results, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 
     measured.measure(save)
     save()
-    print(f"{measured.lines()}\n\n{file}, {results['seconds']:.0f} s in all")
+    print(f"{kind.LINES(results)}\n\n{file}, {results['seconds']:.0f} s in all")
     if "sweep" in results or results.get("contenders"):
         plot = options.plot or workdir / f"{name}.png"
         try:
