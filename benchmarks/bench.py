@@ -76,7 +76,7 @@ def run(options: Bench) -> int:
     from benchmarks.fleet import measurements as fleet
     from benchmarks.forms import measurements as forms
     from benchmarks.gateway import measurements as gateway
-    from benchmarks.process import BenchmarkError
+    from benchmarks.process import BenchmarkError, Program
     from benchmarks.run import Run
     from benchmarks.switching import measurements as switching
 
@@ -106,7 +106,9 @@ def run(options: Bench) -> int:
         raise Problem(f"--only {unknown[0]}: known are {', '.join(kind.PARTS)}")
     if options.sweep and "sweep" not in wanted:
         wanted.append("sweep")
-    plan = kind.QUICK if options.quick else kind.PLAN
+    plan = kind.PLAN
+    if options.quick:
+        plan, Program.backend = kind.QUICK, "native"
     given = {f.name: vars(options).get(f.name) for f in dataclasses.fields(plan)}
     plan = dataclasses.replace(plan, **{name: value for name, value in given.items() if value})
     workdir = options.workdir.resolve()

@@ -37,7 +37,7 @@ class Server(Program):
         store: Path,
         log: Path,
         models: Mapping[str, Path] | None = None,
-        backend: tuple[str, str] = ("mxnet", "int8"),
+        backend: tuple[str, str] | None = None,
         environment: Mapping[str, str] | None = None,
         prefix: Sequence[str] = (),
         root: Path = ROOT,
@@ -45,9 +45,10 @@ class Server(Program):
         self._folder = tempfile.TemporaryDirectory(prefix="serve-")
         self.run_dir = Path(self._folder.name) / "run"
         self.port, self.management_port = free_port(), free_port()
+        name, precision = backend or (self.backend, "int8")
         settings = {
-            "ENGINE_BACKEND": backend[0],
-            "ENGINE_PRECISION": backend[1],
+            "ENGINE_BACKEND": name,
+            "ENGINE_PRECISION": precision,
             "RUN_DIR": str(self.run_dir),
             "MODEL_STORE": str(store),
             "REQUEST_TIMEOUT_S": "120",

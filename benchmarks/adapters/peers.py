@@ -80,7 +80,7 @@ def measure(case: Case, skipping: Callable[[str], Any]) -> list[Results]:
 def _ours(case: Case, store: Path, precision: str = "int8") -> Server:
     environment = {"ENGINE_MEMORY_MIB": str(case.budget_mib)}
     log = case.log("adapters-peers")
-    return Server(store, log, backend=("mxnet", precision), environment=environment)
+    return Server(store, log, backend=(Server.backend, precision), environment=environment)
 
 
 def _llama(case: Case) -> LlamaAdapters:

@@ -12,8 +12,6 @@ from benchmarks.contenders import peers
 from benchmarks.engine.uses import PARTS, PREFIX_CACHED
 from benchmarks.process import Worker
 
-OURS = ("backend=mxnet", "precision=int8")  # of `our_engine`, the server's defaults
-
 
 @dataclass(frozen=True)
 class Contender:
@@ -41,6 +39,8 @@ class Contender:
             threads = str(len(os.sched_getaffinity(0)))
             environment = {"OMP_NUM_THREADS": threads, "MXNET_CPU_WORKER_NTHREADS": "1"}
         given: list[Path | str] = [artifact, *self.arguments]
+        if self.module == "our_engine":
+            given += [f"backend={Worker.backend}", "precision=int8"]
         return Worker(sys.executable, f"contenders.{self.module}", given, log, environment)
 
 
@@ -56,12 +56,10 @@ CONTENDERS = (
 )
 # What `uses` measures: engines with continuous batching. Those without a module are servers.
 SYSTEMS = (
-    Contender(
-        *("engine", "ours, in one process", "our_engine", OURS), parts=(*PARTS, "chat_at_once_s")
-    ),
+    Contender(*("engine", "ours, in one process", "our_engine"), parts=(*PARTS, "chat_at_once_s")),
     Contender(
         *("engine-anew", "ours, nothing kept of prompts", "our_engine"),
-        (*OURS, "prefix_cache_mib=0"),
+        ("prefix_cache_mib=0",),
         parts=PREFIX_CACHED,
     ),
     Contender(

@@ -17,7 +17,7 @@ from tqdm import tqdm
 
 from benchmarks import profile, random_model
 from benchmarks.contenders import peers
-from benchmarks.contenders.contender import CONTENDERS, OURS, SYSTEMS, Contender
+from benchmarks.contenders.contender import CONTENDERS, SYSTEMS, Contender
 from benchmarks.contenders.llama_server import LlamaServer
 from benchmarks.engine import accuracy, process, tables
 from benchmarks.engine.uses import ROWS, SAMPLED, Ask, measurement
@@ -201,7 +201,8 @@ class EngineRun(Run):
         return partial(call, name, new_tokens=self.plan.new_tokens, **options)
 
     def _start_turns(self, started: contextlib.ExitStack) -> Step:
-        step = self._start_engine(started, "turns", *OURS, *self.models)
+        settings = (f"backend={Worker.backend}", "precision=int8")
+        step = self._start_engine(started, "turns", *settings, *self.models)
         return self._rounds("turns", step, models=len(self.models))
 
     def _start_speculation(self, started: contextlib.ExitStack) -> Step:

@@ -22,7 +22,7 @@ class Engine(Program):
     def __init__(self, log: Path, cache_dir: Path | None = None, root: Path = ROOT) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="engine-")
         socket = str(Path(self._folder.name) / "engine.sock")
-        settings = {"ENGINE_BACKEND": "mxnet", "ENGINE_PRECISION": "int8"}
+        settings = {"ENGINE_BACKEND": self.backend, "ENGINE_PRECISION": "int8"}
         settings |= {"ENGINE_SOCKET": socket, "ENGINE_CACHE_DIR": str(cache_dir or "")}
         self._client = EngineClient(socket)
         super().__init__([sys.executable, "-m", "engine"], log, settings, root)

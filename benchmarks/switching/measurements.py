@@ -56,6 +56,7 @@ class Plan:
     two_mib: a budget into which two fit
     container_mib: 0, or a control group's memory; the budget is then that of such a container
     minutes: 0, or how long the trace runs, instead of `requests`
+    sizes: of memory in a sweep, about
     against: a commit that is measured, too
     """
 
@@ -71,6 +72,7 @@ class Plan:
     container_mib: int = 0
     minutes: float = 0
     tries: int = 3
+    sizes: int = 8
     seed: int = 0
     against: str | None = None
 
@@ -104,7 +106,7 @@ def by_side(measure: Callable[[SwitchingRun, Side], Any]) -> Callable[[Switching
 
 class SwitchingRun(Run):
     plan: Plan
-    PLAN, QUICK = Plan(), Plan(SMALL, 4, 24, 2, 4, 0.01, 1, 3, 2, tries=1)
+    PLAN, QUICK = Plan(), Plan(SMALL, 4, 24, 2, 4, 0.01, 1, 3, 2, tries=1, sizes=1)
     PARTS = ("trace", "swaps", "memory", "first", "sweep", "disk", "registered", "models")
     DEFAULT = PARTS[:4]
     LINES = tables.lines
@@ -252,7 +254,7 @@ class SwitchingRun(Run):
         models, whole = self.plan.models, self.plan.container_mib
         each = (whole - SERVER_MIB) / models if whole else self.plan.engine_mib / 5
         measured = []
-        for capacity in range(models, 0, -max(models // 8, 1)):
+        for capacity in range(models, 0, -max(models // self.plan.sizes, 1)):
             container = int(SERVER_MIB + each * capacity) if whole else 0
             mib = budget_bytes(container << 20) // MIB if whole else max(int(each * capacity), 1)
             log = f"sweep-{capacity}" + ("" if seen else "-hot")

@@ -272,10 +272,31 @@ def test_ways_take_turns_and_the_first_rounds_do_not_count() -> None:
     assert calls == ["봄", "가을"] * 3
 
 
-def test_switching_is_measured_and_every_answer_is_the_models_own(tmp_path: Path) -> None:
-    results, output = run(tmp_path, "--switching", "--only", "trace,swaps,registered")
-    assert set(results["skipped"]) <= {"llama.cpp"}
+@pytest.fixture
+def container_mib() -> int:
+    """Of a control group, or 0 where none can be made."""
+    try:
+        with ControlGroup(1200):
+            return 1200
+    except BenchmarkError:
+        return 0
+
+
+def test_switching_is_measured_and_every_answer_is_the_models_own(
+    tmp_path: Path, container_mib: int
+) -> None:
+    parts = ("--only", "trace,swaps,registered,sweep")
+    if container_mib:
+        parts = (*parts, "--container-mib", str(container_mib))
+    results, output = run(tmp_path, "--switching", *parts)
+    assert results["skipped"] == {}
     assert switching.lines(results) in output
+    # Through containers a second server does not know of them.
+    assert set(results["sweep"]) == ({"now", switching.ALL_HOT} if container_mib else {"now"})
+    for side, (step,) in results["sweep"].items():
+        assert step["container_mib"] == container_mib
+        assert bool(step["mib"]) == (side == "now")
+        assert sum(step["faults"].values()) == 0
     trace = results["trace"]["now"]
     (one,) = trace["rounds"]
     assert trace["faults"] == {"wrong": 0, "lost": 0, "4xx": 0, "5xx": 0}
@@ -308,24 +329,6 @@ def test_adapters_are_measured_and_every_answer_is_the_adapters_own(tmp_path: Pa
     kinds = {one["kind"] for one in results["steps"]}
     assert kinds == {"one model", "adapters", "whole models"}
     assert len(results["first"]["ever"]) == len(results["first"]["again"]) > 0
-
-
-def test_a_sweep_through_containers_has_a_server_that_does_not_know_them(tmp_path: Path) -> None:
-    try:
-        with ControlGroup(1200):
-            pass
-    except BenchmarkError as error:
-        pytest.skip(str(error))
-    results, output = run(
-        tmp_path,
-        *("--switching", "--models", "1", "--only", "sweep", "--container-mib", "1200"),
-    )
-    assert switching.lines(results) in output
-    assert set(results["sweep"]) == {"now", switching.ALL_HOT}
-    for (step,), seen in zip(results["sweep"].values(), (True, False), strict=True):
-        assert step["container_mib"] == 1200
-        assert sum(step["faults"].values()) == 0
-        assert bool(step["mib"]) == seen
 
 
 @pytest.mark.parametrize(
