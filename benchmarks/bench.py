@@ -76,13 +76,21 @@ def run(options: Bench) -> int:
     from benchmarks.fleet import measurements as fleet
     from benchmarks.forms import measurements as forms
     from benchmarks.gateway import measurements as gateway
-    from benchmarks.process import BenchmarkError
+    from benchmarks.process import BenchmarkError, Program
     from benchmarks.run import Run
     from benchmarks.switching import measurements as switching
 
     # What was started is ended, however this ends.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     began = time.monotonic()
+    if options.pages:
+        from benchmarks.report import pages
+
+        print(*pages.write(), sep="\n")
+        return 0
+    if options.install_peers:
+        peers.install()
+        return 0
     kinds: dict[str, type[Run]] = {
         "gateway": gateway.GatewayRun,
         "fleet": fleet.FleetRun,
@@ -98,15 +106,9 @@ def run(options: Bench) -> int:
         raise Problem(f"--only {unknown[0]}: known are {', '.join(kind.PARTS)}")
     if options.sweep and "sweep" not in wanted:
         wanted.append("sweep")
-    if options.pages:
-        from benchmarks.report import pages
-
-        print(*pages.write(), sep="\n")
-        return 0
-    if options.install_peers:
-        peers.install()
-        return 0
-    plan = kind.QUICK if options.quick else kind.PLAN
+    plan = kind.PLAN
+    if options.quick:
+        plan, Program.backend = kind.QUICK, "native"
     given = {f.name: vars(options).get(f.name) for f in dataclasses.fields(plan)}
     plan = dataclasses.replace(plan, **{name: value for name, value in given.items() if value})
     workdir = options.workdir.resolve()
@@ -116,15 +118,15 @@ def run(options: Bench) -> int:
     if options.add and file.exists():
         measured.add_to(json.loads(file.read_text(encoding="utf-8")))
     results = measured.results
-    before = results.get("seconds", 0.0)
+    began -= results.get("seconds", 0.0)
 
     def save() -> None:
-        results["seconds"] = before + time.monotonic() - began
+        results["seconds"] = time.monotonic() - began
         file.write_text(json.dumps(results, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 
     measured.measure(save)
     save()
-    print(f"{measured.lines()}\n\n{file}, {results['seconds']:.0f} s in all")
+    print(f"{kind.LINES(results)}\n\n{file}, {results['seconds']:.0f} s in all")
     if "sweep" in results or results.get("contenders"):
         plot = options.plot or workdir / f"{name}.png"
         try:

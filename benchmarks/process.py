@@ -10,8 +10,9 @@ import tempfile
 import time
 import urllib.request
 from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from command.errors import Failed
 
@@ -45,6 +46,9 @@ class Program:
     `ready_s` is how long it took to what `_wait` waited for.
     """
 
+    backend: ClassVar[str] = (
+        "mxnet"  # ours in int8, the image's; quick ones start sooner by "native"
+    )
     ready_s: float
 
     def __init__(
@@ -103,10 +107,7 @@ class Program:
 
 
 class Worker(Program):
-    """`python -m benchmarks.MODULE arguments`, which `benchmarks.worker` is the inside of.
-
-    `about` is what it says of itself once it is ready.
-    """
+    """A process of `benchmarks.worker`, which several may start at the same time."""
 
     def __init__(
         self,
@@ -116,17 +117,19 @@ class Worker(Program):
         log: Path,
         environment: Mapping[str, str] | None = None,
     ) -> None:
-        command = [python, "-m", f"benchmarks.{module}", *arguments]
+        command = [python, "-m", "benchmarks.worker", module, *arguments]
         super().__init__(command, log, environment, pipe=subprocess.PIPE)
         self._left = b""
-        try:
-            self.about: dict[str, Any] = self._answer()
-        except BaseException:
-            self.close()
-            raise
+
+    @cached_property
+    def about(self) -> dict[str, Any]:
+        """What it says of itself once it is ready. Raises `BenchmarkError`."""
+        about: dict[str, Any] = self._answer()
+        return about
 
     def call(self, command: str, **options: Any) -> Any:
         """The command's result. Raises `BenchmarkError`."""
+        assert self.about is not None
         order = json.dumps({"command": command, "options": options}) + "\n"
         assert self._process.stdin is not None
         try:

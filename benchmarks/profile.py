@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -45,12 +45,14 @@ def run(options: Profile) -> None:
     if not all(count.isdecimal() and 1 <= int(count) <= 32 for count in counts):
         raise Problem(f"--rows is {options.rows}, must be numbers from 1 to 32 with commas between")
     from benchmarks import random_model
+    from command import tables
     from engine.artifacts.open import open_artifact
 
     folder = options.model or random_model.make(WORKDIR / "models", random_model.FULL, 0)
     artifact = open_artifact(folder)
     results = measured(artifact, options.precision, [*map(int, counts)])
-    print(*lines(results, weight_bytes(artifact, options.precision)), sep="\n")
+    read_bytes = weight_bytes(artifact, options.precision)
+    print(tables.table(*table(results, read_bytes), markdown=True))
 
 
 def weight_bytes(artifact: Artifact, precision: str) -> dict[str, int]:
@@ -63,42 +65,40 @@ def weight_bytes(artifact: Artifact, precision: str) -> dict[str, int]:
     return {"products": products, "head": sum(e.num_bytes for e in entries if e.name == head)}
 
 
-def measure(artifact: Artifact, precision: str, rows: int) -> list[Step]:
-    """`STEPS` decode steps of `rows` rows, one dictionary a step."""
+def measured(artifact: Artifact, precision: str, counts: Sequence[int]) -> dict[str, Step]:
+    """By the number of rows, median seconds of each part, and of `ALL` of a step."""
     import numpy as np
 
     from engine import backends
     from engine.backends.interface import Piece
     from engine.native import library
 
-    ids = np.random.default_rng(1).integers(5, artifact.config.vocab_size, (rows, PROMPT)).tolist()
-    model = backends.load(artifact, "native", precision)
-    opened = [model.open_row() for _ in range(rows)]
-    for row, prompt in zip(opened, ids, strict=True):
-        model.run([Piece(row, prompt)])
-    steps = []
-    for _ in range(WARM_UP + STEPS):
-        library.take_times()
-        began = time.perf_counter()
-        model.run([Piece(row, prompt[:1]) for row, prompt in zip(opened, ids, strict=True)])
-        seconds = time.perf_counter() - began
-        steps.append({**library.take_times(), ALL: seconds})
-    model.close()
-    return steps[WARM_UP:]
-
-
-def measured(artifact: Artifact, precision: str, counts: Sequence[int]) -> dict[str, Step]:
-    """By the number of rows, median seconds of each part, and of `ALL` of a step."""
     results = {}
-    for rows in counts:
-        steps = measure(artifact, precision, rows)
-        results[str(rows)] = {part: statistics.median(s[part] for s in steps) for part in steps[0]}
+    for count in counts:
+        draw = np.random.default_rng(1).integers
+        ids = draw(5, artifact.config.vocab_size, (count, PROMPT)).tolist()
+        model = backends.load(artifact, "native", precision)
+        rows = [(model.open_row(), prompt) for prompt in ids]
+        for row, prompt in rows:
+            model.run([Piece(row, prompt)])
+        steps: list[Step] = []
+        for _ in range(WARM_UP + STEPS):
+            library.take_times()
+            began = time.perf_counter()
+            model.run([Piece(row, prompt[:1]) for row, prompt in rows])
+            seconds = time.perf_counter() - began
+            steps.append({**library.take_times(), ALL: seconds})
+        model.close()
+        results[str(count)] = {
+            part: statistics.median(step[part] for step in steps[WARM_UP:]) for part in steps[0]
+        }
     return results
 
 
-def lines(results: Mapping[str, Step], read_bytes: Mapping[str, int]) -> Iterator[str]:
+def table(
+    results: Mapping[str, Step], read_bytes: Mapping[str, int]
+) -> tuple[list[str], list[list[str]]]:
     """Milliseconds a step, and how fast the weights of products were read."""
-    from benchmarks.report.tables import table
 
     def cells(part: str, seconds: float) -> list[str]:
         read = f"{read_bytes[part] / seconds / 1e9:.0f}" if part in read_bytes and seconds else ""
@@ -109,4 +109,4 @@ def lines(results: Mapping[str, Step], read_bytes: Mapping[str, int]) -> Iterato
         [part, *(c for step in results.values() for c in cells(part, step[part]))] for part in parts
     ]
     heads = [(f"{n} row{'s' * (n != '1')}: ms", "GB/s") for n in results]
-    return table(["part", *(cell for head in heads for cell in head)], rows)
+    return ["part", *(cell for head in heads for cell in head)], rows

@@ -31,13 +31,11 @@ FULL = KOGPT2
 TINY = GPT2Config(500, 64, 2, 2, 256, 128)
 SPECIAL = ("<unk>", "<pad>", "<s>", "</s>")
 BOS = SPECIAL.index("<s>")
-ASCII = ((0x20, 0x7E),)
+ASCII = range(0x20, 0x7F)
 # Hangul syllables, then Chinese characters: 81,476 of them.
-CHARACTERS: tuple[tuple[int, int], ...] = (
-    (0xAC00, 0xD7A3),
-    (0x4E00, 0x9FFF),
-    (0x3400, 0x4DBF),
-    (0x20000, 0x2A6DF),
+CHARACTERS = (
+    *(*range(0xAC00, 0xD7A4), *range(0x4E00, 0xA000)),
+    *(*range(0x3400, 0x4DC0), *range(0x20000, 0x2A6E0)),
 )
 
 # Standard deviations that make logits of some units, attention that looks around, and greedy text
@@ -144,14 +142,13 @@ def random_weights(config: GPT2Config, seed: int) -> Iterator[tuple[str, NDArray
         yield name, w
 
 
-def spiece(size: int, characters: Iterable[tuple[int, int]] = CHARACTERS) -> bytes:
+def spiece(size: int, characters: Iterable[int] = CHARACTERS) -> bytes:
     """A sentencepiece model with `size` pieces: the special ones, then one character each."""
     model = messages.ModelProto()
     kind = messages.ModelProto.SentencePiece
     for i, piece in enumerate(SPECIAL):
         model.pieces.add(piece=piece, score=0, type=kind.CONTROL if i else kind.UNKNOWN)
-    codes = itertools.chain.from_iterable(range(a, b + 1) for a, b in characters)
-    for code in itertools.islice(dict.fromkeys(codes), size - len(SPECIAL)):
+    for code in itertools.islice(dict.fromkeys(characters), size - len(SPECIAL)):
         model.pieces.add(piece=chr(code).replace(" ", "\u2581"), score=0)
     trainer = model.trainer_spec
     trainer.model_type = 2  # BPE
@@ -176,5 +173,4 @@ def prompts(config: GPT2Config, rows: int, length: int) -> list[list[int]]:
 
 def text_of(ids: list[int]) -> str:
     """A prompt's text: its pieces without `<s>`, which the tokenizer puts back."""
-    codes = list(itertools.chain.from_iterable(range(a, b + 1) for a, b in CHARACTERS))
-    return "".join(chr(codes[i - len(SPECIAL)]) for i in ids if i >= len(SPECIAL))
+    return "".join(chr(CHARACTERS[i - len(SPECIAL)]) for i in ids if i >= len(SPECIAL))

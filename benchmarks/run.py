@@ -8,18 +8,22 @@ import http.client
 import json
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 from tqdm import tqdm
 
 from benchmarks.process import ROOT, BenchmarkError
-from benchmarks.report import goals, machine
+from benchmarks.report import machine
+from benchmarks.report.tables import Goal, Results, judge
 from command.errors import Problem
 from common.errors import EngineError
 
-Results = dict[str, Any]
+K = TypeVar("K")
+V = TypeVar("V")
+PREPARATION = "preparation"  # in `skipped`
 
 
 class Run:
@@ -31,13 +35,14 @@ class Run:
 
     PLAN: ClassVar[Any]
     QUICK: ClassVar[Any]
-    PARTS: ClassVar[tuple[str, ...]]
+    PARTS: ClassVar[tuple[str, ...]]  # in their order, each measured by the method of its name
     DEFAULT: ClassVar[tuple[str, ...]]  # of `PARTS`
-    GOALS: Sequence[goals.Goal]
+    GOALS: Sequence[Goal]
+    LINES: ClassVar[Callable[[Results], str]]  # the page of the results
 
     def __init__(self, plan: Any, wanted: Sequence[str], workdir: Path) -> None:
         self.plan, self.wanted = plan, wanted
-        self.workdir, self.logs = workdir, workdir / "logs"
+        self.workdir, self.logs, self.store = workdir, workdir / "logs", workdir / "models"
         self.logs.mkdir(parents=True, exist_ok=True)
         self.results: Results = {
             "machine": machine.describe(),
@@ -52,35 +57,37 @@ class Run:
         for key in ("commit", "plan"):
             if json.dumps(before[key]) != json.dumps(self.results[key]):
                 raise Problem(f"--add: {key} was {before[key]}, is {self.results[key]}")
+        again = {*self.wanted, PREPARATION}
         self.results = {
             **before,
             "wanted": [*dict.fromkeys([*before["wanted"], *self.wanted])],
-            "skipped": {n: why for n, why in before["skipped"].items() if n not in self.wanted},
+            "skipped": {n: why for n, why in before["skipped"].items() if n not in again},
         }
 
     def measure(self, save: Callable[[], object]) -> None:
-        """`save` is called after each part."""
-        raise NotImplementedError
+        """Measures the wanted parts; `save` is called after each, for it may take long."""
+        with contextlib.ExitStack() as self.opened:
+            with self.skipping(PREPARATION):
+                self.prepare()
+            some = [] if PREPARATION in self.results["skipped"] else [*self.parts()]
+            for name in tqdm(some, desc="measuring", disable=None):
+                with self.skipping(name):
+                    self.results[name] = getattr(self, name)()
+                self.judge()
+                save()
+        self.judge()
 
-    def lines(self) -> str:
-        raise NotImplementedError
+    def prepare(self) -> None:
+        """Makes what the parts need; `self.opened` is closed after the last one."""
+
+    def parts(self) -> Iterable[str]:
+        return (name for name in self.PARTS if name in self.wanted)
+
+    def judge(self) -> None:
+        self.results["goals"] = [*judge(self.results, self.GOALS)]
 
     def log(self, name: str) -> Path:
         return self.logs / f"{name.replace('/', '_')}.log"
-
-    def judge(self) -> None:
-        self.results["goals"] = list(goals.goals(self.results, self.GOALS))
-
-    def measure_parts(
-        self, parts: Mapping[str, Callable[[], Any]], save: Callable[[], object] = lambda: None
-    ) -> None:
-        """Those that are wanted, one after the other; `save` after each, for it may take long."""
-        wanted = [name for name in parts if name in self.wanted]
-        for name in tqdm(wanted, desc="measuring", disable=None):
-            with self.skipping(name):
-                self.results[name] = parts[name]()
-            self.judge()
-            save()
 
     @contextlib.contextmanager
     def skipping(self, name: str) -> Iterator[None]:
@@ -90,6 +97,26 @@ class Run:
         except (BenchmarkError, EngineError, OSError, http.client.HTTPException) as error:
             self.results["skipped"][name] = str(error)
             print(f"{name}: {error}", file=sys.stderr)
+
+
+def in_turns(ways: Mapping[K, Callable[[], V]], rounds: int, warm_up: int = 0) -> dict[K, list[V]]:
+    """The results of each, called one after the other in each round.
+
+    Those of the first `warm_up` rounds are left out.
+    """
+    results: dict[K, list[V]] = {name: [] for name in ways}
+    for number in tqdm(range(warm_up + rounds), leave=False, disable=None):
+        for name, way in ways.items():
+            result = way()
+            if number >= warm_up:
+                results[name].append(result)
+    return results
+
+
+def seconds_of(step: Callable[[], object]) -> float:
+    began = time.perf_counter()
+    step()
+    return time.perf_counter() - began
 
 
 def commit(tree: Path) -> str:

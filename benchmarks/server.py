@@ -1,4 +1,4 @@
-"""Measured: the whole server over HTTP, as a client sees it."""
+"""The whole server over HTTP, as a client sees it."""
 
 from __future__ import annotations
 
@@ -18,6 +18,8 @@ from typing import Any
 from urllib.parse import quote
 
 from benchmarks.process import ROOT, BenchmarkError, Program
+from benchmarks.random_model import text_of
+from engine.http.client import EngineClient
 
 HEADERS = {"Content-Type": "application/json", "Accept": "*/*"}
 CALL_S = 180.0
@@ -35,7 +37,7 @@ class Server(Program):
         store: Path,
         log: Path,
         models: Mapping[str, Path] | None = None,
-        backend: tuple[str, str] = ("mxnet", "int8"),
+        backend: tuple[str, str] | None = None,
         environment: Mapping[str, str] | None = None,
         prefix: Sequence[str] = (),
         root: Path = ROOT,
@@ -43,9 +45,10 @@ class Server(Program):
         self._folder = tempfile.TemporaryDirectory(prefix="serve-")
         self.run_dir = Path(self._folder.name) / "run"
         self.port, self.management_port = free_port(), free_port()
+        name, precision = backend or (self.backend, "int8")
         settings = {
-            "ENGINE_BACKEND": backend[0],
-            "ENGINE_PRECISION": backend[1],
+            "ENGINE_BACKEND": name,
+            "ENGINE_PRECISION": precision,
             "RUN_DIR": str(self.run_dir),
             "MODEL_STORE": str(store),
             "REQUEST_TIMEOUT_S": "120",
@@ -59,8 +62,7 @@ class Server(Program):
         self._wait(lambda: '"ready after' in log.read_text(encoding="utf-8"))
         try:
             for name, folder in (models or {}).items():
-                body = {"model_name": name, "url": folder.name}
-                call(self._management(), "/models", body)
+                call(self._management(), "/models", {"model_name": name, "url": folder.name})
         except BaseException:
             self.close()
             raise
@@ -68,11 +70,11 @@ class Server(Program):
     def _command(self, settings: Mapping[str, str]) -> list[str]:
         return [sys.executable, "-m", "serving.entrypoint", "serve"]
 
-    def connect(self) -> http.client.HTTPConnection:
-        return http.client.HTTPConnection("127.0.0.1", self.port, timeout=CALL_S)
+    def connect(self, port: int = 0) -> http.client.HTTPConnection:
+        return http.client.HTTPConnection("127.0.0.1", port or self.port, timeout=CALL_S)
 
     def _management(self) -> http.client.HTTPConnection:
-        return http.client.HTTPConnection("127.0.0.1", self.management_port, timeout=CALL_S)
+        return self.connect(self.management_port)
 
     def unload(self, name: str) -> None:
         call(self._management(), f"/models/{name}", None, "DELETE")
@@ -87,6 +89,22 @@ class Server(Program):
         """What the engine calls a model, as it stands in a path."""
         return quote(f"{name}#{self.id_of(name)}", safe="")
 
+    def states(self) -> dict[str, str]:
+        """By model, one of `switching.clients.STATES`; one that is not named is cold.
+
+        A server that knows no residency has models loaded, or not.
+        """
+        rows = EngineClient(str(self.run_dir / "engine.sock")).request("GET", "/models")["models"]
+        return {row["name"].rpartition("#")[0]: row.get("residency", "hot") for row in rows}
+
+    def stream(
+        self, model: str, ids: list[int], new_tokens: int, **parameters: Any
+    ) -> tuple[str, dict[str, Any]]:
+        """The path and the body of a call that answers with a stream."""
+        parameters = {"max_new_tokens": new_tokens, **parameters}
+        body = {"inputs": text_of(ids), "parameters": parameters, "stream": True}
+        return f"/predictions/{quote(model)}", body
+
     def close(self) -> None:
         super().close()
         self._folder.cleanup()
@@ -97,7 +115,7 @@ def ask(
 ) -> tuple[float, dict[str, Any]]:
     """Seconds, and the answer of a model of ours."""
     body = {"inputs": text, "parameters": {"max_new_tokens": new_tokens}}
-    return call(connection, f"/predictions/{name}", body)
+    return call(connection, f"/predictions/{quote(name)}", body)
 
 
 def call(
@@ -111,8 +129,51 @@ def call(
     results = answer.read()
     seconds = time.perf_counter() - began
     if answer.status != 200:
-        raise BenchmarkError(f"{path} answered {answer.status}: {results[:300]!r}")
+        raise refused(answer, path, results)
     return seconds, json.loads(results)
+
+
+def refused(answer: http.client.HTTPResponse, path: str, content: bytes) -> BenchmarkError:
+    """The message begins with the status."""
+    return BenchmarkError(f"{answer.status} by {path}: {content[:500].decode('utf-8', 'replace')}")
+
+
+class Streamed:
+    """A request to llama.cpp's server or to ours, with the times of its tokens, at its end.
+
+    Raises `BenchmarkError`.
+
+    ids, text: of the first answer
+    tokens: of all answers
+    first_s, all_begun_s: until the first answer's first token, and until the last one's
+    """
+
+    def __init__(
+        self, connection: http.client.HTTPConnection, path: str, body: Mapping[str, Any]
+    ) -> None:
+        self.ids, self.text, self.tokens = list[int](), "", 0
+        begun: dict[int, float] = {}
+        began = time.perf_counter()
+        connection.request("POST", path, json.dumps(body).encode(), HEADERS)
+        answer = connection.getresponse()
+        if answer.status != 200:
+            raise refused(answer, path, answer.read())
+        for line in answer:
+            if b'"error"' in line:
+                raise BenchmarkError(f"broke off: {line.decode('utf-8', 'replace')}")
+            event = json.loads(line[6:]) if line.startswith(b"data: {") else {}
+            # One that ends an answer of llama.cpp's has it whole, or an empty list.
+            ids = [event["token"]] if "token" in event else event.get("tokens")
+            if isinstance(ids, list) and ids and not event.get("stop"):
+                index = event.get("index", 0)
+                begun.setdefault(index, time.perf_counter() - began)
+                self.tokens += len(ids)
+                if index == 0:
+                    self.ids += ids
+                    self.text += event["text"] if "token" in event else event["content"]
+        if not begun:
+            raise BenchmarkError(f"{path} made no token")
+        self.first_s, self.all_begun_s = min(begun.values()), max(begun.values())
 
 
 def free_port() -> int:

@@ -1,10 +1,13 @@
 """The inside of a measured process: a command a line on stdin, an answer a line on stdout, as JSON.
 
-Standard library only: it also runs in the environment of the peers.
+    python -m benchmarks.worker MODULE ARGUMENT ...
+
+MODULE's `start` gets the arguments. Standard library only: it also runs in the peers' environments.
 """
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import sys
@@ -13,28 +16,34 @@ import traceback
 from collections.abc import Callable, Mapping
 from typing import Any
 
+# What `start` returns: what the process says of itself, and its commands.
+Started = tuple[Mapping[str, Any], Mapping[str, Callable[..., Any]]]
 
-class Channel:
-    """What libraries print to stdout goes to stderr from here on."""
 
-    def __init__(self) -> None:
-        self._out = os.fdopen(os.dup(1), "w", encoding="utf-8")
-        os.dup2(2, 1)
+def main() -> None:
+    """Runs commands until stdin ends, and then `close`, where there is such a command.
 
-    def serve(self, about: Mapping[str, Any], commands: Mapping[str, Callable[..., Any]]) -> None:
-        """Says `about`, then runs commands until stdin ends."""
-        self._send({"result": about})
-        for line in sys.stdin:
-            order = json.loads(line)
-            try:
-                self._send({"result": commands[order["command"]](**order["options"])})
-            except Exception as error:
-                traceback.print_exc()
-                self._send({"error": f"{type(error).__name__}: {error}"})
+    What libraries print to stdout goes to stderr.
+    """
+    out = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
 
-    def _send(self, answer: Mapping[str, Any]) -> None:
-        self._out.write(json.dumps(answer) + "\n")
-        self._out.flush()
+    def send(answer: Mapping[str, Any]) -> None:
+        out.write(json.dumps(answer) + "\n")
+        out.flush()
+
+    module, *arguments = sys.argv[1:]
+    about, commands = importlib.import_module(f"benchmarks.{module}").start(*arguments)
+    send({"result": about})
+    for line in sys.stdin:
+        order = json.loads(line)
+        try:
+            send({"result": commands[order["command"]](**order["options"])})
+        except Exception as error:
+            traceback.print_exc()
+            send({"error": f"{type(error).__name__}: {error}"})
+    if "close" in commands:
+        commands["close"]()
 
 
 class Clock:
@@ -50,10 +59,9 @@ class Clock:
         self._last = now
 
 
-Generate = Callable[[list[list[int]], int, Clock], list[list[int]]]
-
-
-def generation(generate: Generate) -> Callable[..., dict[str, Any]]:
+def generation(
+    generate: Callable[[list[list[int]], int, Clock], list[list[int]]],
+) -> Callable[..., dict[str, Any]]:
     """The `generate` command: a short warm-up, then one timed batch.
 
     `generate(prompts, new_tokens, clock)` returns the new ids of each row and calls `clock.step`
@@ -69,3 +77,7 @@ def generation(generate: Generate) -> Callable[..., dict[str, Any]]:
         return {"steps_s": clock.steps, "ids": ids}
 
     return command
+
+
+if __name__ == "__main__":
+    main()

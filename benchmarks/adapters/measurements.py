@@ -1,13 +1,12 @@
-"""Measured: adapters (LoRA) of one base, in one pass, and a thousand of them behind one server."""
+"""Adapters (LoRA) of one base, in one pass, and a thousand of them behind one server."""
 
 from __future__ import annotations
 
 import contextlib
 import shutil
-import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +16,12 @@ from tqdm import tqdm
 from benchmarks import random_model
 from benchmarks.adapters import peers, tables
 from benchmarks.process import BenchmarkError
-from benchmarks.run import Results, Run
+from benchmarks.report.tables import Results
+from benchmarks.run import Run, in_turns, seconds_of
+from benchmarks.server import Server
 from benchmarks.switching import process_tree
-from benchmarks.switching.clients import Client, count_faults, run
+from benchmarks.switching.clients import Clients
 from benchmarks.switching.control_group import ControlGroup
-from benchmarks.switching.servers import Ours
-from benchmarks.switching.summary import each_further, quantiles
 from benchmarks.switching.trace import Kind, trace
 from command.model_writer import write_adapter
 from common.memory import MIB
@@ -38,7 +37,6 @@ from engine.prepared.manifest import Manifests
 
 ROWS = 8
 CONTEXT = 40  # tokens behind each row of a step
-PRODUCTS = ("qkv", "attention_out", "ffn_out")  # target_modules c_attn and c_proj
 RANKS = (4, 8, 16, 32, 64)
 PROMPT_TOKENS = 16
 BESIDE = 8  # adapters, and whole fine-tunes, of the runs beside peers
@@ -69,46 +67,34 @@ class Plan:
 
     @property
     def budget_mib(self) -> int:
-        whole = self.container_mib * MIB
-        return budget_bytes(whole) // MIB if whole else self.engine_mib
+        container = self.container_mib * MIB
+        return budget_bytes(container) // MIB if container else self.engine_mib
 
 
 class AdaptersRun(Run):
     plan: Plan
-    PLAN, QUICK = Plan(), Plan(random_model.TINY, 30, 2, 0.05, 2, 2, 4, engine_mib=16)
-    PARTS = ("steps", "memory", "first", "trace", "uniform", "peers")
-    DEFAULT = PARTS
+    PLAN, QUICK = Plan(), Plan(random_model.TINY, 12, 2, 0.02, 2, 2, 4, engine_mib=16)
+    PARTS = DEFAULT = ("steps", "memory", "first", "trace", "uniform", "peers")
     GOALS = tables.GOALS
+    LINES = tables.lines
 
     def __init__(self, plan: Plan, wanted: Sequence[str], workdir: Path) -> None:
         super().__init__(plan, wanted, workdir)
         c = plan.config
-        self.store = workdir / f"adapters-{c.num_layers}x{c.units}-{plan.rank}"
-        self.prompts = random_model.prompts(random_model.TINY, 1, PROMPT_TOKENS)
+        self.adapted = workdir / f"adapters-{c.num_layers}x{c.units}-{plan.rank}"
+        prompts = random_model.prompts(random_model.TINY, 1, PROMPT_TOKENS)
+        self.clients = Clients(prompts, plan.clients, plan.new_tokens, watches=False)
         self.results["plan"]["budget_mib"] = plan.budget_mib
 
-    def measure(self, save: Callable[[], object]) -> None:
-        self.base = random_model.make(self.workdir / "models", self.plan.config, 0)
-        parts: dict[str, Callable[[], Any]] = {
-            "steps": self._steps,
-            "memory": self._memory,
-            "first": self._first,
-            "trace": lambda: self._trace(ZIPF),
-            "uniform": lambda: self._trace(UNIFORM),
-            "peers": self._peers,
-        }
+    def prepare(self) -> None:
+        self.base = random_model.make(self.store, self.plan.config, 0)
         if set(self.wanted) - {"steps"}:
-            with self.skipping("adapters"):
-                self.names = [*self._adapters()]
-        self.measure_parts({} if self.results["skipped"] else parts, save)
-        self.judge()
-
-    def lines(self) -> str:
-        return tables.lines(self.results)
+            self.names = [*self._adapters()]
 
     def _matrices(self, rank: int, seed: int) -> dict[tuple[int, str], LowRank]:
         """Random ones, as large as to change greedy text."""
         c, rng = self.plan.config, np.random.default_rng(seed)
+        # target_modules c_attn and c_proj
         shapes = {
             "qkv": (3 * c.units, c.units),
             "attention_out": (c.units, c.units),
@@ -119,22 +105,20 @@ class AdaptersRun(Run):
             return rng.standard_normal(shape, dtype=np.float32) / np.float32(np.sqrt(shape[1]))
 
         return {
-            (layer, product): LowRank(
-                numbers(rank, shapes[product][1]), numbers(shapes[product][0], rank)
-            )
+            (layer, product): LowRank(numbers(rank, columns), numbers(rows, rank))
             for layer in range(c.num_layers)
-            for product in PRODUCTS
+            for product, (rows, columns) in shapes.items()
         }
 
     def _adapters(self) -> Iterator[str]:
         """Names of the store's adapters, each written unless it is there, beside their base."""
-        self.store.mkdir(exist_ok=True)
-        base = self.store / self.base.name
+        self.adapted.mkdir(exist_ok=True)
+        base = self.adapted / self.base.name
         if not base.exists():
             random_model.copy(self.base, base)
         matrices = None
         for number in tqdm(range(self.plan.models), "adapters", disable=None):
-            folder = self.store / f"adapter-{number:04}"
+            folder = self.adapted / f"adapter-{number:04}"
             if not folder.exists():
                 matrices = matrices or self._matrices(self.plan.rank, 0)
                 # Drawing numbers takes long, so they are turned round: no two adapters are alike.
@@ -153,81 +137,66 @@ class AdaptersRun(Run):
 
     # In one process
 
-    def _steps(self) -> list[Results]:
+    def steps(self) -> list[Results]:
+        with contextlib.ExitStack() as opened:
+            return self._steps(opened)
+
+    def _steps(self, opened: contextlib.ExitStack) -> list[Results]:
         """Decode steps of `ROWS` rows, in turns.
 
         Without adapters, with `adapters` different ones of `rank`, and of as many whole models, one
         row each.
         """
-        manifests, cache = Manifests(), self.workdir / "adapter-steps"
-        opened: list[NativeModel] = []
+        manifests, config, rank = Manifests(), self.plan.config, self.plan.rank
 
         def open_model(seed: int) -> NativeModel:
-            folder = random_model.make(self.workdir / "models", self.plan.config, seed)
-            opened.append(NativeModel(prepared(manifests.open(folder), "int8", cache)))
-            return opened[-1]
+            folder = random_model.make(self.store, config, seed)
+            file = prepared(manifests.open(folder), "int8", self.workdir / "adapter-steps")
+            return opened.enter_context(contextlib.closing(NativeModel(file)))
+
+        def packed(rank: int) -> list[NativeAdapter]:
+            matrices = (self._matrices(rank, seed) for seed in range(ROWS))
+            return [NativeAdapter.of(config, "int8", each) for each in matrices]
 
         model = open_model(0)
         rows = [_filled(model) for _ in range(ROWS)]
-        plan, config = self.plan, self.plan.config
+        wholes = [(whole, [_filled(whole)]) for whole in map(open_model, range(ROWS))]
 
-        def packed(rank: int, count: int) -> list[NativeAdapter]:
-            return [
-                NativeAdapter.of(config, "int8", self._matrices(rank, seed))
-                for seed in range(count)
-            ]
-
-        of_rank = {rank: packed(rank, ROWS) for rank in sorted({*RANKS, plan.rank})}
-        kinds: dict[tuple[str, int, int], Callable[[], object]] = {
-            ("one model", 0, 0): lambda: _step(model, rows, [None] * ROWS)
-        }
-
-        def adapted(rank: int, count: int) -> Callable[[], object]:
-            adapters = [of_rank[rank][i % count] for i in range(ROWS)]
-            return lambda: _step(model, rows, adapters)
-
-        for count in (1, 2, 4, ROWS):
-            kinds["adapters", plan.rank, count] = adapted(plan.rank, count)
-        for rank in of_rank:
-            kinds["adapters", rank, ROWS] = adapted(rank, ROWS)
-        wholes = [(m := open_model(seed), [_filled(m)]) for seed in range(ROWS)]
-
-        def in_turns() -> None:
+        def in_turn() -> None:
             for whole, row in wholes:
                 _step(whole, row, [None])
 
-        kinds["whole models", 0, ROWS] = in_turns
-        seconds: dict[tuple[str, int, int], list[float]] = {kind: [] for kind in kinds}
-        for _ in range(plan.rounds):
-            for kind, step in kinds.items():
-                began = time.perf_counter()
-                step()
-                seconds[kind].append(time.perf_counter() - began)
-        for one in opened:
-            one.close()
+        kinds: dict[tuple[str, int, int], Callable[[], None]] = {
+            ("one model", 0, 0): partial(_step, model, rows, [None] * ROWS)
+        }
+        of_rank = {each: packed(each) for each in sorted({*RANKS, rank})}
+        for each, count in (*((rank, count) for count in (1, 2, 4)), *((r, ROWS) for r in of_rank)):
+            adapters = [of_rank[each][i % count] for i in range(ROWS)]
+            kinds["adapters", each, count] = partial(_step, model, rows, adapters)
+        kinds["whole models", 0, ROWS] = in_turn
+        steps = {kind: partial(seconds_of, step) for kind, step in kinds.items()}
         return [
-            {"kind": kind, "rank": rank, "adapters": count, "seconds": measured}
-            for (kind, rank, count), measured in seconds.items()
+            {"kind": kind, "rank": rank, "adapters": count, "seconds": seconds}
+            for (kind, rank, count), seconds in in_turns(steps, self.plan.rounds).items()
         ]
 
     # By the server
 
     @contextlib.contextmanager
-    def _server(self, log: str, **environment: str) -> Iterator[Ours]:
+    def _server(self, log: str, **environment: str) -> Iterator[Server]:
+        environment["ENGINE_MEMORY_MIB"] = str(self.plan.budget_mib)
         with contextlib.ExitStack() as stack:
-            more: dict[str, Any] = {"environment": environment}
+            prefix: list[str] = []
             if mib := self.plan.container_mib:
-                more["prefix"] = stack.enter_context(ControlGroup(mib, seen=True)).prefix
+                prefix = stack.enter_context(ControlGroup(mib, seen=True)).prefix
             log_file = self.log(f"adapters-{log}")
-            yield stack.enter_context(Ours(self.store, log_file, self.plan.budget_mib, **more))
+            server = Server(self.adapted, log_file, environment=environment, prefix=prefix)
+            yield stack.enter_context(server)
 
-    def _client(self, server: Any) -> closing[Client]:
-        return closing(Client(server, self.prompts, self.plan.new_tokens, watches=False))
-
-    def _memory(self) -> Results:
+    def memory(self) -> Results:
         """What each further adapter takes, of all processes, where no prompt is kept."""
         names, settings = self.names[: FURTHER + 2], {"ENGINE_PREFIX_CACHE_MIB": "0"}
-        with self._server("memory", **settings) as server, self._client(server) as client:
+        with self._server("memory", **settings) as server, self.clients.one(server) as client:
             for name in names[:2]:
                 client.must(name)
             before = process_tree.memory(server.pid)
@@ -236,20 +205,21 @@ class AdaptersRun(Run):
             after = process_tree.memory(server.pid)
         c, rank = self.plan.config, self.plan.rank
         numbers = rank * (6 * c.units + c.hidden_size + c.units) * c.num_layers
-        return {"each": each_further(before, after, len(names) - 2), "bytes": 2 * numbers}
+        each = process_tree.each_further(before, after, len(names) - 2)
+        return {"each": each, "bytes": 2 * numbers}
 
-    def _first(self) -> Results:
-        """Seconds from a call to the first token, for adapters that are not loaded and one that is.
+    def first(self) -> Results:
+        """Seconds from a call to the first token, for adapters that are not loaded.
 
         `ever`: adapters that were never loaded; `again`: after they were unloaded.
         """
         names = self.names[-CALLED:]
         for name in names:
-            for file in (self.store / name).iterdir():
+            for file in (self.adapted / name).iterdir():
                 if file.is_file():
                     file.read_bytes()
-            shutil.rmtree(self.store / name / PREPARED, ignore_errors=True)
-        with self._server("first") as server, self._client(server) as client:
+            shutil.rmtree(self.adapted / name / PREPARED, ignore_errors=True)
+        with self._server("first") as server, self.clients.one(server) as client:
             client.must(self.names[0])
             first = [client.must(name, new_tokens=1).first_s for name in names]
             for name in names:
@@ -257,60 +227,49 @@ class AdaptersRun(Run):
             again = [client.must(name, new_tokens=1).first_s for name in names]
         return {"ever": first, "again": again}
 
+    def trace(self) -> Results:
+        return self._trace(ZIPF)
+
+    def uniform(self) -> Results:
+        return self._trace(UNIFORM)
+
     def _trace(self, kind: Kind) -> Results:
         """What clients get that ask for any of them, and what they get of one alone."""
         plan = self.plan
+        expected: dict[tuple[str, int], str] = {}
         with self._server(f"trace-{kind.zipf}") as server:
-            expected: dict[tuple[str, int], str] = {}
-            with self._client(server) as client:
+            with self.clients.one(server) as client:
                 for name in tqdm(self.names, "adapters alone", disable=None):
                     expected[name, 0] = client.must(name).text
             if len(set(expected.values())) < plan.models // 2:
                 raise BenchmarkError("the adapters say the same as each other")
             requests = int(60 * plan.minutes * 1000)  # more than can be answered
             turns = [(self.names[m], 0) for m in trace(plan.seed, kind, plan.models, requests)]
-            how = (self.prompts, plan.clients, plan.new_tokens, 0.0)
-            answers, seconds = run(server, turns, *how, 60 * plan.minutes, watches=False)
-            memory = process_tree.memory(server.pid)
-            alone, alone_s = run(
-                server, [(self.names[0], 0)] * len(answers), *how, 30, watches=False
-            )
-            loaded = len(server.states())
-        firsts = [answer.first_s for answer in answers if not answer.error]
-        return {
-            "requests": len(answers),
-            "seconds": seconds,
-            "tokens_per_s": sum(a.tokens for a in answers) / seconds,
-            "alone_tokens_per_s": sum(a.tokens for a in alone) / alone_s,
-            "first_token_s": quantiles(firsts),
-            "alone_first_token_s": quantiles([a.first_s for a in alone]),
-            "faults": count_faults([*answers, *alone], expected),
-            "memory": memory,
-            "loaded": loaded,
-        }
+            answers, measured = self.clients.measure(server, turns, expected, 60 * plan.minutes)
+            return {**measured, "requests": len(answers), "loaded": len(server.states())}
 
-    def _peers(self) -> list[Results]:
+    def peers(self) -> list[Results]:
+        """The same trace of requests to a few adapters, by this server, llama.cpp's and PEFT."""
         plan, count = self.plan, min(self.plan.models, BESIDE)
         seconds = PEER_S * plan.minutes
         requests = int(1000 * seconds)  # more than can be answered
         tuned = self.workdir / "tuned"
         tuned.mkdir(exist_ok=True)
+        traces = {
+            name: trace(plan.seed, kind, count, requests)
+            for name, kind in (("Zipf", ZIPF), ("uniform", UNIFORM))
+        }
         case = peers.Case(
-            self.base,
-            self.store,
-            self.names[:count],
-            [*random_model.fine_tunes(tuned, plan.config, count)],
-            {
-                name: trace(plan.seed, kind, count, requests)
-                for name, kind in (("Zipf", ZIPF), ("uniform", UNIFORM))
-            },
-            self.prompts[0],
-            plan.clients,
-            plan.new_tokens,
-            seconds,
-            plan.budget_mib,
-            self.workdir / "peers" / self.store.name,
-            self.log,
+            base=self.base,
+            store=self.adapted,
+            names=self.names[:count],
+            wholes=[*random_model.fine_tunes(tuned, plan.config, count)],
+            traces=traces,
+            clients=self.clients,
+            seconds=seconds,
+            budget_mib=plan.budget_mib,
+            exports=self.workdir / "peers" / self.adapted.name,
+            log=self.log,
         )
         return peers.measure(case, self.skipping)
 

@@ -5,22 +5,19 @@ The same trace goes to as many whole fine-tunes.
 
 from __future__ import annotations
 
-import contextlib
-import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from benchmarks.contenders import peers
-from benchmarks.contenders.contender import PEER
+from benchmarks.contenders.llama_server import LlamaAdapters, LlamaServer
 from benchmarks.process import BenchmarkError, Worker
 from benchmarks.random_model import text_of
-from benchmarks.run import Results
+from benchmarks.report.tables import Results, quantiles
+from benchmarks.server import Server
 from benchmarks.switching import process_tree
-from benchmarks.switching.clients import Client, run
-from benchmarks.switching.servers import LlamaAdapters, Ours
-from benchmarks.switching.summary import quantiles
+from benchmarks.switching.clients import Clients
 
 CHECKED = 4  # adapters whose greedy text is compared with transformers'
 FP32 = ("ours, fp32", "PEFT, fp32")  # they make the same tokens
@@ -40,9 +37,7 @@ class Case:
     names: Sequence[str]
     wholes: Sequence[Path]
     traces: Mapping[str, Sequence[int]]
-    prompt: list[int]
-    clients: int
-    new_tokens: int
+    clients: Clients
     seconds: float
     budget_mib: int
     exports: Path
@@ -60,13 +55,14 @@ def measure(case: Case, skipping: Callable[[str], Any]) -> list[Results]:
     results: list[Results] = []
     wanted: list[list[int]] = []
     with skipping("peft"):
-        with _peft(case) as worker:
+        log, folders = case.log("adapters-peft"), case.folders()
+        with peers.start("peft", "peft", case.base, folders, case.exports, log) as worker:
             row = _of_peft(case, worker, wanted)
         results.append(row)
-    sides: dict[str, Callable[[], Any]] = {
-        FP32[0]: lambda: _ours(case, case.store, {"ENGINE_PRECISION": "fp32"}),
+    sides: dict[str, Callable[[], Server | LlamaServer]] = {
+        FP32[0]: lambda: _ours(case, case.store, "fp32"),
         "llama.cpp Q8_0": lambda: _llama(case),
-        "ours, int8": lambda: _ours(case, case.store, {}),
+        "ours, int8": lambda: _ours(case, case.store),
     }
     for name, start in sides.items():
         with skipping(name), start() as server:
@@ -75,14 +71,16 @@ def measure(case: Case, skipping: Callable[[str], Any]) -> list[Results]:
             results.append(row)
             if name in FP32 and wanted and row["same"] < 1:
                 raise BenchmarkError(f"{name}: {row['same']:.0%} of the tokens are transformers'")
-    with skipping("whole fine-tunes"), _ours(case, case.wholes[0].parent, {}) as server:
+    with skipping("whole fine-tunes"), _ours(case, case.wholes[0].parent) as server:
         row = _of_server(case, server, [folder.name for folder in case.wholes])
         results.append({**row, "name": "ours, int8: whole fine-tunes", "texts": None})
     return results
 
 
-def _ours(case: Case, store: Path, environment: Mapping[str, str]) -> Ours:
-    return Ours(store, case.log("adapters-peers"), case.budget_mib, environment=environment)
+def _ours(case: Case, store: Path, precision: str = "int8") -> Server:
+    environment = {"ENGINE_MEMORY_MIB": str(case.budget_mib)}
+    log = case.log("adapters-peers")
+    return Server(store, log, backend=(Server.backend, precision), environment=environment)
 
 
 def _llama(case: Case) -> LlamaAdapters:
@@ -90,28 +88,16 @@ def _llama(case: Case) -> LlamaAdapters:
     peers.python("llama.cpp")
     base = peers.export("llama.cpp", case.base, case.exports, log)
     files = [peers.export("llama.cpp", folder, case.exports, log) for folder in case.folders()]
-    return LlamaAdapters(base, dict(zip(case.names, files, strict=True)), case.clients, log)
+    return LlamaAdapters(base, dict(zip(case.names, files, strict=True)), case.clients.count, log)
 
 
-@contextlib.contextmanager
-def _peft(case: Case) -> Iterator[Worker]:
-    log, cores = case.log("adapters-peft"), str(len(os.sched_getaffinity(0)))
-    python = peers.python("peft")
-    base = peers.export("transformers", case.base, case.exports, log)
-    arguments: list[Path | str] = [base, cores, *case.folders()]
-    environment = {name: value.format(cores) for name, value in PEER.items()}
-    with Worker(python, "contenders.peft", arguments, log, environment) as worker:
-        yield worker
-
-
-def _of_server(case: Case, server: Any, names: Sequence[str]) -> Results:
-    prompts, results = [case.prompt], Results()
-    with contextlib.closing(Client(server, prompts, case.new_tokens, watches=False)) as client:
+def _of_server(case: Case, server: Server | LlamaServer, names: Sequence[str]) -> Results:
+    results = Results()
+    with case.clients.one(server) as client:
         results["texts"] = [client.must(name).text for name in names][:CHECKED]
     for kind, numbers in case.traces.items():
         turns = [(names[number], 0) for number in numbers]
-        how = (case.clients, case.new_tokens, 0.0, case.seconds)
-        answers, seconds = run(server, turns, prompts, *how, watches=False)
+        answers, seconds = case.clients.run(server, turns, case.seconds)
         if errors := [answer.error for answer in answers if answer.error]:
             raise BenchmarkError(f"{len(errors)} of {len(answers)} failed: {errors[0]}")
         results[kind] = {
@@ -123,14 +109,14 @@ def _of_server(case: Case, server: Any, names: Sequence[str]) -> Results:
 
 def _of_peft(case: Case, worker: Worker, wanted: list[list[int]]) -> Results:
     """Measures PEFT; adds the token ids of each compared adapter in transformers to `wanted`."""
-    how = {"ids": case.prompt, "new_tokens": case.new_tokens}
+    how = {"ids": case.clients.prompts[0], "new_tokens": case.clients.new_tokens}
     wanted += [worker.call("alone", name=name, **how) for name in case.names[:CHECKED]]
-    results = Results()
+    results = Results(name=FP32[1], same=1.0)
     same: list[float] = []
     for kind, numbers in case.traces.items():
         names = [case.names[number] for number in numbers]
-        more = {"rows": case.clients, "limit_s": case.seconds}
-        answer = worker.call("trace", names=names, **how, **more)
+        limits = {"rows": case.clients.count, "limit_s": case.seconds}
+        answer = worker.call("trace", names=names, **how, **limits)
         ids = answer["ids"]
         known = [(wanted[n], i) for n, i in zip(numbers, ids, strict=False) if n < len(wanted)]
         same += [_common(a, b) for a, b in known]
@@ -140,12 +126,7 @@ def _of_peft(case: Case, worker: Worker, wanted: list[list[int]]) -> Results:
         }
     if min(same, default=0) < 1:
         raise BenchmarkError("a row's text depends on the others of its batch")
-    return {
-        **results,
-        "name": FP32[1],
-        "same": 1.0,
-        "memory": process_tree.memory(worker.pid)["pss"],
-    }
+    return {**results, "memory": process_tree.memory(worker.pid)["pss"]}
 
 
 def _same(texts: Sequence[str], wanted: Sequence[list[int]], server: Any) -> float | None:

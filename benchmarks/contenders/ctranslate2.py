@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
 import ctranslate2
 
-from benchmarks.worker import Channel, Clock, generation
+from benchmarks.worker import Clock, Started, generation
 
 
-def main() -> None:
-    folder, threads = sys.argv[1:]
+def start(folder: str, threads: str) -> Started:
     names = json.loads((Path(folder) / "vocabulary.json").read_text(encoding="utf-8"))
     model = ctranslate2.Generator(
         folder, device="cpu", compute_type="int8", intra_threads=int(threads)
@@ -40,8 +38,4 @@ def main() -> None:
         "version": f"ctranslate2 {ctranslate2.__version__}",
         "weight_bytes": (Path(folder) / "model.bin").stat().st_size,
     }
-    Channel().serve(about, {"generate": generation(generate)})
-
-
-if __name__ == "__main__":
-    main()
+    return about, {"generate": generation(generate)}

@@ -7,18 +7,16 @@ a time; MXNet with its own defaults, but for as many OpenMP threads as there are
 
 from __future__ import annotations
 
-import sys
-
 import sentencepiece
 
-from benchmarks.worker import Channel, Clock, generation
+from benchmarks.worker import Clock, Started, generation
 from common.mxnet_compat import mx
 from engine.artifacts.open import open_artifact
 from engine.backends.mxnet.gpt2 import GPT2
 
 
-def main() -> None:
-    artifact = open_artifact(sys.argv[1])
+def start(folder: str) -> Started:
+    artifact = open_artifact(folder)
     model = GPT2(artifact.config, artifact.weights)
     tokenizer = sentencepiece.SentencePieceProcessor(model_file=str(artifact.tokenizer_file))
     pieces = [tokenizer.id_to_piece(i) for i in range(len(tokenizer))]
@@ -45,8 +43,4 @@ def main() -> None:
         return [complete(prompts[0], new_tokens, clock)]
 
     about = {"version": f"mxnet {mx.__version__}", "weight_bytes": artifact.fp32_bytes}
-    Channel().serve(about, {"generate": generation(generate)})
-
-
-if __name__ == "__main__":
-    main()
+    return about, {"generate": generation(generate)}

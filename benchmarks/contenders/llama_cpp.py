@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.worker import Channel, Clock, generation
+from benchmarks.worker import Clock, Started, generation
 from common.model_files import ADAPTER
 from engine.artifacts import artifact as artifacts
 from engine.artifacts.adapter import BASE_NAMES, Adapter
@@ -31,6 +31,8 @@ BLOCKS = {
     "ffn_up": artifacts.FFN_HIDDEN,
     "ffn_down": artifacts.FFN_OUT,
 }
+FLOATS = ctypes.POINTER(ctypes.c_float)
+ROWS = 8
 CONTEXT = 128  # tokens of a row; more than any generation here has
 
 
@@ -104,18 +106,17 @@ def _write(writer: Any) -> None:
     writer.close()
 
 
-def main() -> None:
+def start(path: str, threads: str) -> Started:
     import llama_cpp as lib
 
-    path, threads, max_rows = sys.argv[1], int(sys.argv[2]), 8
     lib.llama_backend_init()
     model = lib.llama_model_load_from_file(path.encode(), lib.llama_model_default_params())
     if not model:
         raise SystemExit(f"llama.cpp cannot load {path}")
     options = lib.llama_context_default_params()
-    options.n_ctx = CONTEXT * max_rows
-    options.n_seq_max = max_rows
-    options.n_threads = options.n_threads_batch = threads
+    options.n_ctx = CONTEXT * ROWS
+    options.n_seq_max = ROWS
+    options.n_threads = options.n_threads_batch = int(threads)
     context = lib.llama_init_from_model(model, options)
     vocabulary = lib.llama_vocab_n_tokens(lib.llama_model_get_vocab(model))
     batch = lib.llama_batch_init(options.n_ctx, 0, 1)
@@ -133,11 +134,8 @@ def main() -> None:
         batch.n_tokens = n
         if lib.llama_decode(context, batch):
             raise RuntimeError("llama_decode failed")
-        return [int(np.argmax(logits(at))) for at in last]
-
-    def logits(at: int) -> Any:
-        results = lib.llama_get_logits_ith(context, at)
-        return np.ctypeslib.as_array(ctypes.cast(results, FLOATS), (vocabulary,))
+        logits = (ctypes.cast(lib.llama_get_logits_ith(context, at), FLOATS) for at in last)
+        return [int(np.argmax(np.ctypeslib.as_array(each, (vocabulary,)))) for each in logits]
 
     def generate(prompts: list[list[int]], new_tokens: int, clock: Clock) -> list[list[int]]:
         lib.llama_memory_clear(lib.llama_get_memory(context), True)
@@ -156,18 +154,12 @@ def main() -> None:
         "version": f"llama-cpp-python {metadata.version('llama-cpp-python')}",
         "weight_bytes": lib.llama_model_size(model),
     }
-    Channel().serve(about, {"generate": generation(generate)})
+    return about, {"generate": generation(generate)}
 
 
-FLOATS = ctypes.POINTER(ctypes.c_float)
-
-
-def write(source: str, path: str) -> None:
-    if (Path(source) / ADAPTER).exists():
-        export_adapter(read_adapter(source), Path(path))
+if __name__ == "__main__":  # writes a model's or an adapter's folder as a GGUF file
+    source, target = map(Path, sys.argv[1:])
+    if (source / ADAPTER).exists():
+        export_adapter(read_adapter(source), target)
     else:
-        export(open_artifact(source), Path(path))
-
-
-if __name__ == "__main__":
-    write(*sys.argv[2:]) if sys.argv[1] == "--export" else main()
+        export(open_artifact(source), target)

@@ -1,25 +1,23 @@
-"""Contender in what people send: llama.cpp's server with eight slots.
+"""llama.cpp's server: with eight slots, with adapters, or as a router of models.
 
-Its defaults but for the slots, a context of each as long as the model's, and as many threads as
-cores: continuous batches, prompts kept in memory (8 GiB), flash attention as it chooses.
+Its defaults but for the slots, their context, and as many threads as cores: continuous batches,
+prompts kept in memory (8 GiB), flash attention as it chooses.
 """
 
 from __future__ import annotations
 
+import http.client
 import json
 import os
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from benchmarks.contenders.peers import MISSING, SERVER
-from benchmarks.contenders.streamed import Streamed
-from benchmarks.engine.uses import ROWS, SAMPLED, measurement
 from benchmarks.process import BenchmarkError, Program, fetch
-from benchmarks.server import free_port
-from benchmarks.worker import Channel
+from benchmarks.server import CALL_S, free_port
 
+CONTEXT = 512  # tokens of all requests of a model together, where there are many
 GREEDY = {"temperature": 0, "return_tokens": True, "ignore_eos": True, "stream": True}
 
 
@@ -36,30 +34,59 @@ class LlamaServer(Program):
         super().__init__([SERVER, *given, "--no-ui", "--no-warmup"], log)
         self._wait(lambda: self.get("/health"))
 
+    def connect(self) -> http.client.HTTPConnection:
+        return http.client.HTTPConnection("127.0.0.1", self.port, timeout=CALL_S)
+
     def get(self, path: str) -> Any:
         """None where it does not answer."""
         try:
-            url = f"http://127.0.0.1:{self.port}{path}"
-            return json.loads(fetch(url, 10))
+            return json.loads(fetch(f"http://127.0.0.1:{self.port}{path}", 10))
         except OSError:
             return None
 
+    def stream(
+        self, model: str, ids: list[int], new_tokens: int, **parameters: Any
+    ) -> tuple[str, dict[str, Any]]:
+        """The path and the body of a call that answers with a stream."""
+        body = {"model": model, "prompt": ids, "n_predict": new_tokens}
+        return "/completion", {**body, **GREEDY, **parameters}
 
-def main() -> None:
-    model, context, log = sys.argv[1:]
-    options = {"model": model, "parallel": ROWS, "ctx-size": ROWS * int(context)}
-    with LlamaServer(options, Path(log)) as server:
-
-        def ask(
-            ids: list[int], new_tokens: int, sampled: bool = False, answers: int = 1
-        ) -> Streamed:
-            body = {"prompt": ids, "n_predict": new_tokens, "n_cmpl": answers, **GREEDY}
-            if sampled:
-                body |= {**SAMPLED, "min_p": 0, "seed": 1}
-            return Streamed(server.port, "/completion", body)
-
-        Channel().serve({}, {"measure": measurement(ask)})
+    def states(self) -> dict[str, str]:
+        return {}
 
 
-if __name__ == "__main__":
-    main()
+class LlamaAdapters(LlamaServer):
+    """`adapters` are GGUF files by name. Requests to different ones share no batch."""
+
+    def __init__(self, base: Path, adapters: Mapping[str, Path], rows: int, log: Path) -> None:
+        self._numbers = {name: number for number, name in enumerate(adapters)}
+        files = ",".join(map(str, adapters.values()))
+        options = {"model": base, "lora": files, "ctx-size": CONTEXT, "parallel": rows}
+        super().__init__(options, log)
+
+    def stream(
+        self, model: str, ids: list[int], new_tokens: int, **parameters: Any
+    ) -> tuple[str, dict[str, Any]]:
+        adapter = {"lora": [{"id": self._numbers[model], "scale": 1.0}], "cache_prompt": False}
+        return super().stream(model, ids, new_tokens, **adapter)
+
+
+class Router(LlamaServer):
+    """Does what llama-swap does: a process for each model that is requested, at most `at_once`.
+
+    `models_dir` has the GGUF files; a model is called what its file is, without the suffix. The
+    process of the least recently used model ends where there would be more.
+    """
+
+    def __init__(self, models_dir: Path, at_once: int, rows: int, log: Path) -> None:
+        options = {"models-dir": models_dir, "models-max": at_once}
+        super().__init__({**options, "ctx-size": CONTEXT, "parallel": rows}, log)
+
+    def stream(
+        self, model: str, ids: list[int], new_tokens: int, **parameters: Any
+    ) -> tuple[str, dict[str, Any]]:
+        return super().stream(model, ids, new_tokens, cache_prompt=False)  # ours keeps none either
+
+    def states(self) -> dict[str, str]:
+        rows = (self.get("/v1/models") or {}).get("data", [])
+        return {row["id"]: "hot" for row in rows if row["status"]["value"] == "loaded"}

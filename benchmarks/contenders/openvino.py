@@ -10,16 +10,16 @@ repeat, and no contender caches them.
 from __future__ import annotations
 
 import itertools
-import sys
 import threading
 import time
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from benchmarks.engine.uses import SAMPLED, measurement
-from benchmarks.worker import Channel, Clock, generation
+from benchmarks.worker import Clock, Started, generation
 
 EOS = 3  # ends nothing
 
@@ -92,9 +92,7 @@ class Pipeline:
             with self._more:
                 for request in self._requests:
                     request.poll()
-                self._requests = [
-                    request for request in self._requests if not request.done.is_set()
-                ]
+                self._requests = [each for each in self._requests if not each.done.is_set()]
 
     def generate(self, prompts: list[list[int]], new_tokens: int, clock: Clock) -> list[list[int]]:
         handles = [self.add(prompt, new_tokens) for prompt in prompts]
@@ -104,10 +102,7 @@ class Pipeline:
         return [list(handle.read_all()[0].generated_ids) for handle in handles]
 
 
-def main() -> None:
-    from importlib import metadata
-
-    folder, threads, *keeps = sys.argv[1:]
+def start(folder: str, threads: str, *keeps: str) -> Started:
     pipeline = Pipeline(folder, int(threads), bool(keeps))
     threading.Thread(target=pipeline.run, daemon=True).start()
     about = {
@@ -115,8 +110,4 @@ def main() -> None:
         "weight_bytes": (Path(folder) / "openvino_model.bin").stat().st_size,
     }
     commands = {"generate": generation(pipeline.generate), "measure": measurement(pipeline.ask)}
-    Channel().serve(about, commands)
-
-
-if __name__ == "__main__":
-    main()
+    return about, commands

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from functools import partial
 
-from benchmarks.worker import Channel, Clock, generation
+from benchmarks.worker import Clock, Started, generation
 from engine import backends
 from engine.artifacts.open import open_artifact
 from engine.backends.interface import BackendModel, Piece
@@ -31,8 +30,7 @@ def generate(
     return made
 
 
-def main() -> None:
-    folder, backend, precision = sys.argv[1:]
+def start(folder: str, backend: str, precision: str) -> Started:
     artifact = open_artifact(folder)
     model = backends.load(artifact, backend, precision)
     # Of the positions a step reads one row.
@@ -42,8 +40,4 @@ def main() -> None:
         "weight_bytes": model.weight_bytes,
         "step_bytes": model.weight_bytes - sum(unread),
     }
-    Channel().serve(about, {"generate": generation(partial(generate, model))})
-
-
-if __name__ == "__main__":
-    main()
+    return about, {"generate": generation(partial(generate, model))}

@@ -1,4 +1,4 @@
-"""The engines that ours is compared with: their environment, and a model in their formats."""
+"""The engines that ours is compared with: their environments, and a model in their formats."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ import subprocess
 import sys
 import tarfile
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks import random_model
-from benchmarks.process import ROOT, BenchmarkError
+from benchmarks.process import ROOT, BenchmarkError, Worker
 from command.environments import ensure_environment
 
 ENVIRONMENT = ROOT / ".venv-benchmark"
@@ -73,6 +74,25 @@ def python(name: str) -> Path:
     return environment / "bin" / "python"
 
 
+def start(
+    name: str,
+    module: str,
+    artifact: Path,
+    arguments: Sequence[Path | str],
+    exports: Path,
+    log: Path,
+) -> Worker:
+    """A contender in a peer's environment.
+
+    It gets the model in the peer's format, the number of threads, and `arguments`.
+    """
+    threads, interpreter = str(len(os.sched_getaffinity(0))), python(name)
+    model = export("transformers" if name == "peft" else name, artifact, exports, log)
+    environment = {"OMP_NUM_THREADS": threads, "HF_HUB_OFFLINE": "1"}
+    given: list[Path | str] = [model, threads, *arguments]
+    return Worker(interpreter, f"contenders.{module}", given, log, environment)
+
+
 def export(name: str, artifact: Path, folder: Path, log: Path) -> Path:
     """The artifact in the peer's format, in `folder`; made unless it is there."""
     target = folder / f"{artifact.name}.{'gguf' if name == 'llama.cpp' else name}"
@@ -96,7 +116,7 @@ def export(name: str, artifact: Path, folder: Path, log: Path) -> Path:
         how = ("--task", "text-generation-with-past", "--weight-format", "int8")
         _run(log, exporter, "export", "openvino", "--model", saved, *how, building)
     else:
-        _run(log, PYTHON, "-m", "benchmarks.contenders.llama_cpp", "--export", artifact, building)
+        _run(log, PYTHON, "-m", "benchmarks.contenders.llama_cpp", artifact, building)
     building.rename(target)
     return target
 

@@ -1,14 +1,11 @@
 """Contender: transformers with PEFT's adapters in fp32. Runs in the environment of the peers.
 
-Rows of different adapters share a batch (`adapter_names`).
-
-
-There is no server of it: as many rows as there are clients begin and end together.
+Rows of different adapters share a batch (`adapter_names`). There is no server of it: as many rows
+as there are clients begin and end together.
 """
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,11 +15,10 @@ import peft
 import torch
 import transformers
 
-from benchmarks.worker import Channel
+from benchmarks.worker import Started
 
 
-def main() -> None:
-    base, threads, *folders = sys.argv[1:]
+def start(base: str, threads: str, *folders: str) -> Started:
     torch.set_num_threads(int(threads))
     model: Any = transformers.GPT2LMHeadModel.from_pretrained(base)
     for folder in folders:
@@ -74,8 +70,4 @@ def main() -> None:
         return {"seconds": time.perf_counter() - began, "first_s": first_s, "ids": made}
 
     about = {"version": f"peft {peft.__version__}, transformers {transformers.__version__}"}
-    Channel().serve(about, {"alone": alone, "trace": trace})
-
-
-if __name__ == "__main__":
-    main()
+    return about, {"alone": alone, "trace": trace}

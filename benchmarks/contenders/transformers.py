@@ -6,16 +6,13 @@ the last position only.
 
 from __future__ import annotations
 
-import sys
-
 import torch
 import transformers
 
-from benchmarks.worker import Channel, Clock, generation
+from benchmarks.worker import Clock, Started, generation
 
 
-def main() -> None:
-    folder, threads = sys.argv[1:]
+def start(folder: str, threads: str) -> Started:
     torch.set_num_threads(int(threads))
     model = transformers.GPT2LMHeadModel.from_pretrained(folder).eval()
 
@@ -35,8 +32,4 @@ def main() -> None:
         "version": f"transformers {transformers.__version__}, torch {torch.__version__}",
         "weight_bytes": sum(p.numel() * p.element_size() for p in model.parameters()),
     }
-    Channel().serve(about, {"generate": generation(generate)})
-
-
-if __name__ == "__main__":
-    main()
+    return about, {"generate": generation(generate)}

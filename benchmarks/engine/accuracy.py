@@ -1,17 +1,17 @@
-"""Measured: how far int8 is from fp32, on logits and on greedy text.
+"""How far int8 is from fp32, on logits and on greedy text.
 
 In shapes: T tokens of one text, V vocabulary.
 """
 
 from __future__ import annotations
 
-import sys
+import contextlib
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.worker import Channel
 from engine import backends
 from engine.artifacts.open import open_artifact
 from engine.backends.interface import BackendModel, Piece
@@ -44,36 +44,43 @@ def log_softmax(logits: Logits) -> NDArray[np.float64]:
     return x - np.log(np.exp(x).sum(axis=-1, keepdims=True))  # type: ignore[no-any-return]
 
 
+def int8(folder: str) -> BackendModel:
+    return backends.load(open_artifact(folder), "native", "int8")
+
+
 def compare(
-    folder: str, backend: str, precision: str, prompts: list[list[int]] | list[str], new_tokens: int
+    folder: str,
+    prompts: Sequence[list[int]] | Sequence[str],
+    new_tokens: int,
+    load: Callable[[str], BackendModel] = int8,
 ) -> dict[str, Any]:
-    """A backend's `precision` against fp32. `prompts` are ids or texts."""
+    """How far another form of a model is from fp32, which writes the texts.
+
+    `prompts` are ids or texts.
+    """
     artifact = open_artifact(folder)
     tokenizer = SentencePieceTokenizer(artifact.tokenizer_file)
-    exact = backends.load(artifact, "native", "fp32")
-    fast = backends.load(artifact, backend, precision)
-    try:
-        return compare_models(exact, fast, tokenizer, prompts, new_tokens)
-    finally:
-        exact.close()
-        fast.close()
+    with (
+        contextlib.closing(backends.load(artifact, "native", "fp32")) as exact,
+        contextlib.closing(load(folder)) as other,
+    ):
+        return _compare(exact, other, tokenizer, prompts, new_tokens)
 
 
-def compare_models(
+def _compare(
     exact: BackendModel,
-    fast: BackendModel,
+    other: BackendModel,
     tokenizer: SentencePieceTokenizer,
-    prompts: list[list[int]] | list[str],
+    prompts: Sequence[list[int]] | Sequence[str],
     new_tokens: int,
 ) -> dict[str, Any]:
-    """How far `fast` is from `exact`, which writes the texts."""
     same = positions = agreed = 0
     worst = squares = power = divergence = 0.0
     for prompt in prompts:
         ids = tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
         made = greedy(exact, ids, new_tokens, tokenizer.eos_id)
-        same += greedy(fast, ids, new_tokens, tokenizer.eos_id) == made
-        a, b = forced(exact, ids, made), forced(fast, ids, made)
+        same += greedy(other, ids, new_tokens, tokenizer.eos_id) == made
+        a, b = forced(exact, ids, made), forced(other, ids, made)
         positions += len(made)
         agreed += int((a.argmax(axis=-1) == b.argmax(axis=-1)).sum())
         worst = max(worst, float(np.abs(a - b).max()))
@@ -91,7 +98,3 @@ def compare_models(
         "relative_logit_error": float(np.sqrt(squares / power)),
         "kl_divergence": divergence / positions,
     }
-
-
-if __name__ == "__main__":
-    Channel().serve({"arguments": sys.argv[1:]}, {"compare": compare})

@@ -7,7 +7,6 @@ numpy's reductions, since each of them may be held up by its arithmetic instead.
 from __future__ import annotations
 
 import os
-import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -15,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.worker import Channel
+from benchmarks.worker import Started
 
 CHUNK = 1 << 18
 TRIES = 5
@@ -26,8 +25,8 @@ KERNELS: dict[str, Callable[[Any], Any]] = {
 }
 
 
-def main() -> None:
-    size = int(sys.argv[1])  # floats
+def start(floats: str) -> Started:
+    size = int(floats)
     array = np.zeros(size, dtype=np.float32)
     array[:] = 1e-3
     cores = len(os.sched_getaffinity(0))
@@ -48,8 +47,4 @@ def main() -> None:
             results[name] = array.nbytes / min(seconds)
         return results
 
-    Channel().serve({"threads": cores, "array_bytes": array.nbytes}, {"measure": measure})
-
-
-if __name__ == "__main__":
-    main()
+    return {"threads": cores, "array_bytes": array.nbytes}, {"measure": measure}

@@ -1,12 +1,13 @@
-"""Measured: the engine side by side with others, in rounds, one after the other in each."""
+"""The engine side by side with others, in rounds, one after the other in each."""
 
 from __future__ import annotations
 
+import contextlib
 import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -15,23 +16,36 @@ from typing import Any
 from tqdm import tqdm
 
 from benchmarks import profile, random_model
-from benchmarks.contenders.contender import CONTENDERS, Contender
-from benchmarks.contenders.systems import INT8, SYSTEMS, System
-from benchmarks.engine import process, serving, tables
+from benchmarks.contenders import peers
+from benchmarks.contenders.contender import CONTENDERS, SYSTEMS, Contender
+from benchmarks.contenders.llama_server import LlamaServer
+from benchmarks.engine import accuracy, process, tables
+from benchmarks.engine.uses import ROWS, SAMPLED, Ask, measurement
 from benchmarks.process import ROOT, Worker
-from benchmarks.run import Results, Run
-from benchmarks.server import Server
+from benchmarks.report.tables import Results
+from benchmarks.run import Run
+from benchmarks.server import Server, Streamed, ask
 from command.documents import read_documents
 from engine.artifacts.config import GPT2Config
 from engine.artifacts.open import open_artifact
+from engine.guesses import FEWEST
 
 DEMO = ("sowol", "dongju")
 BATCH = 8  # the rows of B=8
-SETTLE_S = 0.2  # until the thread pools of who was measured before have stopped spinning
+OVERHEAD_TOKENS = 16
+ALONE = ("loading", "memory", "accuracy", "profile")
+
+Step = Callable[[], object]
 
 
 @dataclass(frozen=True)
 class Plan:
+    """Sizes of a measurement of the engine.
+
+    settle_s: until the thread pools of what was measured before have stopped spinning
+    pause_s: shorter than a person's pause between two turns of a chat
+    """
+
     config: GPT2Config = random_model.FULL
     rounds: int = 5
     prompt_tokens: int = 16
@@ -43,29 +57,28 @@ class Plan:
     load_tries: int = 5
     texts: int = 24
     bandwidth_floats: int = 128 << 20
-
-
-PARTS = (
-    "bandwidth", "turns", "uses", "speculation", "serving", "loading", "memory", "accuracy",
-    "profile",
-)  # fmt: skip
+    settle_s: float = 0.2
+    pause_s: float = 0.3
 
 
 class EngineRun(Run):
     plan: Plan
-    PLAN, QUICK = Plan(), Plan(random_model.TINY, 1, 16, 16, 3, 4, 1, 5, 1, 2, 4 << 20)
-    DEFAULT = ("contenders", *PARTS)
+    PLAN, QUICK = Plan(), Plan(random_model.TINY, 1, 16, 16, 3, 4, 1, 5, 1, 2, 4 << 20, 0, 0)
+    DEFAULT = ("contenders", "bandwidth", "turns", "uses", "speculation", "serving", *ALONE)
     PARTS = (*DEFAULT, *(contender.name for contender in CONTENDERS))
     GOALS = tables.GOALS
+    LINES = tables.lines
 
     def __init__(self, plan: Plan, wanted: Sequence[str], workdir: Path) -> None:
         every = [one.name for one in CONTENDERS] if "contenders" in wanted else []
         super().__init__(plan, [*every, *(n for n in wanted if n != "contenders")], workdir)
-        rows = max(plan.clients, BATCH)
-        self.prompts = random_model.prompts(plan.config, rows, plan.prompt_tokens)
+        self.prompts = random_model.prompts(
+            plan.config, max(plan.clients, BATCH), plan.prompt_tokens
+        )
         self.texts = [random_model.text_of(prompt) for prompt in self.prompts]
         self.results["contenders"] = {}
-        self._bandwidth: Callable[..., dict[str, float]] | None = None
+        self._bandwidth: Callable[[], float] | None = None
+        self._workers: dict[str, tuple[Worker, Results]] = {}
 
     def add_to(self, before: Results) -> None:
         """Those that are compared are of one run."""
@@ -73,189 +86,229 @@ class EngineRun(Run):
         if {*self.wanted} & {one.name for one in CONTENDERS}:
             self.results["contenders"] = {}
 
-    def measure(self, save: Callable[[], object]) -> None:
-        self._make_models()
-        with ExitStack() as stack:
-            turn = self._start(stack)
-            rounds = tqdm(total=self.plan.rounds * len(turn), desc="measuring", disable=None)
-            for _ in range(self.plan.rounds):
-                for name, step in turn:
-                    rounds.set_postfix_str(name)
-                    time.sleep(SETTLE_S)
-                    if name not in self.results["skipped"]:
-                        with self.skipping(name):
-                            step()
-                    rounds.update()
-            rounds.close()
+    def prepare(self) -> None:
+        """Measures what is compared; the rest needs the models alone in the page cache."""
+        several = {"turns", "memory"} & set(self.wanted)
+        count = self.plan.models if several else 1
+        # The first in fp32; fp16 takes half the disk and loads as well.
+        self.models = [
+            random_model.make(self.store, self.plan.config, i, "float16" if i else "float32")
+            for i in tqdm(range(count), desc="random models", disable=None)
+        ]
+        # Its files must leave the page cache, so nothing else may use it.
+        self.alone = random_model.make(self.store, self.plan.config, 100, "float16")
+        self.tiny = random_model.make(self.store, random_model.TINY, 0)
+        with contextlib.ExitStack() as started:
+            steps = self._start(started)
+            for name, step in tqdm([*steps.items()] * self.plan.rounds, "measuring", disable=None):
+                time.sleep(self.plan.settle_s)
+                if name not in self.results["skipped"]:
+                    with self.skipping(name):
+                        step()
         for name in self.results["skipped"]:
             for place in (self.results, self.results["contenders"], self.results.get("uses", {})):
                 place.pop(name, None)
-        # With the others gone: what they have mapped cannot leave the page cache.
-        text, log = self.texts[0], self.log
-        alone = {
-            "loading": lambda: process.measure_loading(
-                self.alone, self.models[0], text, self.plan.load_tries, log("loading")
-            ),
-            "memory": lambda: process.measure_memory(self.models, text, log("memory")),
-            "accuracy": self._accuracy,
-            "profile": self._profile,
+
+    def parts(self) -> Iterator[str]:
+        return (name for name in ALONE if name in self.wanted)
+
+    # In rounds
+
+    def _start(self, started: contextlib.ExitStack) -> dict[str, Step]:
+        """What is measured in a round, in this order; all of it is started."""
+        how: dict[str, Callable[[contextlib.ExitStack], Step | None]] = {
+            "bandwidth": self._start_bandwidth,
+            **{one.name: partial(self._start_contender, one) for one in CONTENDERS},
+            "serving": self._start_serving,
+            "turns": self._start_turns,
+            "speculation": self._start_speculation,
         }
-        self.measure_parts(alone, save)
-        self.judge()
-
-    def _make_models(self) -> None:
-        """The first in fp32; the others in fp16, which takes half the disk and loads as well."""
-        store = self.workdir / "models"  # also the server's model store
-        several = {"turns", "memory"} & set(self.wanted)
-        self.models = [
-            random_model.make(store, self.plan.config, i, "float16" if i else "float32")
-            for i in tqdm(
-                range(self.plan.models if several else 1), desc="random models", disable=None
-            )
-        ]
-        # Its files must leave the page cache, so nothing else may use it.
-        self.alone = random_model.make(store, self.plan.config, 100, "float16")
-        self.tiny = random_model.make(store, random_model.TINY, 0)
-
-    def _start(self, stack: ExitStack) -> list[tuple[str, Callable[[], None]]]:
-        """Who is measured in a round, in this order, and how; all of them are started."""
-        entries: list[tuple[str, Callable[[], None]]] = []
-
-        def start(name: str, how: Callable[[], Callable[[], None]]) -> None:
-            if name in self.wanted:
-                with self.skipping(name):
-                    entries.append((name, how()))
-
-        def worker(name: str, *arguments: str | Path) -> Callable[..., Any]:
-            parameters = {"OPENBLAS_NUM_THREADS": "1"} if name == "bandwidth" else {}
-            started = Worker(
-                sys.executable, f"engine.{name}", arguments, self.log(name), parameters
-            )
-            stack.enter_context(started)
-            rounds: list[Any] = []
-            self.results[name] = {**started.about, "rounds": rounds}
-
-            def measure(**options: Any) -> Any:
-                rounds.append(started.call("measure", **options))
-                return rounds[-1]
-
-            return measure
-
-        def contender(one: Contender) -> Callable[[], None]:
-            worker = one.start(self.models[0], self.workdir / "peers", self.log(one.name))
-            stack.enter_context(worker)
-            rows: Results = {str(rows): {"rounds": []} for rows in one.rows}
-            about = {"label": one.label, **worker.about, "rows": rows}
-            self.results["contenders"][one.name] = about
-            return lambda: self._speed(about, worker)
-
-        def system(one: System) -> Callable[[], None]:
-            exports = self.workdir / "peers"
-            worker = one.start(self.plan.config, self.models[0], exports, self.logs)
-            stack.enter_context(worker)
-            rounds: list[Any] = []
-            self.results["uses"][one.name] = {"label": one.label, "rounds": rounds}
-            return lambda: rounds.append(worker.call("measure", parts=one.parts, **shape_fields))
-
-        if "bandwidth" in self.wanted:
-            with self.skipping("bandwidth"):
-                self._bandwidth = worker("bandwidth", str(self.plan.bandwidth_floats))
-        for one in tqdm(CONTENDERS, desc="starting contenders", disable=None):
-            start(one.name, partial(contender, one))
-        start("serving", lambda: self._serving(stack))
-        parameters = {"prompts": self.prompts[:BATCH], "new_tokens": self.plan.new_tokens}
-        start("turns", lambda: partial(worker("turns", *INT8, *self.models), **parameters))
-        plan, shape = self.plan, self.plan.config
-        start("speculation", lambda: self._speculation(worker))
-        shape_fields = {"vocab_size": shape.vocab_size, "max_length": shape.max_length}
-        shape_fields |= {"prompt_tokens": plan.prompt_tokens, "new_tokens": plan.new_tokens}
+        how = {name: start for name, start in how.items() if name in self.wanted}
         if "uses" in self.wanted:
             self.results["uses"] = {}
-            for each in SYSTEMS:
-                self.results["skipped"].pop(each.name, None)
-            for each in tqdm(SYSTEMS, desc="starting systems", disable=None):
-                with self.skipping(each.name):
-                    entries.append((each.name, system(each)))
-        return entries
+            for one in SYSTEMS:
+                self.results["skipped"].pop(one.name, None)
+                how[one.name] = partial(self._start_system, one)
+        steps: dict[str, Step] = {}
+        for name, start in tqdm(how.items(), desc="starting", disable=None):
+            with self.skipping(name):
+                if step := start(started):
+                    steps[name] = step
+        for name, (worker, about) in self._workers.items():  # until all are ready
+            with self.skipping(name):
+                about |= worker.about
+        return steps
 
-    def _speed(self, entries: Results, worker: Worker) -> None:
-        for rows, measured in entries["rows"].items():
-            around = [self._read_rate()] if rows == "1" else []
-            answer = worker.call(
-                "generate", prompts=self.prompts[: int(rows)], new_tokens=self.plan.new_tokens
-            )
-            around += [self._read_rate()] if rows == "1" else []
+    def _rounds(self, name: str, measure: Callable[..., Any], **about: Any) -> Step:
+        """A step that adds a round to the results."""
+        rounds: list[Any] = []
+        self.results[name] = {**about, "rounds": rounds}
+        return lambda: rounds.append(measure())
+
+    def _worker(
+        self, started: contextlib.ExitStack, name: str, worker: Worker, about: Results | None = None
+    ) -> Callable[..., Any]:
+        """Its commands; `about` gets what it says of itself once it is ready."""
+        self._workers[name] = (started.enter_context(worker), {} if about is None else about)
+        return worker.call
+
+    def _start_bandwidth(self, started: contextlib.ExitStack) -> None:
+        """Measured around each contender."""
+        size, one_thread = str(self.plan.bandwidth_floats), {"OPENBLAS_NUM_THREADS": "1"}
+        log = self.log("bandwidth")
+        worker = Worker(sys.executable, "engine.bandwidth", [size], log, one_thread)
+        step = self._rounds("bandwidth", partial(worker.call, "measure"))
+        self._worker(started, "bandwidth", worker, self.results["bandwidth"])
+
+        def measure() -> float:
+            time.sleep(self.plan.settle_s)
+            step()
+            time.sleep(self.plan.settle_s)
+            return float(max(self.results["bandwidth"]["rounds"][-1].values()))
+
+        self._bandwidth = measure
+
+    def _start_contender(self, one: Contender, started: contextlib.ExitStack) -> Step:
+        worker = one.start(self.models[0], self.workdir / "peers", self.log(one.name))
+        about: Results = {"label": one.label, "rows": {str(n): {"rounds": []} for n in one.rows}}
+        self.results["contenders"][one.name] = about
+        call = self._worker(started, one.name, worker, about)
+        return lambda: self._speed(about, call)
+
+    def _speed(self, about: Results, call: Callable[..., Any]) -> None:
+        for rows, measured in about["rows"].items():
+            read = self._bandwidth if rows == "1" else None
+            before = [read()] if read else []
+            prompts = self.prompts[: int(rows)]
+            answer = call("generate", prompts=prompts, new_tokens=self.plan.new_tokens)
+            after = [read()] if read else []
             steps = answer["steps_s"]
             measured["rounds"].append(
                 {
                     "seconds": sum(steps),
                     "first_token_s": steps[0],
                     "step_s": statistics.median(steps[1:]),
-                    "read_bytes_per_s": [rate for rate in around if rate],
+                    "read_bytes_per_s": [*before, *after],
                 }
             )
-            entries.setdefault("ids", answer["ids"][0])
+            about.setdefault("ids", answer["ids"][0])
 
-    def _profile(self) -> Results:
+    def _start_engine(self, started: contextlib.ExitStack, name: str, *arguments: Any) -> Step:
+        """The command of this name, of an engine of its own."""
+        log, options = self.log(name), {"prompts": self.prompts[:BATCH]}
+        worker = Worker(sys.executable, "contenders.our_engine", arguments, log)
+        call = self._worker(started, name, worker)
+        return partial(call, name, new_tokens=self.plan.new_tokens, **options)
+
+    def _start_turns(self, started: contextlib.ExitStack) -> Step:
+        settings = (f"backend={Worker.backend}", "precision=int8")
+        step = self._start_engine(started, "turns", *settings, *self.models)
+        return self._rounds("turns", step, models=len(self.models))
+
+    def _start_speculation(self, started: contextlib.ExitStack) -> Step:
+        settings = ("backend=native", "precision=int8", "prefix_cache_mib=0", "speculation=auto")
+        step = self._start_engine(started, "speculation", *settings, self.models[0])
+        return self._rounds("speculation", step, guesses=FEWEST)
+
+    def _start_system(self, one: Contender, started: contextlib.ExitStack) -> Step:
+        model, exports, log = self.models[0], self.workdir / "peers", self.log(one.name)
+        config, plan = self.plan.config, self.plan
+        if one.name == "server":
+            server = started.enter_context(Server(self.store, log, {"m": model}))
+            measure = measurement(_ask(server, {"do_sample": True}, "num_return_sequences"))
+        elif one.name == "llama-server":
+            peers.python("llama.cpp")
+            file = peers.export("llama.cpp", model, exports, log)
+            options = {"model": file, "parallel": ROWS, "ctx-size": ROWS * config.max_length}
+            llama = started.enter_context(LlamaServer(options, log))
+            measure = measurement(_ask(llama, {"min_p": 0}, "n_cmpl"))
+        else:
+            worker = one.start(model, exports, log)
+            measure = partial(self._worker(started, one.name, worker), "measure")
+        sizes = {"vocab_size": config.vocab_size, "max_length": config.max_length}
+        sizes |= {"prompt_tokens": plan.prompt_tokens, "new_tokens": plan.new_tokens}
+        step = partial(measure, parts=one.parts, pause_s=plan.pause_s, **sizes)
+        rounds: list[Any] = []
+        self.results["uses"][one.name] = {"label": one.label, "rounds": rounds}
+        return lambda: rounds.append(step())
+
+    def _start_serving(self, started: contextlib.ExitStack) -> Step:
+        models = {"full": self.models[0], "tiny": self.tiny}
+        server = started.enter_context(Server(self.store, self.log("serving"), models))
+
+        def measure() -> Results:
+            overhead = {f"overhead_{name}_ms": self._overhead_ms(server, name) for name in models}
+            return {"tokens_per_s": self._throughput(server), **overhead}
+
+        return self._rounds("serving", measure, clients=self.plan.clients)
+
+    def _throughput(self, server: Server) -> float:
+        """Tokens per second of clients that ask again once they are answered."""
+        plan = self.plan
+        texts = self.texts[: plan.clients]
+        with contextlib.ExitStack() as stack, ThreadPoolExecutor(plan.clients) as clients:
+            connections = [stack.enter_context(contextlib.closing(server.connect())) for _ in texts]
+
+            def tokens(count: int, new_tokens: int) -> int:
+                def client(connection: Any, text: str) -> int:
+                    answers = [ask(connection, "full", text, new_tokens) for _ in range(count)]
+                    return sum(answer["tokens"] for _, answer in answers)
+
+                return sum(clients.map(client, connections, texts))
+
+            tokens(1, 2)
+            began = time.perf_counter()
+            return tokens(plan.requests_each, plan.new_tokens) / (time.perf_counter() - began)
+
+    def _overhead_ms(self, server: Server, name: str) -> float:
+        """What a request takes longer than the engine says: the median of several, in turn."""
+        with contextlib.closing(server.connect()) as connection:
+            ask(connection, name, self.texts[0], OVERHEAD_TOKENS)
+            answers = [
+                ask(connection, name, self.texts[0], OVERHEAD_TOKENS)
+                for _ in range(self.plan.overhead_requests)
+            ]
+        return 1000 * statistics.median(took - float(answer["seconds"]) for took, answer in answers)
+
+    # With the others gone: what they have mapped cannot leave the page cache.
+
+    def loading(self) -> Results:
+        tries, log = self.plan.load_tries, self.log("loading")
+        return process.measure_loading(self.alone, self.models[0], self.texts[0], tries, log)
+
+    def memory(self) -> Results:
+        return process.measure_memory(self.models, self.texts[0], self.log("memory"))
+
+    def accuracy(self) -> Results:
+        """Of int8 against fp32: by random ids, and by lines of what the demo models learned."""
+        cases: dict[str, tuple[Path, Sequence[Any]]] = {
+            "random": (self.models[0], self.prompts[:BATCH])
+        }
+        for name in DEMO:
+            documents = read_documents(ROOT / "model_store" / "corpus" / f"{name}.txt")
+            lines = sorted({line for document in documents for line in document[:-1]})
+            some = lines[:: max(len(lines) // self.plan.texts, 1)][: self.plan.texts]
+            cases[name] = (random_model.demo(name, self.workdir / "demo"), some)
+        return {
+            name: accuracy.compare(str(folder), prompts, self.plan.new_tokens)
+            for name, (folder, prompts) in cases.items()
+        }
+
+    def profile(self) -> Results:
         artifact = open_artifact(self.models[0])
         return {
             "steps": profile.measured(artifact, "int8", (1, BATCH)),
             "read_bytes": profile.weight_bytes(artifact, "int8"),
         }
 
-    def _read_rate(self) -> float:
-        """Bytes per second that the cores read now; 0 if it is not among what is measured."""
-        if self._bandwidth is None:
-            return 0.0
-        time.sleep(SETTLE_S)
-        rate = max(self._bandwidth().values())
-        time.sleep(SETTLE_S)
-        return float(rate)
 
-    def _speculation(self, worker: Callable[..., Callable[..., Any]]) -> Callable[[], None]:
-        plan = self.plan
-        sizes = map(str, (plan.config.vocab_size, plan.prompt_tokens, plan.new_tokens))
-        return partial(worker("speculation", self.models[0], *sizes), rows=(1,))
+def _ask(server: Server | LlamaServer, sampling: Results, count: str) -> Ask:
+    """Requests by a connection each; `count` is the server's name for the number of answers."""
 
-    def _serving(self, stack: ExitStack) -> Callable[[], None]:
-        plan, models = self.plan, {"full": self.models[0], "tiny": self.tiny}
-        server = stack.enter_context(Server(self.tiny.parent, self.log("serving"), models))
-        rounds: list[Any] = []
-        self.results["serving"] = {"clients": plan.clients, "rounds": rounds}
-        clients = (self.texts[: plan.clients], plan.requests_each, plan.new_tokens)
-        return lambda: rounds.append(
-            {
-                "tokens_per_s": serving.throughput(server, "full", *clients),
-                **{
-                    f"overhead_{name}_ms": serving.overhead_ms(
-                        server, name, self.texts[0], plan.overhead_requests
-                    )
-                    for name in models
-                },
-            }
-        )
+    def send(ids: list[int], new_tokens: int, sampled: bool = False, answers: int = 1) -> Streamed:
+        parameters = {**SAMPLED, **sampling, "seed": 1} if sampled else {}
+        path, body = server.stream("m", ids, new_tokens, **{count: answers}, **parameters)
+        with contextlib.closing(server.connect()) as connection:
+            return Streamed(connection, path, body)
 
-    def _accuracy(self) -> Results:
-        with Worker(sys.executable, "engine.accuracy", [], self.log("accuracy")) as worker:
-            return {
-                name: worker.call(
-                    "compare",
-                    folder=str(folder),
-                    backend="native",
-                    precision="int8",
-                    prompts=prompts,
-                    new_tokens=self.plan.new_tokens,
-                )
-                for name, folder, prompts in self._accuracy_cases()
-            }
-
-    def _accuracy_cases(self) -> Iterator[tuple[str, Path, list[Any]]]:
-        yield "random", self.models[0], self.prompts[:BATCH]
-        for name in DEMO:
-            documents = read_documents(ROOT / "model_store" / "corpus" / f"{name}.txt")
-            lines = sorted({line for document in documents for line in document[:-1]})
-            some = lines[:: max(len(lines) // self.plan.texts, 1)][: self.plan.texts]
-            yield name, random_model.demo(name, self.workdir / "demo"), some
-
-    def lines(self) -> str:
-        return tables.lines(self.results)
+    return send

@@ -1,4 +1,4 @@
-"""Measured: `python -m engine`, from outside: how long it loads a model, and what that takes."""
+"""`python -m engine` from outside: how long it loads a model, and what memory that takes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from benchmarks.process import ROOT, Program
 from common.errors import EngineError
 from engine.http.client import LOAD_TIMEOUT_S, EngineClient
 
-SETTLING = 10
 TOUCH_TOKENS = 16  # enough for every page of the weights to have been used
 
 
@@ -23,7 +22,7 @@ class Engine(Program):
     def __init__(self, log: Path, cache_dir: Path | None = None, root: Path = ROOT) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="engine-")
         socket = str(Path(self._folder.name) / "engine.sock")
-        settings = {"ENGINE_BACKEND": "mxnet", "ENGINE_PRECISION": "int8"}
+        settings = {"ENGINE_BACKEND": self.backend, "ENGINE_PRECISION": "int8"}
         settings |= {"ENGINE_SOCKET": socket, "ENGINE_CACHE_DIR": str(cache_dir or "")}
         self._client = EngineClient(socket)
         super().__init__([sys.executable, "-m", "engine"], log, settings, root)
@@ -103,32 +102,28 @@ def measure_memory(folders: list[Path], text: str, log: Path) -> dict[str, Any]:
             engine.load(str(i), folder)
             engine.generate(str(i), text, TOUCH_TOKENS)
             steps.append(engine.memory())
-        weight_bytes = engine.about["weight_bytes"]
     more = len(folders) - 1
-    each = {key: (steps[-1][key] - steps[0][key]) / more for key in steps[0]}
     return {
         "models": len(folders),
-        "weight_bytes": weight_bytes,
-        "each": each,
+        "weight_bytes": engine.about["weight_bytes"],
+        "each": {key: (steps[-1][key] - steps[0][key]) / more for key in steps[0]},
         "after_each_load": steps,
     }
 
 
-def measure_cycles(folder: Path, text: str, cycles: int, log: Path) -> dict[str, Any]:
+def measure_cycles(
+    folder: Path, text: str, cycles: int, settling: int, log: Path
+) -> dict[str, Any]:
     """The engine's memory before and after so many loads, answers and unloads of one model.
 
-    *Before* is after `SETTLING` of them: they bring in the libraries, the threads and their heaps.
+    *Before* is after `settling` of them: they bring in the libraries, the threads and their heaps.
     """
     after_each = []
     with Engine(log) as engine:
-        for _ in range(SETTLING + cycles):
+        for _ in range(settling + cycles):
             engine.load("m", folder)
             engine.generate("m", text, TOUCH_TOKENS)
             engine.unload("m")
             after_each.append(engine.memory())
-    return {
-        "cycles": cycles,
-        "before": after_each[SETTLING - 1],
-        "after": after_each[-1],
-        "after_each": after_each,
-    }
+    before, after = after_each[settling - 1], after_each[-1]
+    return {"cycles": cycles, "before": before, "after": after, "after_each": after_each}

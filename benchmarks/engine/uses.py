@@ -11,40 +11,21 @@ import itertools
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 ROWS = 8
 TURNS = 8
 ANSWERS = 8
-PAUSE_S = 0.3  # shorter than a person's pause between two turns
 SAMPLED = {"temperature": 0.8, "top_p": 0.95, "top_k": 50}
 RATES = ("greedy", "sampled", "ragged")
 
 
-class Answered(Protocol):
-    """A request that is answered."""
-
-    @property
-    def ids(self) -> list[int]:
-        """Of the first answer."""
-
-    @property
-    def tokens(self) -> int:
-        """Of all answers."""
-
-    @property
-    def first_s(self) -> float:
-        """Until the first token of the first answer."""
-
-    @property
-    def all_begun_s(self) -> float:
-        """Until the first token of the last one."""
-
-
-# ask(prompt, new_tokens, sampled=False, answers=1): waits for the end; from any number of threads
-Ask = Callable[..., Answered]
+# ask(prompt, new_tokens, sampled=False, answers=1) waits for the end, from any number of threads.
+# What it returns has `ids` of the first answer, `tokens` of all answers, and the seconds until the
+# first token of the first answer, `first_s`, and of the last one, `all_begun_s`.
+Ask = Callable[..., Any]
 
 
 def measurement(ask: Ask) -> Callable[..., dict[str, Any]]:
@@ -52,9 +33,14 @@ def measurement(ask: Ask) -> Callable[..., dict[str, Any]]:
     seeds = itertools.count()
 
     def measure(
-        vocab_size: int, max_length: int, prompt_tokens: int, new_tokens: int, parts: Sequence[str]
+        vocab_size: int,
+        max_length: int,
+        prompt_tokens: int,
+        new_tokens: int,
+        pause_s: float,
+        parts: Sequence[str],
     ) -> dict[str, Any]:
-        """`parts`: some of those that follow here."""
+        """`pause_s`: between a chat's turns; `parts`: some of those that follow here."""
 
         def prompt(length: int) -> list[int]:
             rng = np.random.default_rng(next(seeds))
@@ -66,17 +52,14 @@ def measurement(ask: Ask) -> Callable[..., dict[str, Any]]:
             prompts = [prompt(length) for length, _ in work]
             began = time.perf_counter()
             with ThreadPoolExecutor(ROWS) as clients:
-                reply = clients.map(
+                answers = clients.map(
                     lambda ids, new: ask(ids, new, sampled), prompts, [new for _, new in work]
                 )
-                tokens = sum(results.tokens for results in reply)
+                tokens: int = sum(answer.tokens for answer in answers)
             return tokens / (time.perf_counter() - began)
 
         def chat(pause_s: float) -> list[float]:
-            """Seconds to the first token of each of two turns.
-
-            The second turn has `history` tokens before it.
-            """
+            """Seconds to each turn's first token; the second has `history` tokens before it."""
             text, results = prompt(history - answer), []
             for _ in range(TURNS):
                 reply = ask(text, answer)
@@ -102,8 +85,8 @@ def measurement(ask: Ask) -> Callable[..., dict[str, Any]]:
             "greedy_tokens_per_s": lambda: tokens_per_s(equal),
             "sampled_tokens_per_s": lambda: tokens_per_s(equal, sampled=True),
             "ragged_tokens_per_s": lambda: tokens_per_s(ragged),
-            "long_prompts_s": lambda: {length: ask(prompt(length), 1).first_s for length in long},
-            "chat_s": lambda: chat(PAUSE_S),
+            "long_prompts_s": lambda: {str(n): ask(prompt(n), 1).first_s for n in long},
+            "chat_s": lambda: chat(pause_s),
             "chat_at_once_s": lambda: chat(0),
             "answers": answers,
         }

@@ -6,103 +6,121 @@ Each server has one core, or as many as `--cpus`.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import random
-import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
+from functools import partial
 
 from benchmarks import random_model
 from benchmarks.fleet.haproxy import HAProxy
-from benchmarks.report.goals import Goal, Results
-from benchmarks.report.tables import page, shown, table
-from benchmarks.run import Run
+from benchmarks.report import tables as report
+from benchmarks.report.tables import Goal, Results, Row, Values, added, ratios, scaled, shown
+from benchmarks.run import Run, in_turns
 from benchmarks.server import Server, ask
 from benchmarks.switching.control_group import ControlGroup
 from engine.artifacts.config import GPT2Config
 
-NODES, WARM_UP, CLIENTS = (1, 2, 3), 50, 8
-NAMES = [f"모델{number}" for number in range(12)]
+CLIENTS = 8  # of each server
 
 
 @dataclass(frozen=True)
 class Plan:
+    """Sizes of a measurement of a fleet.
+
+    models: under so many names
+    nodes: servers of each fleet
+    cpus: of a server; without it, it has a core of its own
+    """
+
     config: GPT2Config = random_model.FULL
     calls: int = 1000
+    warm_up: int = 50
     seconds: float = 20.0
     new_tokens: int = 32
     rounds: int = 3
-    cpus: float | None = None  # of a server; without it, a core of its own
+    models: int = 12
+    nodes: tuple[int, ...] = (1, 2, 3)
+    cpus: float | None = None
+
+    @property
+    def names(self) -> list[str]:
+        return [f"모델{number}" for number in range(self.models)]
 
 
-def added_ms(results: Results) -> list[float]:
-    """What the proxy adds: the median over the pairs of the difference within each."""
-    pairs = zip(results["proxy"]["through_ms"], results["proxy"]["direct_ms"], strict=True)
-    return [statistics.median(through - direct for through, direct in pairs)]
-
-
-def gained(many: int) -> Callable[[Results], list[float]]:
+def _gained(many: int) -> Values:
     """Tokens a second of so many servers against one."""
+    return lambda r: ratios(*(r["nodes"][nodes]["tokens_per_s"] for nodes in (str(many), "1")))
 
-    def ratios(results: Results) -> list[float]:
-        nodes = results["nodes"]
-        pairs = zip(nodes[str(many)]["tokens_per_s"], nodes["1"]["tokens_per_s"], strict=True)
-        return [several / one for several, one in pairs]
 
-    return ratios
+def lines(results: Results) -> str:
+    plan, nodes = results["plan"], results.get("nodes", {})
+    caption = (
+        f"{CLIENTS} clients a server, {plan['new_tokens']} tokens, {plan['seconds']:g} s a round"
+    )
+    ways = (("directly", "direct_ms"), ("through the proxy", "through_ms"))
+    proxy = [(name, shown(results["proxy"][key], 2)) for name, key in ways if "proxy" in results]
+    servers = f"servers of {plan.get('cpus') or 1:g} cores"
+    tables = [
+        (("one token of a tiny model", "ms"), proxy),
+        ((servers, "tokens a second", "p99, ms"), _nodes(nodes)),
+    ]
+    return report.page(results, caption, tables)
+
+
+def _nodes(measured: Results) -> Iterator[Row]:
+    for nodes, each in measured.items():
+        name = nodes if each["alone"] else f"{nodes}, with the proxy and the clients"
+        yield name, shown(each["tokens_per_s"], 0), shown(each["p99_ms"], 0)
 
 
 class FleetRun(Run):
     plan: Plan
-    PLAN, QUICK = Plan(), Plan(random_model.TINY, 30, 1.0, 4, 1)
+    PLAN, QUICK = Plan(), Plan(random_model.TINY, 20, 5, 0.5, 4, 1, 2, (2, 3))
     PARTS = DEFAULT = ("proxy", "nodes")
     GOALS: Sequence[Goal] = (
-        ("tokens a second of two servers against one", ">=", 1.8, "x", gained(2)),
-        ("tokens a second of three servers against one", ">=", 2.7, "x", gained(3)),
-        ("what the proxy adds to a call, median", "<=", 1, "ms", added_ms),
-    )
+        ("tokens a second of two servers against one", ">=", 1.8, "x", _gained(2)),
+        ("tokens a second of three servers against one", ">=", 2.7, "x", _gained(3)),
+        ("what the proxy adds to a call, median", "<=", 1, "ms",
+         lambda r: added(r["proxy"], "through_ms", "direct_ms")),
+    )  # fmt: skip
+    LINES = lines
 
-    def __init__(self, plan: Plan, wanted: Sequence[str], workdir: Path) -> None:
-        super().__init__(plan, wanted, workdir)
-        self.store = workdir / "models"
-
-    def measure(self, save: Callable[[], object]) -> None:
+    def prepare(self) -> None:
         self.model = random_model.make(self.store, self.plan.config, 0)
         self.tiny = random_model.make(self.store, random_model.TINY, 0)
         self.text = random_model.text_of(random_model.prompts(random_model.TINY, 1, 16)[0])
-        self.measure_parts({"proxy": self._proxy, "nodes": self._nodes}, save)
 
-    def _proxy(self) -> Results:
-        log = self.log("proxy")
+    def proxy(self) -> Results:
+        """Milliseconds of a call, past the proxy and through it in turns."""
+        plan, name = self.plan, self.plan.names[0]
         with (
-            Server(self.store, log, {NAMES[0]: self.tiny}) as server,
+            Server(self.store, self.log("proxy"), {name: self.tiny}) as server,
             self._proxy_of([server]) as proxy,
         ):
-            ways = {"direct_ms": server.connect(), "through_ms": server.connect()}
-            ways["through_ms"].port = proxy.port
-            measured: dict[str, list[float]] = {name: [] for name in ways}
-            for call in range(WARM_UP + self.plan.calls):
-                for name, connection in ways.items():
-                    seconds, _ = ask(connection, "%EB%AA%A8%EB%8D%B80", self.text, 1)
-                    if call >= WARM_UP:
-                        measured[name].append(1000 * seconds)
-            return measured
+            ports = {"direct_ms": server.port, "through_ms": proxy.port}
+            ways = {
+                way: partial(ask, server.connect(port), name, self.text, 1)
+                for way, port in ports.items()
+            }
+            measured = in_turns(ways, plan.calls, plan.warm_up)
+        return {way: scaled(seconds for seconds, _ in each) for way, each in measured.items()}
 
     def _proxy_of(self, servers: Sequence[Server]) -> HAProxy:
         return HAProxy(self.logs, [f"127.0.0.1:{server.port}" for server in servers])
 
-    def _nodes(self) -> Results:
+    def nodes(self) -> Results:
         cores, each = len(os.sched_getaffinity(0)), self.plan.cpus or 1
         measured: Results = {}
-        for nodes in NODES:
+        for nodes in self.plan.nodes:
             if cores < nodes * each:
                 self.results["skipped"][f"{nodes} servers"] = f"here are {cores} cores"
                 continue
-            measured[str(nodes)] = self._several(nodes)
-            measured[str(nodes)]["alone"] = cores > nodes * each  # on what they have
+            alone = cores > nodes * each  # on what they have
+            measured[str(nodes)] = {**self._several(nodes), "alone": alone}
         return measured
 
     def _several(self, nodes: int) -> Results:
@@ -113,68 +131,28 @@ class FleetRun(Run):
                 prefix = ["taskset", "-c", str(cores[number % len(cores)])]
                 if plan.cpus:
                     prefix = started.enter_context(ControlGroup(cpus=plan.cpus, seen=True)).prefix
-                models, log = dict.fromkeys(NAMES, self.model), self.log(f"{nodes}-{number}")
+                models, log = dict.fromkeys(plan.names, self.model), self.log(f"{nodes}-{number}")
                 server = Server(self.store, log, models, prefix=prefix)
                 servers.append(started.enter_context(server))
             proxy = started.enter_context(self._proxy_of(servers))
             rounds = [self._round(servers[0], proxy, nodes, r) for r in range(plan.rounds)]
         return {
-            "tokens_per_s": [
-                sum(len(c) for c in r) * plan.new_tokens / plan.seconds for r in rounds
-            ],
-            "p99_ms": [1000 * _p99([s for c in r for s in c]) for r in rounds],
+            "tokens_per_s": [len(calls) * plan.new_tokens / plan.seconds for calls in rounds],
+            "p99_ms": [1000 * report.quantiles(calls)["p99"] for calls in rounds],
         }
 
-    def _round(self, server: Server, proxy: HAProxy, nodes: int, turn: int) -> list[list[float]]:
-        """The seconds of each client's calls."""
+    def _round(self, server: Server, proxy: HAProxy, nodes: int, turn: int) -> list[float]:
+        """The seconds of all clients' calls."""
         end = time.perf_counter() + self.plan.seconds
 
         def client(number: int) -> list[float]:
             chance, seconds = random.Random(1000 * turn + number), []  # noqa: S311
-            connection = server.connect()
-            connection.port = proxy.port
-            with contextlib.closing(connection):
+            with contextlib.closing(server.connect(proxy.port)) as connection:
                 while time.perf_counter() < end:
-                    name = f"%EB%AA%A8%EB%8D%B8{chance.randrange(len(NAMES))}"
+                    name = chance.choice(self.plan.names)
                     seconds.append(ask(connection, name, self.text, self.plan.new_tokens)[0])
             return seconds
 
         with ThreadPoolExecutor(CLIENTS * nodes) as pool:
-            return list(pool.map(client, range(CLIENTS * nodes)))
-
-    def lines(self) -> str:
-        return lines(self.results)
-
-
-def _p99(values: Sequence[float]) -> float:
-    return sorted(values)[int(0.99 * len(values))]
-
-
-def lines(results: Results) -> str:
-    plan = results["plan"]
-    caption = (
-        f"{CLIENTS} clients a server, {plan['new_tokens']} tokens, {plan['seconds']:g} s a round"
-    )
-    return page(results, caption, _proxy_table(results), _nodes_table(results))
-
-
-def _proxy_table(results: Results) -> Iterator[str]:
-    rows = [
-        (name, shown(results["proxy"][key], 2))
-        for name, key in (("directly", "direct_ms"), ("through the proxy", "through_ms"))
-        if "proxy" in results
-    ]
-    yield from table(("one token of a tiny model", "ms"), rows)
-
-
-def _nodes_table(results: Results) -> Iterator[str]:
-    rows = [
-        (
-            nodes if measured["alone"] else f"{nodes}, with the proxy and the clients",
-            shown(measured["tokens_per_s"], 0),
-            shown(measured["p99_ms"], 0),
-        )
-        for nodes, measured in results.get("nodes", {}).items()
-    ]
-    servers = f"servers of {results['plan'].get('cpus') or 1:g} cores"
-    yield from table((servers, "tokens a second", "p99, ms"), rows)
+            calls = pool.map(client, range(CLIENTS * nodes))
+            return [*itertools.chain.from_iterable(calls)]

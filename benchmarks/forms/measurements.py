@@ -1,12 +1,14 @@
-"""Measured: answers that are held to a form, in one engine."""
+"""Answers that are held to a form, in one engine."""
 
 from __future__ import annotations
 
+import contextlib
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
+from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -14,10 +16,10 @@ import psutil
 
 from benchmarks import random_model
 from benchmarks.engine.request import Request
-from benchmarks.forms.stalls import stalls
-from benchmarks.report.goals import Goal
-from benchmarks.report.tables import Row, page, table
-from benchmarks.run import Results, Run
+from benchmarks.report import tables as report
+from benchmarks.report.tables import Results, Row
+from benchmarks.run import Run, in_turns, seconds_of
+from common.errors import EngineError
 from common.form import json_schema
 from engine.artifacts.config import GPT2Config
 from engine.engine import Engine
@@ -50,6 +52,22 @@ ANSWERS: dict[str, dict[str, Any]] = {
     "an object of four fields": {"json_schema": OBJECT},
 }
 ROWS = (1, 8)
+# Forms that ask for a large automaton, grammar or recursion.
+HOSTILE: dict[str, dict[str, Any]] = {
+    "nested repetition": {"regex": "(([ab]{0,50}c){0,50}d){0,50}"},
+    "large automaton": {"regex": "[ab]*a[ab]{30}[ab]*b[ab]{30}"},
+    "look into the past": {"regex": "(.*a.{200})|(.*b.{300})"},
+    "many alternatives": {"regex": "|".join("a" * (i % 60) + f"{i}" for i in range(1900))},
+    "ambiguous grammar": {"grammar": 'start: a\na: a a a a a a | "긍정" |'},
+    "lists of lists": {
+        "json_schema": {
+            "type": "array",
+            "minItems": 1000,
+            "items": {"type": "array", "minItems": 1000, "items": {"type": "integer"}},
+        }
+    },
+}
+STALL_TOKENS = 32  # before the form and, at most, of its answer
 
 
 @dataclass(frozen=True)
@@ -64,62 +82,96 @@ def _against(results: Results, rows: int) -> list[float]:
     """Of the dearest form's steps over those without a form, round by round."""
     measured = {one["form"]: one["seconds"] for one in results["steps"] if one["rows"] == rows}
     none = measured.pop("none")
-    ratios = [[a / b for a, b in zip(seconds, none, strict=True)] for seconds in measured.values()]
-    return max(ratios, key=statistics.median)
+    return max((report.ratios(each, none) for each in measured.values()), key=statistics.median)
 
 
-GOALS: tuple[Goal, ...] = (
+GOALS: tuple[report.Goal, ...] = (
     ("a step of one row, held to a form, against none", "<=", 1.05, "x", lambda r: _against(r, 1)),
     ("the same of eight rows", "<=", 1.05, "x", lambda r: _against(r, 8)),
     ("another row's longest wait for a token beside a hostile form", "<=", 100, "ms",
-     lambda r: (1000 * np.max([s["longest"] for s in r["stalls"]], axis=0)).tolist()),
+     lambda r: report.scaled(np.max([s["longest"] for s in r["stalls"]], axis=0).tolist())),
     (f"a schema of {FIELDS} fields is ready", "<=", 20, "ms",
-     lambda r: [1000 * s for s in r["ready"]["schema"]]),
+     lambda r: report.scaled(r["ready"]["schema"])),
 )  # fmt: skip
+
+
+def lines(results: Results) -> str:
+    config = results["plan"]["config"]
+    what = (
+        f"random weights of {config['num_layers']} x {config['units']} with a vocabulary of"
+        f" {config['vocab_size']:,}, each token one character"
+    )
+    tables = [
+        (("a step held to", "rows", "ms", "against none"), _step_rows(results)),
+        (("an answer", "tokens", "ms", "against as many tokens"), _answer_rows(results)),
+        (("a form", "ms"), _ready_rows(results)),
+        (("beside a hostile form", "longest ms", "before"), _stall_rows(results)),
+    ]
+    return report.page(results, what, tables)
+
+
+def _step_rows(results: Results) -> Iterator[Row]:
+    none: dict[int, list[float]] = {}
+    for one in results.get("steps", []):
+        against = _ratio(one["seconds"], none.setdefault(one["rows"], one["seconds"]))
+        yield one["form"], str(one["rows"]), _ms(one["seconds"]), against
+
+
+def _answer_rows(results: Results) -> Iterator[Row]:
+    for one in results.get("answers", []):
+        ratio = _ratio(one["seconds"], one["free_s"])
+        yield one["answer"], str(one["tokens"]), _ms(one["seconds"]), ratio
+
+
+def _ready_rows(results: Results) -> Iterator[Row]:
+    if measured := results.get("ready"):
+        size = f"{report.mb(measured['first_bytes'])} MB"
+        yield f"the first of a tokenizer, which takes {size}", _ms([measured["first"]])
+        yield f"a schema of {FIELDS} fields", _ms(measured["schema"])
+        yield "the same again", _ms(measured["again"])
+
+
+def _stall_rows(results: Results) -> Iterator[Row]:
+    for one in results.get("stalls", []):
+        yield one["form"], _ms(one["longest"]), _ms(one["before"])
+
+
+def _ms(seconds: list[float]) -> str:
+    return f"{1000 * statistics.median(seconds):.2f}"
+
+
+def _ratio(seconds: list[float], others: list[float]) -> str:
+    return f"{statistics.median(report.ratios(seconds, others)):.2f}x"
 
 
 class FormsRun(Run):
     plan: Plan
     PLAN, QUICK = Plan(), Plan(random_model.TINY, 1, 8, 4)
-    PARTS = ("steps", "ready", "answers", "stalls")
-    DEFAULT = PARTS
+    PARTS = DEFAULT = ("ready", "steps", "answers", "stalls")
     GOALS = GOALS
+    LINES = lines
 
-    def __init__(self, plan: Plan, wanted: Any, workdir: Path) -> None:
-        super().__init__(plan, wanted, workdir)
-        self._random = np.random.default_rng(0)
-
-    def measure(self, save: Callable[[], object]) -> None:
-        config = self.plan.config
-        base = random_model.make(self.workdir / "models", config, 0)
+    def prepare(self) -> None:
+        config, self._random = self.plan.config, np.random.default_rng(0)
+        base = random_model.make(self.store, config, 0)
         folder = self.workdir / f"forms-{config.num_layers}x{config.units}"
         if not folder.exists():
             random_model.copy(base, folder)
-            used = [(ord(letter), ord(letter)) for letter in "".join(LABELS)]
+            used = map(ord, "".join(LABELS))
             characters = (*random_model.ASCII, *used, *random_model.CHARACTERS)
-            (folder / "kogpt2.spiece").write_bytes(
-                random_model.spiece(config.vocab_size, characters)
-            )
+            tokenizer = random_model.spiece(config.vocab_size, characters)
+            (folder / "kogpt2.spiece").write_bytes(tokenizer)
         # What is kept of prompts would make the second round another than the first.
         self._engine = Engine(Settings(memory_mib=4096, prefix_cache_mib=0))
-        try:
-            self._engine.load("m", str(folder))
-            parts = {
-                "ready": self._ready,
-                "steps": self._steps,
-                "answers": self._answers,
-                "stalls": lambda: [*stalls(self._engine, self._ids(), self.plan.rounds)],
-            }
-            self.measure_parts(parts, save)
-        finally:
-            self._engine.close()
+        self.opened.callback(self._engine.close)
+        self._engine.load("m", str(folder))
 
     def _ids(self) -> list[int]:
         size = self.plan.prompt_tokens
         ids: list[int] = self._random.integers(100, self.plan.config.vocab_size, size).tolist()
         return ids
 
-    def _ask(self, rows: int, **parameters: Any) -> tuple[list[float], int]:
+    def _ask(self, rows: int, parameters: dict[str, Any]) -> tuple[list[float], int]:
         """When each token came, in seconds from the first request on; how many steps there were."""
         counters = self._engine._find("m").statistics
         steps = counters.steps
@@ -128,100 +180,72 @@ class FormsRun(Run):
         came = sorted(when - began for request in requests for when in request.wait().came)
         return came, counters.steps - steps
 
-    def _steps(self) -> list[Results]:
+    def steps(self) -> list[Results]:
         """Seconds of a step of so many rows, round by round, in turns."""
-        seconds: dict[tuple[str, int], list[float]] = {
-            (form, rows): [] for rows in ROWS for form in STEPS
-        }
-        given = {"new_tokens": self.plan.new_tokens, "ignore_eos": True}
-        for _ in range(self.plan.rounds + 1):
-            for (form, rows), measured in seconds.items():
-                came, steps = self._ask(rows, **given, **STEPS[form])
-                begun = came[2 * rows - 1]  # all have their first two tokens by then
-                measured.append((came[-1] - begun) / max(steps - 1, 1))
+
+        def step_s(form: str, rows: int) -> float:
+            given = {"new_tokens": self.plan.new_tokens, "ignore_eos": True}
+            came, steps = self._ask(rows, {**given, **STEPS[form]})
+            begun = came[2 * rows - 1]  # all have their first two tokens by then
+            return (came[-1] - begun) / max(steps - 1, 1)
+
+        ways = {(form, rows): partial(step_s, form, rows) for rows in ROWS for form in STEPS}
         return [
-            {"form": form, "rows": rows, "seconds": measured[1:]}
-            for (form, rows), measured in seconds.items()
+            {"form": form, "rows": rows, "seconds": seconds}
+            for (form, rows), seconds in in_turns(ways, self.plan.rounds, 1).items()
         ]
 
-    def _ready(self) -> Results:
+    def ready(self) -> Results:
         """Seconds until a form can be used: a tokenizer's first, and further ones."""
         vocabulary = self._engine._find("m").texts._vocabulary
         process = psutil.Process()
-        before, began = process.memory_info().rss, time.perf_counter()
-        vocabulary.constrain(json_schema("", {"type": "boolean"}))
-        measured: Results = {
-            "first": time.perf_counter() - began,
-            "first_bytes": process.memory_info().rss - before,
-            "schema": [],
-            "again": [],
-        }
-        for i in range(self.plan.rounds):
-            form = json_schema("", _schema(i))
-            for which in ("schema", "again"):
-                began = time.perf_counter()
-                vocabulary.constrain(form)
-                measured[which].append(time.perf_counter() - began)
+        before = process.memory_info().rss
+        boolean = json_schema("", {"type": "boolean"})
+        first = seconds_of(lambda: vocabulary.constrain(boolean))
+        measured: Results = {"first": first, "first_bytes": process.memory_info().rss - before}
+        forms = [json_schema("", _schema(i)) for i in range(self.plan.rounds)]
+        for which in ("schema", "again"):
+            measured[which] = [seconds_of(partial(vocabulary.constrain, form)) for form in forms]
         return measured
 
-    def _answers(self) -> list[Results]:
+    def answers(self) -> list[Results]:
         """Whole answers: tokens, steps and seconds, beside as many tokens without a form."""
-        measured: dict[str, Results] = {
-            name: {"answer": name, "seconds": [], "free_s": []} for name in ANSWERS
-        }
-        for _ in range(self.plan.rounds + 1):
-            for name, one in measured.items():
-                came, steps = self._ask(1, new_tokens=100, **ANSWERS[name])
-                free, _ = self._ask(1, new_tokens=len(came), ignore_eos=True)
-                one |= {"tokens": len(came), "steps": steps}
-                one["seconds"].append(came[-1])
-                one["free_s"].append(free[-1])
-        for one in measured.values():
-            del one["seconds"][0], one["free_s"][0]
-        return [*measured.values()]
 
-    def lines(self) -> str:
-        config = self.plan.config
-        what = (
-            f"random weights of {config.num_layers} x {config.units} with a vocabulary of"
-            f" {config.vocab_size:,}, each token one character"
-        )
-        return page(
-            self.results,
-            what,
-            table(("a step held to", "rows", "ms", "against none"), [*self._step_rows()]),
-            table(("an answer", "tokens", "ms", "against as many tokens"), [*self._answer_rows()]),
-            table(("a form", "ms"), [*self._ready_rows()]),
-            table(("beside a hostile form", "longest ms", "before"), [*self._stall_rows()]),
-        )
+        def answer(name: str) -> tuple[int, int, float, float]:
+            came, steps = self._ask(1, {"new_tokens": 100, **ANSWERS[name]})
+            free, _ = self._ask(1, {"new_tokens": len(came), "ignore_eos": True})
+            return len(came), steps, came[-1], free[-1]
 
-    def _step_rows(self) -> Iterator[Row]:
-        none: dict[int, list[float]] = {}
-        for one in self.results.get("steps", []):
-            seconds = one["seconds"]
-            none.setdefault(one["rows"], seconds)
-            ratio = statistics.median(
-                a / b for a, b in zip(seconds, none[one["rows"]], strict=True)
-            )
-            yield one["form"], str(one["rows"]), _ms(seconds), f"{ratio:.2f}x"
+        ways = {name: partial(answer, name) for name in ANSWERS}
+        results = []
+        for name, rounds in in_turns(ways, self.plan.rounds, 1).items():
+            tokens, steps, seconds, free_s = zip(*rounds, strict=True)
+            times = {"seconds": [*seconds], "free_s": [*free_s]}
+            results.append({"answer": name, **times, "tokens": tokens[-1], "steps": steps[-1]})
+        return results
 
-    def _answer_rows(self) -> Iterator[Row]:
-        for one in self.results.get("answers", []):
-            ratios = [a / b for a, b in zip(one["seconds"], one["free_s"], strict=True)]
-            ratio = f"{statistics.median(ratios):.2f}x"
-            yield one["answer"], str(one["tokens"]), _ms(one["seconds"]), ratio
+    def stalls(self) -> list[Results]:
+        """The longest seconds between another row's tokens, before and after a hostile form."""
+        ids = self._ids()
+        most = self.plan.config.max_length - len(ids)
 
-    def _ready_rows(self) -> Iterator[Row]:
-        if "ready" in self.results:
-            measured = self.results["ready"]
-            size = f"{measured['first_bytes'] / 1e6:.0f} MB"
-            yield f"the first of a tokenizer, which takes {size}", _ms([measured["first"]])
-            yield f"a schema of {FIELDS} fields", _ms(measured["schema"])
-            yield "the same again", _ms(measured["again"])
+        def stall(name: str) -> tuple[float, float]:
+            other = Request(self._engine, ids, most, ignore_eos=True)
+            other.wait_for_tokens(STALL_TOKENS)
+            sent = time.perf_counter()
+            with contextlib.suppress(EngineError):  # refused
+                Request(self._engine, ids, STALL_TOKENS, **HOSTILE[name]).wait()
+            other.wait_for_tokens(len(other.came) + 1)  # the end of the gap that is under way
+            other.cancel()
+            gaps = [(end, end - begin) for begin, end in pairwise(other.came[1:])]
+            longest = max((gap for end, gap in gaps if end > sent), default=0.0)
+            return max(gap for end, gap in gaps if end <= sent), longest
 
-    def _stall_rows(self) -> Iterator[Row]:
-        for one in self.results.get("stalls", []):
-            yield one["form"], _ms(one["longest"]), _ms(one["before"])
+        ways = {name: partial(stall, name) for name in HOSTILE}
+        return [
+            {"form": name, "before": [a for a, _ in rounds], "longest": [b for _, b in rounds]}
+            for name, rounds in in_turns(ways, self.plan.rounds).items()
+        ]
 
 
 def _schema(seed: int) -> dict[str, Any]:
@@ -234,7 +258,3 @@ def _schema(seed: int) -> dict[str, Any]:
     )
     fields = {f"필드 {i}": kinds[i % len(kinds)] for i in range(FIELDS)}
     return {"type": "object", "properties": fields, "required": [*fields]}
-
-
-def _ms(seconds: list[float]) -> str:
-    return f"{1000 * statistics.median(seconds):.2f}"

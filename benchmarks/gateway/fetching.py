@@ -13,12 +13,14 @@ import sys
 import tarfile
 import tempfile
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 from benchmarks.process import Program, fetch
-from benchmarks.report.goals import Results
+from benchmarks.run import in_turns
 from benchmarks.server import free_port
 
 BUCKET, KEY = "benchmark", "model.tar.gz"
@@ -47,16 +49,18 @@ def pack(folder: Path, archive: Path) -> Path:
 
 def measure(archive: Path, tries: int, workdir: Path, log: Path) -> dict[str, Any]:
     """Seconds of each way, in turns. Needs moto (requirements/test.txt)."""
-    measured: dict[str, Any] = {"bytes": archive.stat().st_size, "ours": [], "theirs": []}
-    measured["their_way"] = "aws s3 cp" if shutil.which("aws") else "boto3's download_file"
+
+    def timed(way: Callable[[Path], dict[str, float]]) -> dict[str, float]:
+        with tempfile.TemporaryDirectory(dir=workdir, prefix=".fetched-") as folder:
+            return way(Path(folder))
+
     with S3(log) as server, mock.patch.dict(os.environ, ACCESS, AWS_ENDPOINT_URL_S3=server.url):
         _client().create_bucket(Bucket=BUCKET)
         _client().upload_file(str(archive), BUCKET, KEY)
-        for _ in range(tries):
-            for way, fetch in (("ours", _ours), ("theirs", _theirs)):
-                with tempfile.TemporaryDirectory(dir=workdir, prefix=".fetched-") as folder:
-                    measured[way].append(fetch(Path(folder)))
-    return measured
+        ways = {"ours": partial(timed, _ours), "theirs": partial(timed, _theirs)}
+        measured = in_turns(ways, tries)
+    their_way = "aws s3 cp" if shutil.which("aws") else "boto3's download_file"
+    return {"bytes": archive.stat().st_size, "their_way": their_way, **measured}
 
 
 class S3(Program):
@@ -104,17 +108,7 @@ def _theirs(folder: Path) -> dict[str, float]:
         subprocess.run([*command, *endpoint], check=True)
     else:
         _client().download_file(BUCKET, KEY, str(file))
-    downloaded = time.perf_counter()
+    downloaded = time.perf_counter() - began
     subprocess.run(["tar", "-xzf", str(file), "-C", str(folder)], check=True)
-    done = time.perf_counter()
-    return {
-        "seconds": done - began,
-        "download_s": downloaded - began,
-        "unpack_s": done - downloaded,
-    }
-
-
-def slower(results: Results) -> list[float]:
-    measured = results["fetching"]
-    pairs = zip(measured["ours"], measured["theirs"], strict=True)
-    return [ours["seconds"] / theirs["seconds"] for ours, theirs in pairs]
+    seconds = time.perf_counter() - began
+    return {"seconds": seconds, "download_s": downloaded, "unpack_s": seconds - downloaded}

@@ -1,174 +1,290 @@
-"""Measured: what stands in front of the engine.
+"""What stands in front of the engine.
 
-The start, a call's way through the gateway, models that are not loaded yet or not even here, and
-whether loading and unloading leaves memory behind.
+The start, the ways of calls and streams through the gateway, models that are not loaded yet or not
+even here, and whether loading and unloading leaves memory behind.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import http.client
+import importlib.util
+import json
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
+from functools import cached_property, partial
+from typing import Any
 
 from benchmarks import random_model
 from benchmarks.engine.process import measure_cycles
-from benchmarks.gateway import fetching, streams
-from benchmarks.report.goals import Goal, Results
-from benchmarks.report.tables import Row, medians, page, shown, table
-from benchmarks.run import Run
-from benchmarks.server import Server, ask, call
+from benchmarks.gateway import fetching
+from benchmarks.process import BenchmarkError
+from benchmarks.report import tables as report
+from benchmarks.report.tables import Goal, Results, Row, Table, added, mb, ratios, scaled, shown
+from benchmarks.run import Run, in_turns
+from benchmarks.server import HEADERS, Server, ask, call, free_port
 from engine.artifacts.config import GPT2Config
 from engine.http.client import UnixConnection
 
 BACKENDS = {"mxnet": ("mxnet", "int8"), "native": ("native", "int8")}
-WARM_UP = 200  # calls until Java has compiled its part
+TOKENS = 32  # of a stream
+STREAM_WARM_UP = 10
+
+# Sends a request; gives when the first bytes came and when the last, in seconds.
+Way = Callable[[], tuple[float, float]]
 
 
 @dataclass(frozen=True)
 class Plan:
+    """Sizes of a measurement of the gateway.
+
+    archived_layers: in fp16, about 130 MB as a .tar.gz
+    warm_up: calls until Java has compiled its part
+    settling: loads until the engine has its libraries, threads and their heaps
+    """
+
     config: GPT2Config = random_model.FULL
-    archived_layers: int = 4  # in fp16, about 130 MB as a .tar.gz
+    archived_layers: int = 4
     starts: int = 5
     calls: int = 2000
     streams: int = 100
     cold_calls: int = 10
     fetches: int = 3
     cycles: int = 100
+    warm_up: int = 200
+    settling: int = 10
 
 
-def added_ms(results: Results) -> list[float]:
-    """What the gateway adds: the median over the pairs of the difference within each."""
-    calls = results["calls"]
-    pairs = zip(calls["gateway_ms"], calls["mms_ms"], strict=True)
-    return [statistics.median(gateway - mms for gateway, mms in pairs)]
+def _slower(results: Results) -> list[float]:
+    measured = results["fetching"]
+    return ratios(*([e["seconds"] for e in measured[way]] for way in ("ours", "theirs")))
 
 
-def growth_percent(results: Results) -> list[float]:
+def _growth_percent(results: Results) -> list[float]:
     before, after = (results["cycles"][when]["rss_bytes"] for when in ("before", "after"))
     return [100 * (after / before - 1)]
 
 
+def _over(results: Results, size: str, way: str, other: str, key: str = "first_ms") -> list[float]:
+    """What a stream by `way` takes longer than by `other`."""
+    times = {name: ways[key] for name, ways in results["streams"][size].items()}
+    return added(times, way, other)
+
+
 GOALS: tuple[Goal, ...] = (
-    ("what the gateway adds to a call, median", "<=", 1, "ms", added_ms),
-    *streams.GOALS,
-    ("start to ready, native", "<=", 4, "s", lambda r: list(r["starts"]["native"])),
-    ("start to ready, mxnet", "<=", 4, "s", lambda r: list(r["starts"]["mxnet"])),
-    ("first token of a full-size model on disk", "<=", 1, "s", lambda r: list(r["cold"]["full"])),
-    ("first token of a tiny model on disk", "<=", 0.5, "s", lambda r: list(r["cold"]["tiny"])),
-    ("fetching and unpacking, against cp and tar", "<=", 1.2, "x", fetching.slower),
-    ("growth of RSS by loading and unloading", "<=", 5, "%", growth_percent),
-)
-
-
-class GatewayRun(Run):
-    plan: Plan
-    PLAN, QUICK = Plan(), Plan(random_model.TINY, 1, 1, 50, 3, 2, 1, 5)
-    DEFAULT = ("starts", "calls", "streams", "cold", "fetching", "cycles")
-    PARTS = DEFAULT
-    GOALS = GOALS
-
-    def __init__(self, plan: Plan, wanted: Sequence[str], workdir: Path) -> None:
-        super().__init__(plan, wanted, workdir)
-        self.store = workdir / "models"
-
-    def measure(self, save: Callable[[], object]) -> None:
-        self.full = random_model.make(self.store, self.plan.config, 0)
-        self.tiny = random_model.make(self.store, random_model.TINY, 0)
-        # The tiny model's pieces are the full-size one's, too.
-        self.text = random_model.text_of(random_model.prompts(random_model.TINY, 1, 16)[0])
-        self.models = {"full": self.full, "tiny": self.tiny}
-        cycles, log = self.plan.cycles, self.log("cycles")
-        parts: dict[str, Callable[[], Results]] = {
-            "starts": self._starts,
-            "calls": self._calls,
-            "streams": self._streams,
-            "cold": self._cold,
-            "fetching": self._fetching,
-            "cycles": lambda: measure_cycles(self.full, self.text, cycles, log),
-        }
-        self.measure_parts(parts, save)
-
-    def _starts(self) -> Results:
-        """Seconds from `serve` to ready, by backend, in turns."""
-        measured: Results = {name: [] for name in BACKENDS}
-        for _ in range(self.plan.starts):
-            for name, backend in BACKENDS.items():
-                with Server(self.store, self.log("starts"), backend=backend) as server:
-                    measured[name].append(server.ready_s)
-        return measured
-
-    def _calls(self) -> Results:
-        """Milliseconds of one small call, to the gateway's port and to MMS's own socket in turns.
-
-        Calls of a pair follow each other. Each side has one connection, which stays open.
-        """
-        measured: Results = {"gateway_ms": [], "mms_ms": []}
-        body = {"inputs": self.text, "parameters": {"max_new_tokens": 1}}
-        with Server(self.store, self.log("calls"), {"m": self.tiny}) as server:
-            ways: dict[str, tuple[http.client.HTTPConnection, str]] = {
-                "gateway_ms": (server.connect(), "m"),
-                "mms_ms": (UnixConnection(server.run_dir / "mms.sock"), server.id_of("m")),
-            }
-            for _ in range(WARM_UP + self.plan.calls):
-                for name, (connection, model) in ways.items():
-                    seconds, _ = call(connection, f"/models/{model}/invoke", body)
-                    measured[name].append(1000 * seconds)
-            for connection, _ in ways.values():
-                connection.close()
-        return {name: each[WARM_UP:] for name, each in measured.items()}
-
-    def _streams(self) -> Results:
-        return streams.measure(
-            self.store, self.models, self.text, self.plan.streams, self.log("streams")
-        )
-
-    def _cold(self) -> Results:
-        """Seconds of a call, for one token, of a model that is on disk, prepared, not loaded."""
-        measured: Results = {}
-        with Server(self.store, self.log("cold")) as server:
-            connection = server.connect()
-            for name, folder in self.models.items():
-                measured[name] = []
-                ask(connection, folder.name, self.text, 1)  # the very first load quantizes
-                for _ in range(self.plan.cold_calls):
-                    server.unload(folder.name)
-                    measured[name].append(ask(connection, folder.name, self.text, 1)[0])
-            connection.close()
-        return measured
-
-    def _fetching(self) -> Results:
-        config = dataclasses.replace(self.plan.config, num_layers=self.plan.archived_layers)
-        folder = random_model.make(self.store, config, 200, "float16")
-        archive = fetching.pack(folder, self.workdir / f"{folder.name}.tar.gz")
-        return fetching.measure(archive, self.plan.fetches, self.workdir, self.log("fetching"))
-
-    def lines(self) -> str:
-        return lines(self.results)
+    ("what the gateway adds to a call, median", "<=", 1, "ms",
+     lambda r: added(r["calls"], "gateway_ms", "mms_ms")),
+    ("first bytes of a full-size model's stream after the engine's, median", "<=", 3, "ms",
+     lambda r: _over(r, "full", "own", "engine")),
+    ("OpenAI's route over our own, first bytes, median", "<=", 0.5, "ms",
+     lambda r: _over(r, "tiny", "openai", "own")),
+    (f"OpenAI's route over our own, a stream of {TOKENS} tokens, median", "<=", 0.5, "ms",
+     lambda r: _over(r, "tiny", "openai", "own", "whole_ms")),
+    ("start to ready, native", "<=", 4, "s", lambda r: r["starts"]["native"]),
+    ("start to ready, mxnet", "<=", 4, "s", lambda r: r["starts"]["mxnet"]),
+    ("first token of a full-size model on disk", "<=", 1, "s", lambda r: r["cold"]["full"]),
+    ("first token of a tiny model on disk", "<=", 0.5, "s", lambda r: r["cold"]["tiny"]),
+    ("fetching and unpacking, against cp and tar", "<=", 1.2, "x", _slower),
+    ("growth of RSS by loading and unloading", "<=", 5, "%", _growth_percent),
+)  # fmt: skip
 
 
 def lines(results: Results) -> str:
-    return page(results, "the gateway", table(("", ""), [*rows(results)]))
+    return report.page(results, "the gateway", [rows(results)])
 
 
-def rows(results: Results) -> Iterator[Row]:
+def rows(results: Results) -> Table:
+    return ("", ""), _rows(results)
+
+
+def _rows(results: Results) -> Iterator[Row]:
     if measured := results.get("calls"):
         for name, key in (("the gateway", "gateway_ms"), ("MMS's own socket", "mms_ms")):
             p99 = statistics.quantiles(measured[key], n=100)[98]
             cell = f"{statistics.median(measured[key]):.2f} (p99 {p99:.2f})"
             yield f"a small call to {name}, ms", cell
-    yield from streams.rows(results.get("streams", {}))
+    labels = {"engine": "the engine's socket", "own": "/predictions", "openai": "/v1/completions"}
+    for size, ways in results.get("streams", {}).items():
+        for way, times in ways.items():
+            first, whole = (statistics.median(times[key]) for key in ("first_ms", "whole_ms"))
+            what = f"a stream of {TOKENS} tokens, {size} model, {labels.get(way, 'gRPC')}"
+            yield f"{what}: first and last, ms", f"{first:.2f} and {whole:.2f}"
     if measured := results.get("fetching"):
-        way, size = measured["their_way"], f"{measured['bytes'] / 1e6:.0f} MB"
+        way, size = measured["their_way"], f"{mb(measured['bytes'])} MB"
         ours, theirs = ([e["seconds"] for e in measured[key]] for key in ("ours", "theirs"))
         yield f"{size} from S3, unpacked, by the server: s", shown(ours, 2)
         yield f"the same by {way} and tar: s", shown(theirs, 2)
-        parts = medians(measured["theirs"])
+        parts = report.medians(measured["theirs"])
         cell = f"{parts['download_s']:.2f} and {parts['unpack_s']:.2f}"
         yield f"of that, {way} and tar: s", cell
     if measured := results.get("cycles"):
-        sizes = (f"{measured[when]['rss_bytes'] / 1e6:.0f}" for when in ("before", "after"))
+        sizes = (mb(measured[when]["rss_bytes"]) for when in ("before", "after"))
         loads = f"{measured['cycles']} loads and unloads, MB"
         yield f"RSS of the engine before and after {loads}", " and ".join(sizes)
+
+
+class GatewayRun(Run):
+    plan: Plan
+    PLAN = Plan()
+    QUICK = Plan(random_model.TINY, 1, 1, 20, 3, 2, 1, 3, warm_up=5, settling=2)
+    PARTS = DEFAULT = ("starts", "calls", "streams", "cold", "fetching", "cycles")
+    GOALS = GOALS
+    LINES = lines
+
+    def prepare(self) -> None:
+        self.full = random_model.make(self.store, self.plan.config, 0)
+        self.tiny = random_model.make(self.store, random_model.TINY, 0)
+        self.names = {"tiny": self.tiny.name, "full": self.full.name}
+        # The tiny model's pieces are the full-size one's, too.
+        self.text = random_model.text_of(random_model.prompts(random_model.TINY, 1, 16)[0])
+        self.grpc_port = free_port() if importlib.util.find_spec("grpc") else 0
+
+    @cached_property
+    def server(self) -> Server:
+        """With both models; for calls, streams and cold models."""
+        models = {folder.name: folder for folder in (self.tiny, self.full)}
+        environment = {"GRPC_PORT": str(self.grpc_port)}
+        log, backend = self.log("gateway"), BACKENDS["mxnet"]
+        server = Server(self.store, log, models, backend, environment)
+        return self.opened.enter_context(server)
+
+    def starts(self) -> Results:
+        """Seconds from `serve` to ready, by backend, in turns; the last server stays."""
+
+        def start(backend: tuple[str, str]) -> float:
+            with Server(self.store, self.log("starts"), backend=backend) as server:
+                return server.ready_s
+
+        ways = {name: partial(start, backend) for name, backend in BACKENDS.items()}
+        measured = in_turns(ways, self.plan.starts - 1)
+        measured["native"].append(ways["native"]())
+        measured["mxnet"].append(self.server.ready_s)
+        return measured
+
+    def calls(self) -> Results:
+        """Milliseconds of one small call, to the gateway's port and to MMS's own socket in turns.
+
+        Each side has one connection, which stays open.
+        """
+        body = {"inputs": self.text, "parameters": {"max_new_tokens": 1}}
+        tiny, sockets = self.names["tiny"], self.server.run_dir / "mms.sock"
+        with (
+            contextlib.closing(self.server.connect()) as gateway,
+            contextlib.closing(UnixConnection(sockets)) as mms,
+        ):
+            ways = {
+                "gateway_ms": partial(call, gateway, f"/models/{tiny}/invoke", body),
+                "mms_ms": partial(call, mms, f"/models/{self.server.id_of(tiny)}/invoke", body),
+            }
+            measured = in_turns(ways, self.plan.calls, self.plan.warm_up)
+        return {name: scaled(seconds for seconds, _ in each) for name, each in measured.items()}
+
+    def streams(self) -> Results:
+        """By size and way, milliseconds to the first bytes (`first_ms`) and of the whole stream.
+
+        One client sends the same text to the engine's own socket and by each route in turns.
+        """
+        measured: Results = {}
+        for size, model in self.names.items():
+            with contextlib.ExitStack() as opened:
+                ways = self._ways(model, opened)
+                times = in_turns(ways, self.plan.streams, min(STREAM_WARM_UP, self.plan.warm_up))
+            measured[size] = {
+                way: {
+                    "first_ms": scaled(first for first, _ in each),
+                    "whole_ms": scaled(whole for _, whole in each),
+                }
+                for way, each in times.items()
+            }
+        return measured
+
+    def _ways(self, name: str, opened: contextlib.ExitStack) -> dict[str, Way]:
+        ours = {"inputs": self.text, "parameters": {"max_new_tokens": TOKENS}, "stream": True}
+        openais: Results = {"model": name, "prompt": self.text, "stream": True}
+        openais |= {"max_tokens": TOKENS, "temperature": 0}
+
+        def connected(connection: http.client.HTTPConnection, path: str, body: Any) -> Way:
+            opened.callback(connection.close)
+            return partial(_stream, connection, path, json.dumps(body).encode())
+
+        server = self.server
+        engine = UnixConnection(server.run_dir / "engine.sock")
+        path = f"/models/{server.engines_name(name)}/generate"
+        ways = {
+            "engine": connected(engine, path, {**ours, "timeout_s": 60}),
+            "own": connected(server.connect(), f"/predictions/{name}", ours),
+            "openai": connected(server.connect(), "/v1/completions", openais),
+        }
+        if self.grpc_port:
+            ways["grpc"] = _grpc_way(self.grpc_port, name, self.text, opened)
+        return ways
+
+    def cold(self) -> Results:
+        """Seconds of a call, for one token, of a model that is on disk, prepared, not loaded."""
+        measured: Results = {}
+        with contextlib.closing(self.server.connect()) as connection:
+            for size, name in self.names.items():
+                measured[size] = []
+                for _ in range(self.plan.cold_calls):
+                    self.server.unload(name)
+                    measured[size].append(ask(connection, name, self.text, 1)[0])
+        return measured
+
+    def fetching(self) -> Results:
+        config = dataclasses.replace(self.plan.config, num_layers=self.plan.archived_layers)
+        folder = random_model.make(self.store, config, 200, "float16")
+        archive = fetching.pack(folder, self.workdir / f"{folder.name}.tar.gz")
+        return fetching.measure(archive, self.plan.fetches, self.workdir, self.log("fetching"))
+
+    def cycles(self) -> Results:
+        plan, log = self.plan, self.log("cycles")
+        return measure_cycles(self.full, self.text, plan.cycles, plan.settling, log)
+
+
+def _stream(connection: http.client.HTTPConnection, path: str, body: bytes) -> tuple[float, float]:
+    connection.close()  # one that rests for long is closed by the other side
+    connection.connect()
+    began = time.perf_counter()
+    connection.request("POST", path, body, HEADERS)
+    answer = connection.getresponse()
+    first_bytes = answer.read1()
+    first = time.perf_counter() - began
+    rest = answer.read()
+    whole = time.perf_counter() - began
+    if answer.status != 200 or b'"error"' in rest:
+        raise BenchmarkError(f"{path} answered {answer.status}: {first_bytes + rest!r:.300}")
+    return first, whole
+
+
+def _grpc_way(port: int, name: str, text: str, opened: contextlib.ExitStack) -> Way:
+    import grpc
+
+    from serving.api.grpc.inference import SERVICE
+    from serving.api.grpc.messages import message
+
+    channel = opened.enter_context(grpc.insecure_channel(f"127.0.0.1:{port}"))
+    stream = channel.stream_stream(
+        f"/{SERVICE}/ModelStreamInfer",
+        request_serializer=message("inference.ModelInferRequest").SerializeToString,
+        response_deserializer=message("inference.ModelStreamInferResponse").FromString,
+    )
+    request = message("inference.ModelInferRequest")(model_name=name)
+    tensor = request.inputs.add(name="text", datatype="BYTES", shape=[1])
+    tensor.contents.bytes_contents.append(text.encode())
+    request.parameters["max_new_tokens"].int64_param = TOKENS
+
+    def ask() -> tuple[float, float]:
+        began = time.perf_counter()
+        responses = stream(iter([request]), timeout=60)
+        answers = [next(responses)]
+        first = time.perf_counter() - began
+        answers += responses
+        whole = time.perf_counter() - began
+        if errors := [answer.error_message for answer in answers if answer.error_message]:
+            raise BenchmarkError(f"gRPC answered: {errors[0]}")
+        return first, whole
+
+    return ask

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import shutil
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -18,12 +17,11 @@ import numpy as np
 
 from benchmarks.contenders.ours import generate
 from benchmarks.engine import accuracy
-from benchmarks.worker import Channel, Clock, generation
+from benchmarks.worker import Clock, Started, generation
 from common.errors import OutOfMemory
 from engine import backends
 from engine.artifacts.open import open_artifact
 from engine.backends.interface import BackendModel, Piece
-from engine.text.sentencepiece import SentencePieceTokenizer
 
 # The CPU stands in for a GPU of this much memory beside the weights.
 CPU_LIMIT_BYTES = 256 << 20
@@ -90,14 +88,7 @@ class Checked:
 
     def compare(self, folder: str, prompts: list[Any], new_tokens: int) -> dict[str, Any]:
         """Against fp32 on the CPU."""
-        artifact = open_artifact(folder)
-        tokenizer = SentencePieceTokenizer(artifact.tokenizer_file)
-        exact, ours = backends.load(artifact, "native", "fp32"), self.open(folder)
-        try:
-            return accuracy.compare_models(exact, ours, tokenizer, prompts, new_tokens)
-        finally:
-            exact.close()
-            ours.close()
+        return accuracy.compare(folder, prompts, new_tokens, self.open)
 
     def generate(self, prompts: list[list[int]], new_tokens: int, clock: Clock) -> list[list[int]]:
         """By the first model, all prompts in one batch."""
@@ -187,21 +178,8 @@ class Checked:
         return allocate
 
 
-def main() -> None:
-    checked = Checked(*sys.argv[1:])
-    Channel().serve(
-        {"memory_bytes": checked.memory_bytes()},
-        {
-            "load": checked.load,
-            "unload": checked.unload,
-            "compare": checked.compare,
-            "generate": generation(checked.generate),
-            "rows": checked.rows,
-            "turns": checked.turns,
-            "exhaust": checked.exhaust,
-        },
-    )
-
-
-if __name__ == "__main__":
-    main()
+def start(backend: str, device: str) -> Started:
+    checked = Checked(backend, device)
+    names = ("load", "unload", "compare", "rows", "turns", "exhaust")
+    commands = {name: getattr(checked, name) for name in names}
+    return {}, {**commands, "generate": generation(checked.generate)}

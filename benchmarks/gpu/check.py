@@ -1,15 +1,26 @@
-"""Both backends on this machine's GPU, against fp32 on its CPU."""
+"""Both backends on this machine's GPU, against fp32 on its CPU, each in a process of its own."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import sys
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from benchmarks.process import WORKDIR
+from benchmarks.process import WORKDIR, BenchmarkError, Worker
 from command.options import option
+
+if TYPE_CHECKING:
+    from engine.artifacts.config import GPT2Config
+
+BACKENDS = {"mxnet": "fp32", "onnxruntime": "fp16"}  # on a GPU
+DEMO_MODELS = {
+    "sowol": ("나 보기가 역겨워", "산에는 꽃 피네", "엄마야 누나야"),
+    "dongju": ("죽는 날까지 하늘을 우러러", "계절이 지나가는 하늘에는", "산모퉁이를 돌아"),
+}
 
 
 @dataclass(kw_only=True)
@@ -19,6 +30,16 @@ class GpuCheck:
     only: Literal["mxnet", "onnxruntime"] | None = option(None, "one backend")
     json: Path | None = option(None, "(gpu_check.json in the working folder)", metavar="FILE")
     workdir: Path = option(WORKDIR, "kept for later runs")
+
+
+@dataclass(frozen=True)
+class Plan:
+    config: GPT2Config
+    models: int = 8
+    rows: int = 32
+    prompt_tokens: int = 16
+    new_tokens: int = 64
+    rounds: int = 3
 
 
 def run(options: GpuCheck) -> int:
@@ -33,15 +54,16 @@ def run(options: GpuCheck) -> int:
     kogpt2 gpu-check --only onnxruntime
     kogpt2 gpu-check --device cpu --quick   does it run? on the CPU, with tiny models
     """
+    from benchmarks import random_model
     from benchmarks.gpu import table as gpu_table
-    from benchmarks.gpu.measurements import BACKENDS, Plan, measure
 
-    plan = Plan.quick() if options.quick else Plan()
+    plan = Plan(random_model.FULL)
+    if options.quick:
+        plan = Plan(random_model.TINY, models=2, rows=4, prompt_tokens=8, new_tokens=16, rounds=1)
     workdir = options.workdir.resolve()
     print(f"working in {workdir}", file=sys.stderr)
-    wanted = [options.only] if options.only else list(BACKENDS)
     workdir.mkdir(parents=True, exist_ok=True)
-    results = measure(plan, options.device, wanted, workdir)
+    results = measure(plan, options.device, [options.only] if options.only else BACKENDS, workdir)
     file = options.json or workdir / "gpu_check.json"
     file.write_text(json.dumps(results, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     print("\n".join(gpu_table.lines(results)))
@@ -49,3 +71,56 @@ def run(options: GpuCheck) -> int:
     for failure in failures:
         print(f"FAILED: {failure}")
     return 1 if failures or results["skipped"] else 0
+
+
+def measure(plan: Plan, device: str, wanted: Iterable[str], workdir: Path) -> dict[str, Any]:
+    """Measure each backend; one that could not be measured is among `skipped`, with the reason.
+
+    Raises `BenchmarkError` where nothing could be measured.
+    """
+    from benchmarks import random_model
+
+    random = [str(random_model.make(workdir, plan.config, seed)) for seed in range(plan.models)]
+    prompts = random_model.prompts(plan.config, plan.rows, plan.prompt_tokens)
+    compared: dict[str, tuple[str, Sequence[Any]]] = {
+        name: (str(random_model.demo(name, workdir)), lines) for name, lines in DEMO_MODELS.items()
+    }
+    compared["random"] = (random[0], prompts[:2])
+    results: dict[str, Any] = {}
+    skipped: dict[str, str] = {}
+    tokens = {"new_tokens": plan.new_tokens}
+    for backend in wanted:
+        print(f"measuring {backend} on the {device}", file=sys.stderr)
+        log = workdir / f"gpu_check-{backend}.log"
+        try:
+            with Worker(sys.executable, "gpu.backend", [backend, device], log) as worker:
+                call = worker.call
+                measured: dict[str, Any] = {
+                    "accuracy": {
+                        name: call("compare", folder=folder, prompts=list(texts), **tokens)
+                        for name, (folder, texts) in compared.items()
+                    },
+                    "empty_bytes": call("unload"),
+                    "loads": [call("load", folder=folder) for folder in random],
+                    "rows": call("rows", prompts=prompts, steps=4),
+                }
+                for rows in (1, plan.rows):
+                    measured[f"B={rows}"] = [
+                        call("generate", prompts=prompts[:rows], **tokens)["steps_s"]
+                        for _ in range(plan.rounds)
+                    ]
+                measured["turns_tokens_per_s"] = call("turns", prompt=prompts[0], **tokens)
+                measured["unloaded_bytes"] = call("unload")
+                if device == "gpu" or backend == "onnxruntime":  # MXNet would fill the machine
+                    call("load", folder=random[0])
+                    measured["exhausted"] = call(
+                        "exhaust", folder=random[1], prompt=prompts[0], **tokens
+                    )
+        except BenchmarkError as error:
+            skipped[backend] = str(error)
+        else:
+            results[backend] = {**measured, "precision": BACKENDS[backend]}
+    if not results:
+        raise BenchmarkError("; ".join(skipped.values()))
+    plan_of = dataclasses.asdict(plan)
+    return {"device": device, "plan": plan_of, "backends": results, "skipped": skipped}

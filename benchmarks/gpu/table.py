@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from importlib import metadata
 from typing import Any
 
-from benchmarks.report.tables import table
+from benchmarks.report.tables import mb, table
 
 Checked = dict[str, Any]
 
@@ -29,45 +29,36 @@ def lines(results: Checked) -> Iterator[str]:
         f" {config['vocab_size']:,}; {plan['prompt_tokens']}-token prompts,"
         f" {plan['new_tokens']} new tokens; medians of {plan['rounds']} rounds\n"
     )
-    titles = _titles(plan)
-    columns = [_column(f, plan["rows"]) for f in measured.values()]
-    head = ("", *(f"{name} {f['precision']}" for name, f in measured.items()))
-    yield from table(head, [*zip(titles, *columns, strict=True)])
+    columns = [_column(each, plan) for each in measured.values()]
+    head = ("", *(f"{name} {each['precision']}" for name, each in measured.items()))
+    rows = [(title, *(column[title] for column in columns)) for title in columns[0]]
+    yield from table(head, rows)
     for name, reason in results["skipped"].items():
         yield f"not measured: {name} ({reason})"
 
 
-def _titles(plan: Checked) -> list[str]:
-    return [
-        "logits against fp32 on the CPU, relative error",
-        "greedy texts of the demo models that are the same",
-        f"a row among {plan['rows']} against alone, largest difference of a logit",
-        "B=1, tokens/s (a decode step, ms)",
-        f"B={plan['rows']}, tokens/s (a decode step, ms)",
-        f"{plan['models']} models in turn, tokens/s",
-        "load, s: the first model, a further one",
-        "a model's weights, MB",
-        "memory of a further model, MB",
-        "memory in use with none, before and after, MB",
-        "memory that runs out",
-    ]
-
-
-def _column(f: Checked, rows: int) -> list[str]:
+def _column(f: Checked, plan: Checked) -> dict[str, str]:
+    rows, models = plan["rows"], plan["models"]
     first, *more = f["loads"]
-    return [
-        f"{_error(f):.1e}",
-        _texts(f),
-        f"{f['rows']['max_difference']:.1e}",
-        _speed(f["B=1"], 1),
-        _speed(f[f"B={rows}"], rows),
-        f"{f['turns_tokens_per_s']:,.0f}",
-        f"{first['seconds']:.2f}, {statistics.median(load['seconds'] for load in more):.2f}",
-        _mb(first["weight_bytes"]),
-        _further(f),
-        f"{_mb(f['empty_bytes'])}, {_mb(f['unloaded_bytes'])}",
-        _exhausted(f),
-    ]
+    further = statistics.median(load["seconds"] for load in more)
+    demo = [a for name, a in f["accuracy"].items() if name != "random"]
+    same, texts = (sum(a[key] for a in demo) for key in ("same_texts", "texts"))
+    alone = f"a row among {rows} against alone, largest difference of a logit"
+    return {
+        "logits against fp32 on the CPU, relative error": f"{_error(f):.1e}",
+        "greedy texts of the demo models that are the same": f"{same} of {texts}",
+        alone: f"{f['rows']['max_difference']:.1e}",
+        "B=1, tokens/s (a decode step, ms)": _speed(f["B=1"], 1),
+        f"B={rows}, tokens/s (a decode step, ms)": _speed(f[f"B={rows}"], rows),
+        f"{models} models in turn, tokens/s": f"{f['turns_tokens_per_s']:,.0f}",
+        "load, s: the first model, a further one": f"{first['seconds']:.2f}, {further:.2f}",
+        "a model's weights, MB": _mb(first["weight_bytes"]),
+        "memory of a further model, MB": _further(f),
+        "memory in use with none, before and after, MB": (
+            f"{_mb(f['empty_bytes'])}, {_mb(f['unloaded_bytes'])}"
+        ),
+        "memory that runs out": _exhausted(f),
+    }
 
 
 def failures(results: Checked) -> Iterator[str]:
@@ -90,11 +81,6 @@ def _error(f: Checked) -> float:
     return float(max(a["relative_logit_error"] for a in f["accuracy"].values()))
 
 
-def _texts(f: Checked) -> str:
-    demo = [a for name, a in f["accuracy"].items() if name != "random"]
-    return f"{sum(a['same_texts'] for a in demo)} of {sum(a['texts'] for a in demo)}"
-
-
 def _speed(rounds: list[list[float]], rows: int) -> str:
     tokens_per_s = statistics.median(rows * len(steps) / sum(steps) for steps in rounds)
     step_ms = statistics.median(1e3 * statistics.median(steps[1:]) for steps in rounds)
@@ -110,13 +96,12 @@ def _exhausted(f: Checked) -> str:
     if "exhausted" not in f:
         return "not tried"
     refused = "refused" if f["exhausted"]["refused"] else "**not refused**"
-    return refused + (
-        ", then the same text" if f["exhausted"]["same"] else ", **then another text**"
-    )
+    same = "then the same text" if f["exhausted"]["same"] else "**then another text**"
+    return f"{refused}, {same}"
 
 
 def _mb(size: float | None) -> str:
-    return "?" if size is None else f"{size / 1e6:,.0f}"
+    return "?" if size is None else mb(size)
 
 
 def _device(device: str) -> str:

@@ -11,23 +11,19 @@ import re
 import statistics
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 from benchmarks.engine import tables
 from benchmarks.engine.speeds import tokens_per_s
 from benchmarks.gateway import measurements as gateway
 from benchmarks.process import ROOT
-from benchmarks.report import goals, machine
-from benchmarks.report.tables import goal_table, table
+from benchmarks.report import machine
+from benchmarks.report.tables import Results, Table, goal_table, judge, table
 from command.errors import Problem
-
-Results = dict[str, Any]
 
 DOCS = ROOT / "docs" / "develop"
 ENGINE, GATEWAY = DOCS / "benchmark.json", DOCS / "benchmark-gateway.json"
 PAGES = ("README.md", "README.ko.md", "docs/develop/benchmark.md")
 BLOCK = re.compile(r"(<!-- benchmark: ([\w.-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
-PEERS = ("llama.cpp", "openvino", "ctranslate2")
 
 
 def read(engine: Path = ENGINE, gateway_file: Path = GATEWAY) -> Results:
@@ -42,8 +38,8 @@ def read(engine: Path = ENGINE, gateway_file: Path = GATEWAY) -> Results:
             f"{engine.name} is of {values['commit']}, {gateway_file.name} of"
             f" {values['gateway']['commit']}: measure both on one commit"
         )
-    values["goals"] = list(goals.goals(values, tables.GOALS))
-    values["gateway"]["goals"] = list(goals.goals(values["gateway"], gateway.GOALS))
+    values["goals"] = [*judge(values, tables.GOALS)]
+    values["gateway"]["goals"] = [*judge(values["gateway"], gateway.GOALS)]
     return values
 
 
@@ -80,33 +76,30 @@ def _conditions(results: Results) -> str:
     )
 
 
-def _missed(results: Results) -> list[Results]:
+def _goals(results: Results, missed: bool = False) -> list[Results]:
     every = [*results["goals"], *results["gateway"]["goals"]]
-    return [goal for goal in every if goal.get("met") is False]
-
-
-def _why(results: Results) -> str:
-    return "\n".join(goal_table(_missed(results))) or "None."
+    return [goal for goal in every if "met" in goal and not (missed and goal["met"])]
 
 
 def _headline(results: Results, text: str, peer: str, missed: str) -> str:
     def rates(name: str) -> dict[str, float]:
         return {f"b{rows}": statistics.median(tokens_per_s(results, name, rows)) for rows in (1, 8)}
 
-    ours, measured = tables.INT8, results["contenders"]
-    against = next(goal for goal in results["goals"] if "guides' loop" in goal["name"])
+    measured = results["contenders"]
     peers = [
         peer.format(name=measured[name]["label"], **rates(name))
-        for name in PEERS
+        for name in tables.PEERS
         if name in measured
     ]
-    cold = statistics.median(results["gateway"]["cold"]["full"])
-    every = [*results["goals"], *results["gateway"]["goals"]]
+    guides = next(goal for goal in results["goals"] if "guides' loop" in goal["name"])
+    counts = {"count": len(_goals(results)), "missed": len(_goals(results, missed=True))}
     headline = text.format(
-        **rates(ours), peers=", ".join(peers), guides=against["value"]["median"], cold=cold
+        **rates(tables.INT8),
+        peers=", ".join(peers),
+        guides=guides["value"]["median"],
+        cold=statistics.median(results["gateway"]["cold"]["full"]),
     )
-    count = sum("met" in goal for goal in every)
-    return f"{headline} {missed.format(count=count, missed=len(_missed(results)))}"
+    return f"{headline} {missed.format(**counts)}"
 
 
 def _english(results: Results) -> str:
@@ -135,21 +128,21 @@ def _korean(results: Results) -> str:
     )
 
 
-def _lines(make: Callable[[Results], Iterator[str]]) -> Callable[[Results], str]:
-    return lambda results: "\n".join(make(results)) or "Not measured."
+def _table(of: Callable[[Results], Table], none: str = "Not measured.") -> Callable[[Results], str]:
+    return lambda results: "\n".join(table(*of(results))) or none
 
 
 BLOCKS: dict[str, Callable[[Results], str]] = {
     "headline": _english,
     "headline.ko": _korean,
     "conditions": _conditions,
-    "speeds": _lines(tables.speeds),
-    "uses": _lines(tables.uses),
-    "others": _lines(lambda r: table(("", ""), [*tables.others(r)])),
-    "far": _lines(tables.far),
-    "goals": _lines(lambda r: goal_table(r["goals"])),
-    "gateway": _lines(lambda r: table(("", ""), [*gateway.rows(r["gateway"])])),
-    "gateway-goals": _lines(lambda r: goal_table(r["gateway"]["goals"])),
-    "missed": _why,
-    "operators": _lines(tables.operators),
+    "speeds": _table(tables.speeds),
+    "uses": _table(tables.uses),
+    "others": _table(tables.others),
+    "far": _table(tables.far),
+    "goals": _table(lambda r: goal_table(r["goals"])),
+    "gateway": _table(lambda r: gateway.rows(r["gateway"])),
+    "gateway-goals": _table(lambda r: goal_table(r["gateway"]["goals"])),
+    "missed": _table(lambda r: goal_table(_goals(r, missed=True)), "None."),
+    "operators": _table(tables.operators),
 }

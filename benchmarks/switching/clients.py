@@ -1,10 +1,11 @@
-"""Clients that ask many models by streams, one after the other each, and what they saw."""
+"""Clients that ask many models by streams, one request after the other each, and their answers."""
 
 from __future__ import annotations
 
 import http.client
 import itertools
-import json
+import math
+import statistics
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -12,12 +13,19 @@ from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 
+from benchmarks.contenders.llama_server import LlamaServer
 from benchmarks.process import BenchmarkError
-from benchmarks.switching.servers import LlamaStreams, Ours
+from benchmarks.report.tables import FAULTS, Results, quantiles
+from benchmarks.server import Server, Streamed
+from benchmarks.switching import process_tree
+from benchmarks.switching.trace import policies, replay
+from common.eviction import Held
 
-ANSWER_S = 120.0
 STATES = ("hot", "warm", "parked", "cold")
-HEADERS = {"Content-Type": "application/json", "Accept": "application/x-ndjson"}
+ALONE_S = 30.0
+
+Trace = Sequence[tuple[str, int]]  # names of models, and numbers of prompts
+Expected = Mapping[tuple[str, int], str]  # what a model alone answers
 
 
 @dataclass(frozen=True)
@@ -39,50 +47,93 @@ class Answered:
         return {name: value for name, value in vars(self).items() if name != "text"}
 
 
+@dataclass(frozen=True)
+class Clients:
+    """Clients, each of which pauses for `pause_s` after an answer.
+
+    watches: query the models' residency before each call, which is slow with hundreds
+    """
+
+    prompts: Sequence[list[int]]
+    count: int
+    new_tokens: int
+    pause_s: float = 0.0
+    watches: bool = True
+
+    def one(self, server: Server | LlamaServer) -> closing[Client]:
+        return closing(Client(self, server))
+
+    def run(
+        self, server: Server | LlamaServer, trace: Trace, limit_s: float | None = None
+    ) -> tuple[list[Answered], float]:
+        """The answers in the order of the trace, and seconds.
+
+        Each client takes the trace's next request, unless `limit_s` have passed.
+        """
+        numbers = itertools.count()
+        answers_by_turn: dict[int, Answered] = {}
+        began = time.perf_counter()
+
+        def client(number: int) -> None:
+            with self.one(server) as asking:
+                time.sleep(self.pause_s * number / self.count)
+                while (at := next(numbers)) < len(trace):
+                    if limit_s is not None and time.perf_counter() - began > limit_s:
+                        return
+                    answers_by_turn[at] = asking.ask(*trace[at])
+                    time.sleep(self.pause_s)
+
+        with ThreadPoolExecutor(self.count) as pool:
+            list(pool.map(client, range(self.count)))
+        return [answers_by_turn[at] for at in sorted(answers_by_turn)], time.perf_counter() - began
+
+    def measure(
+        self, server: Server | LlamaServer, trace: Trace, expected: Expected, limit_s: float | None
+    ) -> tuple[list[Answered], Results]:
+        """The trace, and then requests to one model alone: answers, and statistics of them."""
+        before = process_tree.usage(server.pid)
+        answers, seconds = self.run(server, trace, limit_s)
+        after, memory = process_tree.usage(server.pid), process_tree.memory(server.pid)
+        one = [(trace[0][0], i % len(self.prompts)) for i in range(max(len(answers) // 4, 8))]
+        alone, alone_s = self.run(server, one, ALONE_S)
+        return answers, {
+            "seconds": seconds,
+            "tokens_per_s": sum(a.tokens for a in answers) / seconds,
+            "alone_tokens_per_s": sum(a.tokens for a in alone) / alone_s,
+            "first_token_s": quantiles([a.first_s for a in answers if not a.error]),
+            "alone_first_token_s": quantiles([a.first_s for a in alone if not a.error]),
+            "faults": count_faults([*answers, *alone], expected),
+            "memory": memory,
+            "usage": {key: after[key] - before[key] for key in after},
+        }
+
+
 class Client:
     """One connection that stays open."""
 
-    def __init__(
-        self,
-        server: Ours | LlamaStreams,
-        prompts: Sequence[list[int]],
-        new_tokens: int,
-        watches: bool = True,
-    ) -> None:
-        """`watches`: query the models' residency before each call, which is slow with hundreds."""
-        self._watches = watches
-        self._server, self._prompts, self._new_tokens = server, prompts, new_tokens
-        self._connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=ANSWER_S)
+    def __init__(self, clients: Clients, server: Server | LlamaServer) -> None:
+        self._clients, self._server, self._connection = clients, server, server.connect()
 
     def ask(self, model: str, prompt: int = 0, new_tokens: int | None = None) -> Answered:
-        new_tokens = new_tokens or self._new_tokens
-        states = self._server.states() if self._watches else {}
+        new_tokens = new_tokens or self._clients.new_tokens
+        states = self._server.states() if self._clients.watches else {}
         state, hot = states.get(model, "cold"), sum(s == "hot" for s in states.values())
-        path, body = self._server.stream(model, self._prompts[prompt], new_tokens)
+        path, body = self._server.stream(model, self._clients.prompts[prompt], new_tokens)
         began = time.perf_counter()
-        first, texts, error = 0.0, [], ""
+        first_s, tokens, text, error = 0.0, 0, "", ""
         try:
-            self._connection.request("POST", path, json.dumps(body).encode(), HEADERS)
-            answer = self._connection.getresponse()
-            if answer.status != 200:
-                error = f"{answer.status}: {answer.read(500).decode('utf-8', 'replace')}"
-            else:
-                for line in answer:
-                    if b'"error"' in line:
-                        error = f"broke off: {line.decode('utf-8', 'replace')}"
-                    elif (text := self._server.token(line)) is not None:
-                        first = first or time.perf_counter() - began
-                        texts.append(text)
-        except (OSError, http.client.HTTPException) as failed:
-            self._connection.close()
-            error = f"lost: {failed!r}"
+            answer = Streamed(self._connection, path, body)
+            first_s, tokens, text = answer.first_s, answer.tokens, answer.text
+            if tokens < new_tokens:
+                error = f"lost: {tokens} tokens of {new_tokens}"
+        except BenchmarkError as refused:
+            error = str(refused)
+        except (OSError, http.client.HTTPException) as lost:
+            error = f"lost: {lost!r}"
         seconds = time.perf_counter() - began
-        if not isinstance(self._server, Ours):  # llama.cpp's closes it without saying so
+        if error or isinstance(self._server, LlamaServer):  # which closes it without saying so
             self._connection.close()
-        if not error and len(texts) < new_tokens:
-            error = f"lost: {len(texts)} tokens of {new_tokens}"
-        text = "".join(texts)
-        return Answered(model, prompt, state, hot, began, first, seconds, len(texts), text, error)
+        return Answered(model, prompt, state, hot, began, first_s, seconds, tokens, text, error)
 
     def must(self, model: str, prompt: int = 0, new_tokens: int | None = None) -> Answered:
         """Raises `BenchmarkError` where the answer is an error."""
@@ -95,41 +146,7 @@ class Client:
         self._connection.close()
 
 
-def run(
-    server: Ours | LlamaStreams,
-    trace: Sequence[tuple[str, int]],
-    prompts: Sequence[list[int]],
-    clients: int,
-    new_tokens: int,
-    pause_s: float,
-    limit_s: float | None = None,
-    watches: bool = True,
-) -> tuple[list[Answered], float]:
-    """The answers in the order of the trace (of as much of it as `limit_s` allows), and seconds.
-
-    Each client takes the trace's next request once its own is answered and it has paused.
-    """
-    numbers = itertools.count()
-    answers_by_turn: dict[int, Answered] = {}
-    began = time.perf_counter()
-
-    def client(number: int) -> None:
-        with closing(Client(server, prompts, new_tokens, watches)) as asking:
-            time.sleep(pause_s * number / clients)
-            while (at := next(numbers)) < len(trace):
-                if limit_s is not None and time.perf_counter() - began > limit_s:
-                    return
-                answers_by_turn[at] = asking.ask(*trace[at])
-                time.sleep(pause_s)
-
-    with ThreadPoolExecutor(clients) as pool:
-        list(pool.map(client, range(clients)))
-    return [answers_by_turn[at] for at in sorted(answers_by_turn)], time.perf_counter() - began
-
-
-def count_faults(
-    answers: Sequence[Answered], expected: Mapping[tuple[str, int], str]
-) -> dict[str, Any]:
+def count_faults(answers: Sequence[Answered], expected: Expected) -> Results:
     """Count the answers that differ from those of the model alone."""
     errors = [a.error for a in answers if a.error]
     wrong = [a for a in answers if not a.error and a.text != expected[a.model, a.prompt]]
@@ -139,4 +156,39 @@ def count_faults(
         "4xx": sum(error.startswith("4") for error in errors),
         "5xx": sum(error.startswith("5") for error in errors),
         "examples": errors[:5],
+    }
+
+
+def joined(rounds: list[Results]) -> Results:
+    """The rounds of a trace, with statistics of all their requests together."""
+    requests = [a for one in rounds for a in one["requests"]]
+    firsts = {"all": [a["first_s"] for a in requests if not a["error"]]}
+    for state in STATES:
+        if values := [a["first_s"] for a in requests if a["state"] == state]:
+            firsts[state] = values
+    against = [one["tokens_per_s"] / (one["alone_tokens_per_s"] or math.inf) for one in rounds]
+    capacity = max(one["at_once"] for one in rounds)
+    return {
+        "rounds": rounds,
+        "first_token_s": {state: quantiles(values) for state, values in firsts.items()},
+        "tokens_per_s": statistics.median(one["tokens_per_s"] for one in rounds),
+        "against_alone": statistics.median(against),
+        "at_once": capacity,
+        "hits": hits(rounds, capacity),
+        "faults": {key: sum(one["faults"][key] for one in rounds) for key in FAULTS},
+    }
+
+
+def hits(rounds: list[Results], capacity: int) -> dict[str, float]:
+    """The share of requests that found their model hot, and what caches of that size would have."""
+    requests = [a for one in rounds for a in one["requests"]]
+    measured = sum(a["state"] == "hot" for a in requests) / max(len(requests), 1)
+    order = [*rounds[0]["warm_up"], *(a["model"] for a in rounds[0]["requests"])]
+    numbers = {name: i for i, name in enumerate(dict.fromkeys(order))}
+    trace = [numbers[name] for name in order]
+    counted = len(trace) / max(len(rounds[0]["requests"]), 1)  # none of the warm-up is a hit
+    models = dict.fromkeys(numbers.values(), Held(1, 1.0))
+    return {"measured": measured} | {
+        name: counted * replay(policy, trace, models, max(capacity, 1))[0]
+        for name, policy in policies(trace, models).items()
     }

@@ -1,4 +1,4 @@
-"""Measured: many fine-tunes on a machine that cannot hold them all, and switching between them."""
+"""Many fine-tunes on a machine that cannot hold them all, and switching between them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,14 +17,16 @@ from tqdm import tqdm
 
 from benchmarks import page_cache, random_model
 from benchmarks.contenders import peers
+from benchmarks.contenders.llama_server import Router
 from benchmarks.engine.process import Engine
 from benchmarks.process import ROOT, BenchmarkError
-from benchmarks.run import Results, Run, commit
+from benchmarks.report.tables import Results
+from benchmarks.run import Run, commit
+from benchmarks.server import Server
 from benchmarks.switching import process_tree, tables
-from benchmarks.switching.clients import Client, count_faults, run
+from benchmarks.switching.clients import Clients, joined
 from benchmarks.switching.control_group import ControlGroup
-from benchmarks.switching.servers import Ours, Router
-from benchmarks.switching.summary import each_further, joined
+from benchmarks.switching.process_tree import each_further
 from benchmarks.switching.trace import Kind, trace
 from common.memory import MIB
 from engine.artifacts.config import GPT2Config
@@ -52,8 +53,10 @@ class Plan:
     """Sizes of a measurement of switching.
 
     engine_mib: the engine's budget; five of the default models fit into it in int8
+    two_mib: a budget into which two fit
     container_mib: 0, or a control group's memory; the budget is then that of such a container
     minutes: 0, or how long the trace runs, instead of `requests`
+    sizes: of memory in a sweep, about
     against: a commit that is measured, too
     """
 
@@ -65,18 +68,18 @@ class Plan:
     pause_s: float = 0.3
     rounds: int = 2
     engine_mib: int = 720
-    two_mib: int = 300  # where two fit
+    two_mib: int = 300
     container_mib: int = 0
     minutes: float = 0
     tries: int = 3
+    sizes: int = 8
     seed: int = 0
     against: str | None = None
 
     @property
     def budget_mib(self) -> int:
-        return (
-            budget_bytes(self.container_mib << 20) // MIB if self.container_mib else self.engine_mib
-        )
+        container = self.container_mib * MIB
+        return budget_bytes(container) // MIB if container else self.engine_mib
 
     def trace(self, folders: Sequence[Path]) -> list[tuple[str, int]]:
         requests = self.requests
@@ -96,11 +99,17 @@ class Side:
     expected: dict[tuple[str, int], str] = field(default_factory=dict)
 
 
+def by_side(measure: Callable[[SwitchingRun, Side], Any]) -> Callable[[SwitchingRun], Results]:
+    """A part that is measured of each side."""
+    return lambda run: {side.name: measure(run, side) for side in run.sides}
+
+
 class SwitchingRun(Run):
     plan: Plan
-    PLAN, QUICK = Plan(), Plan(SMALL, 4, 24, 2, 4, 0.01, 1, 3, 2, tries=1)
+    PLAN, QUICK = Plan(), Plan(SMALL, 4, 24, 2, 4, 0.01, 1, 3, 2, tries=1, sizes=1)
     PARTS = ("trace", "swaps", "memory", "first", "sweep", "disk", "registered", "models")
     DEFAULT = PARTS[:4]
+    LINES = tables.lines
 
     def __init__(self, plan: Plan, wanted: Sequence[str], workdir: Path) -> None:
         super().__init__(plan, wanted, workdir)
@@ -109,76 +118,59 @@ class SwitchingRun(Run):
             raise BenchmarkError(f"--against takes at most {MANY} models")
         self.GOALS = tables.CONTAINER_GOALS if plan.container_mib else tables.GOALS
         # Hollow ones cannot be prepared in another format.
-        self.store = workdir / (f"hollow-{prepared.FORMAT}" if self.many else "tuned")
-        self.prompts = random_model.prompts(random_model.TINY, PROMPTS, PROMPT_TOKENS)
+        self.tuned = workdir / (f"hollow-{prepared.FORMAT}" if self.many else "tuned")
+        prompts = random_model.prompts(random_model.TINY, PROMPTS, PROMPT_TOKENS)
+        self.clients = Clients(prompts, plan.clients, plan.new_tokens, plan.pause_s)
         self.results["plan"]["budget_mib"] = plan.budget_mib
         self.results["against"] = None
 
-    def measure(self, save: Callable[[], object]) -> None:
-        self.store.mkdir(exist_ok=True)
-        with contextlib.ExitStack() as stack:
-            self.sides = [self._side("now", ROOT)]
-            if against := self.plan.against:
-                tree = stack.enter_context(_tree(against))
-                self.results["against"] = commit(tree)
-                self.sides.append(self._side(against, tree))
-            with self.skipping("models"):
-                for side in self.sides:  # the first time each model is quantized
-                    with side.start(self.plan.budget_mib, "prepare") as server:
-                        side.expected = self._alone(server, side.name)
-                self.folders = [*self._models()]
-                self.trace = self.plan.trace(self.folders)
-            parts: dict[str, Callable[[], Any]] = {
-                "trace": self._traces,
-                "swaps": lambda: self._by_side(self._swaps),
-                "memory": lambda: self._by_side(self._memory),
-                "first": lambda: self._by_side(self._first),
-                "sweep": self._sweep,
-                "disk": lambda: {"now": self._disk(self.sides[0])},
-                "registered": lambda: self._by_side(self._registered),
-                "models": self._disk_bytes,
-            }
-            self.measure_parts({} if self.results["skipped"] else parts, save)
-        self.judge()
+    def prepare(self) -> None:
+        self.tuned.mkdir(exist_ok=True)
+        self.sides = [self._side("now", ROOT)]
+        if against := self.plan.against:
+            tree = self.opened.enter_context(_tree(against))
+            self.results["against"] = commit(tree)
+            self.sides.append(self._side(against, tree))
+        for side in self.sides:  # the first time each model is quantized
+            with side.start(self.plan.budget_mib, "prepare") as server:
+                side.expected = self._alone(server, side.name)
+        self.folders = [*self._models(self.plan.models)]
+        self.turns = self.plan.trace(self.folders)
 
     def _side(self, name: str, tree: Path) -> Side:
-        def start(mib: int, log: str, store: Path = self.store, **more: Any) -> Ours:
-            return Ours(store, self.log(f"switching-{log}-{name}"), mib, root=tree, **more)
+        def start(
+            mib: int, log: str, store: Path = self.tuned, cache: str = "", **more: Any
+        ) -> Server:
+            environment = {"ENGINE_MEMORY_MIB": str(mib), "ENGINE_CACHE_DIR": cache}
+            log_file = self.log(f"switching-{log}-{name}")
+            return Server(store, log_file, environment=environment, root=tree, **more)
 
         return Side(name, start, tree)
 
-    def _by_side(self, measure: Callable[[Side], Any]) -> Results:
-        return {side.name: measure(side) for side in self.sides}
-
-    def _models(self) -> Iterator[Path]:
-        return random_model.fine_tunes(self.store, self.plan.config, self.plan.models)
-
-    def _client(self, server: Any) -> closing[Client]:
-        return closing(Client(server, self.prompts, self.plan.new_tokens))
+    def _models(self, count: int) -> Iterator[Path]:
+        return random_model.fine_tunes(self.tuned, self.plan.config, count)
 
     def _alone(self, server: Any, name: str) -> dict[tuple[str, int], str]:
         """What each model says. Of many, each is made only then: the disk holds no more of them."""
-        measured: dict[tuple[str, int], str] = {}
-        answers_alone = set()
-        models = tqdm(self._models(), f"models alone, {name}", self.plan.models, disable=None)
-        for folder in models:
-            with self._client(server) as client:  # one that is idle for long is closed
+        count = self.plan.models
+        answers: dict[str, list[str]] = {}
+        for folder in tqdm(self._models(count), f"models alone, {name}", count, disable=None):
+            with self.clients.one(server) as client:  # one that is idle for long is closed
                 texts = [client.must(folder.name, prompt).text for prompt in range(PROMPTS)]
-            measured |= {(folder.name, prompt): text for prompt, text in enumerate(texts)}
-            answers_alone.add(tuple(texts))
+            answers[folder.name] = texts
             if self.many:
                 random_model.hollow(folder)
-        if len(answers_alone) < self.plan.models:  # hollow ones were prepared anew
-            raise BenchmarkError(f"{self.store} is damaged: models there say the same as others")
-        return measured
-
-    def _disk_bytes(self) -> int:
-        """Of all models, with what is prepared."""
-        return sum(512 * p.stat().st_blocks for f in self.folders for p in f.rglob("*"))
+        if len({*map(tuple, answers.values())}) < count:  # hollow ones were prepared anew
+            raise BenchmarkError(f"{self.tuned} is damaged: models there say the same as others")
+        return {
+            (model, prompt): text
+            for model, texts in answers.items()
+            for prompt, text in enumerate(texts)
+        }
 
     # The trace
 
-    def _traces(self) -> Results:
+    def trace(self) -> Results:
         """In rounds, side after side."""
         measured: Results = {}
         for number in range(self.plan.rounds):
@@ -216,49 +208,39 @@ class SwitchingRun(Run):
         seen: bool = True,
         limit_s: float = 0.0,
     ) -> Results:
-        plan = self.plan
-        container_mib = container_mib or plan.container_mib
-        limit_s = limit_s or 60 * plan.minutes
+        container_mib = container_mib or self.plan.container_mib
+        limit_s = limit_s or 60 * self.plan.minutes
         with contextlib.ExitStack() as stack:
             more: dict[str, Any] = {}
             group = None
             if container_mib:
-                self._cold()
+                self._drop_pages()
                 group = stack.enter_context(ControlGroup(container_mib, seen=seen))
                 more["prefix"] = group.prefix
             server = stack.enter_context(side.start(mib, log, **more))
             warm_up = self._warm_up(server)
-            how = (self.prompts, plan.clients, plan.new_tokens, plan.pause_s)
-            before = process_tree.usage(server.pid)
-            answers, seconds = run(server, self.trace, *how, limit_s or None)
-            after = process_tree.usage(server.pid)
-            memory = process_tree.memory(server.pid)
-            one = [(self.trace[0][0], i % PROMPTS) for i in range(max(len(answers) // 4, 8))]
-            alone, alone_s = run(server, one[: 100 * plan.clients], *how)
-            limited = group.page_ins() if group else {}
+            expected, turns = side.expected, self.turns
+            answers, measured = self.clients.measure(server, turns, expected, limit_s or None)
+            if group:
+                measured["usage"] |= group.page_ins()
         return {
+            **measured,
             "warm_up": warm_up,
             "requests": [answer.row() for answer in answers],
-            "seconds": seconds,
-            "tokens_per_s": sum(a.tokens for a in answers) / seconds,
-            "alone_tokens_per_s": sum(a.tokens for a in alone) / alone_s,
             "at_once": max(answer.hot for answer in answers),
-            "faults": count_faults([*answers, *alone], side.expected),
-            "memory": memory,
-            "usage": {key: after[key] - before[key] for key in after} | limited,
             "ready_s": server.ready_s,
         }
 
     def _warm_up(self, server: Any) -> list[str]:
         """Every model once, the most popular last."""
-        counts = Counter(model for model, _ in self.trace)
+        counts = Counter(model for model, _ in self.turns)
         names = sorted((folder.name for folder in self.folders), key=counts.__getitem__)
-        with self._client(server) as client:
+        with self.clients.one(server) as client:
             for name in names:
                 client.ask(name, new_tokens=1)
         return names
 
-    def _sweep(self) -> Results:
+    def sweep(self) -> Results:
         """By side, the trace with less and less memory, down to one model.
 
         Each container size also has a second server, without a limit, that keeps all hot.
@@ -266,13 +248,13 @@ class SwitchingRun(Run):
         if self.plan.container_mib:
             side = self.sides[0]
             return {side.name: self._sizes(side), tables.ALL_HOT: self._sizes(side, seen=False)}
-        return self._by_side(self._sizes)
+        return {side.name: self._sizes(side) for side in self.sides}
 
     def _sizes(self, side: Side, seen: bool = True) -> list[Results]:
         models, whole = self.plan.models, self.plan.container_mib
         each = (whole - SERVER_MIB) / models if whole else self.plan.engine_mib / 5
         measured = []
-        for capacity in range(models, 0, -max(models // 8, 1)):
+        for capacity in range(models, 0, -max(models // self.plan.sizes, 1)):
             container = int(SERVER_MIB + each * capacity) if whole else 0
             mib = budget_bytes(container << 20) // MIB if whole else max(int(each * capacity), 1)
             log = f"sweep-{capacity}" + ("" if seen else "-hot")
@@ -281,22 +263,23 @@ class SwitchingRun(Run):
             measured.append({"share": capacity / models, **sizes, **joined([one])})
         return measured
 
-    def _cold(self) -> None:
+    def _drop_pages(self) -> None:
         for folder in self.folders:
             page_cache.drop(folder)
 
     # Alone
 
-    def _swaps(self, side: Side) -> Results:
+    @by_side
+    def swaps(self, side: Side) -> Results:
         """One client asks one model after the other, where only two fit; and the engine alone."""
-        with side.start(self.plan.two_mib, "swaps") as server, self._client(server) as client:
-            for folder in self.folders:
-                client.ask(folder.name, new_tokens=1)
+        names = [folder.name for folder in self.folders]
+        with side.start(self.plan.two_mib, "swaps") as server, self.clients.one(server) as client:
+            for name in names:
+                client.ask(name, new_tokens=1)
             before = process_tree.usage(server.pid)["cpu_s"]
-            names = [folder.name for folder in self.folders] * self.plan.tries
-            answers = [client.ask(name, new_tokens=1) for name in names]
+            answers = [client.ask(name, new_tokens=1) for name in names * self.plan.tries]
             cpu_s = (process_tree.usage(server.pid)["cpu_s"] - before) / len(answers)
-        text = random_model.text_of(self.prompts[0])
+        text = random_model.text_of(self.clients.prompts[0])
         opening = []
         with Engine(self.log("switching-engine"), root=side.tree) as engine:
             for folder in self.folders[:2] * (1 + self.plan.tries):
@@ -309,39 +292,38 @@ class SwitchingRun(Run):
             "engine_ready_s": opening[2:],
         }
 
-    def _memory(self, side: Side) -> Results:
+    @by_side
+    def memory(self, side: Side) -> Results:
         """What each further model takes, of all processes: where all fit, and where two do."""
-        models = max(self.plan.models, 1 + FURTHER)
-        folders = [*random_model.fine_tunes(self.store, self.plan.config, models)]
+        folders = [*self._models(max(self.plan.models, 1 + FURTHER))]
         measured = {}
         for kind, mib in (("all fit", UNLIMITED_MIB), ("two fit", self.plan.two_mib)):
             steps = []
-            with side.start(mib, f"memory-{mib}") as server, self._client(server) as client:
+            with side.start(mib, f"memory-{mib}") as server, self.clients.one(server) as client:
                 for folder in folders:
                     client.must(folder.name)
                     time.sleep(self.plan.pause_s)
                     states = Counter(server.states().values())
                     steps.append({**process_tree.memory(server.pid), "states": dict(states)})
-            measured[kind] = {
-                "steps": steps,
-                "each": each_further(steps[-1 - FURTHER], steps[-1], FURTHER),
-            }
+            each = each_further(steps[-1 - FURTHER], steps[-1], FURTHER)
+            measured[kind] = {"steps": steps, "each": each}
         return measured
 
-    def _registered(self, side: Side) -> Results:
+    @by_side
+    def registered(self, side: Side) -> Results:
         """All models in the store and none loaded: each gets one request, then any of them."""
         with contextlib.ExitStack() as stack:
             more: dict[str, Any] = {}
             if mib := self.plan.container_mib:
                 more["prefix"] = stack.enter_context(ControlGroup(mib, seen=True)).prefix
             server = stack.enter_context(side.start(self.plan.budget_mib, "registered", **more))
-            client = stack.enter_context(self._client(server))
+            client = stack.enter_context(self.clients.one(server))
             steps, answers = [process_tree.memory(server.pid)], []
             for number, folder in enumerate(tqdm(self.folders, desc="registered", disable=None)):
                 answers.append(client.ask(folder.name, new_tokens=1))
                 if number + 1 in (SETTLED, len(self.folders)):
                     steps.append(process_tree.memory(server.pid))
-            again = [client.ask(name, new_tokens=1) for name, _ in self.trace[: self.plan.requests]]
+            again = [client.ask(name, new_tokens=1) for name, _ in self.turns[: self.plan.requests]]
             return {
                 "ready_s": server.ready_s,
                 "first_call": [answer.row() for answer in answers],
@@ -352,43 +334,50 @@ class SwitchingRun(Run):
                 "each": each_further(steps[1], steps[-1], len(self.folders) - SETTLED),
             }
 
-    def _first(self, side: Side) -> list[float]:
+    @by_side
+    def first(self, side: Side) -> list[float]:
         """Seconds from a call to the first token of a model that was never loaded, in fp32.
 
         Each is of a server that has just started, with nothing prepared.
         """
-        folder = random_model.make(self.workdir / "models", self.plan.config, 0)
+        folder = random_model.make(self.store, self.plan.config, 0)
         measured = []
         for _ in range(self.plan.tries):
-            with tempfile.TemporaryDirectory(dir=self.workdir, prefix=".empty-") as cache:
-                more = {"store": folder.parent, "environment": {"ENGINE_CACHE_DIR": cache}}
-                with side.start(0, "first", **more) as server, self._client(server) as client:
-                    time.sleep(BEFORE_FIRST_S)
-                    measured.append(client.must(folder.name, new_tokens=1).first_s)
+            with (
+                tempfile.TemporaryDirectory(dir=self.workdir, prefix=".empty-") as cache,
+                side.start(0, "first", store=folder.parent, cache=cache) as server,
+                self.clients.one(server) as client,
+            ):
+                time.sleep(BEFORE_FIRST_S)
+                measured.append(client.must(folder.name, new_tokens=1).first_s)
         return measured
 
-    def _disk(self, side: Side) -> list[Results]:
+    def disk(self) -> Results:
         """The first token of models whose pages are not in memory, by the disk's speed.
 
         At the first load, and again after others have taken the memory.
         """
         measured = []
+        memory_mib = max(self.plan.two_mib + 640, 1024)
         for mb_s in DISK_MB_S:
-            self._cold()
+            self._drop_pages()
             with (
-                ControlGroup(max(self.plan.two_mib + 640, 1024), mb_s) as group,
-                side.start(self.plan.two_mib, f"disk-{mb_s}", prefix=group.prefix) as server,
-                self._client(server) as client,
+                ControlGroup(memory_mib, mb_s) as group,
+                self.sides[0].start(
+                    self.plan.two_mib, f"disk-{mb_s}", prefix=group.prefix
+                ) as server,
+                self.clients.one(server) as client,
             ):
                 for folder in self.folders * 2:
                     before = process_tree.usage(server.pid)["read_bytes"]
                     answer = client.ask(folder.name, new_tokens=1)
                     read = process_tree.usage(server.pid)["read_bytes"] - before
                     measured.append({"mb_s": mb_s, "read_bytes": read, **answer.row()})
-        return measured
+        return {"now": measured}
 
-    def lines(self) -> str:
-        return tables.lines(self.results)
+    def models(self) -> int:
+        """The disk's bytes of all models, with what is prepared."""
+        return sum(512 * p.stat().st_blocks for f in self.folders for p in f.rglob("*"))
 
 
 @contextlib.contextmanager

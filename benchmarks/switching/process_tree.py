@@ -64,3 +64,14 @@ def usage(pid: int) -> Counter[str]:
         except (OSError, psutil.Error):
             continue
     return results
+
+
+def each_further(before: dict[str, Any], after: dict[str, Any], models: int) -> dict[str, Any]:
+    """What each of so many models added to `memory`, on average, by kind of process."""
+    return {
+        kind: {
+            key: (counts[key] - before["by_kind"].get(kind, {}).get(key, 0)) / max(models, 1)
+            for key in ("rss", "pss", "anonymous")
+        }
+        for kind, counts in after["by_kind"].items()
+    }

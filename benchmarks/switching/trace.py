@@ -1,9 +1,6 @@
 """Traces of requests to many models, and how many of them would find their model loaded.
 
-    python -m benchmarks.switching.trace
-
-prints, for `common.eviction` and what else one might do, the share of requests whose model is
-loaded (hits) and the seconds of loading for a request, where a fifth of all models fits. Belady's
+`results` compares `common.eviction` with other policies, where a fifth of all models fits. Belady's
 optimum knows the future; with models of unlike size or cost it is no optimum any more, but near.
 """
 
@@ -11,10 +8,10 @@ from __future__ import annotations
 
 import math
 import random
+from collections import Counter
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
-from benchmarks.report.tables import table
 from common.eviction import Held, Victims
 
 MODELS, REQUESTS, SEEDS = 100, 6000, 3
@@ -78,13 +75,25 @@ def models_of(seed: int, kind: Kind, models: int = MODELS) -> dict[int, Held]:
     }
 
 
-class Policy(Protocol):
-    def use(self, model: int, when: int) -> None: ...
+class LRU:
+    """A policy: `use` learns of each request, `victims` chooses models to evict.
 
-    def victims(self, loaded: dict[int, Held], missing: int) -> Sequence[int]: ...
+    The model that was used longest ago goes.
+    """
+
+    def __init__(self) -> None:
+        self.priority: dict[int, float] = {}
+
+    def use(self, model: int, when: int) -> None:
+        self.priority[model] = when
+
+    def victims(self, loaded: dict[int, Held], missing: int) -> Sequence[int]:
+        return [min(loaded, key=self.priority.__getitem__)]
 
 
-class Ours:
+class Ours(LRU):
+    """`common.eviction`."""
+
     def __init__(self) -> None:
         self._victims = Victims[int]()
 
@@ -95,61 +104,46 @@ class Ours:
         return self._victims.choose(loaded, missing)
 
 
-class LRU:
-    def __init__(self) -> None:
-        self._used: dict[int, int] = {}
-
-    def use(self, model: int, when: int) -> None:
-        self._used[model] = when
-
-    def victims(self, loaded: dict[int, Held], missing: int) -> Sequence[int]:
-        return [min(loaded, key=self._used.__getitem__)]
-
-
-class GDSF:
+class GDSF(LRU):
     """Greedy-Dual-Size-Frequency: requests since the load times cost by size.
 
     The priority of the last model evicted is added, so that old models age.
     """
 
     def __init__(self, models: dict[int, Held]) -> None:
-        self._models = models
-        self._since: dict[int, int] = {}
-        self._priority: dict[int, float] = {}
-        self._last = 0.0
+        super().__init__()
+        self._models, self._last = models, 0.0
+        self._since: Counter[int] = Counter()
 
     def use(self, model: int, when: int) -> None:
-        self._since[model] = self._since.get(model, 0) + 1
+        self._since[model] += 1
         size, cost_s = self._models[model]
-        self._priority[model] = self._last + self._since[model] * cost_s / size
+        self.priority[model] = self._last + self._since[model] * cost_s / size
 
     def victims(self, loaded: dict[int, Held], missing: int) -> Sequence[int]:
-        victim = min(loaded, key=self._priority.__getitem__)
-        self._last = self._priority[victim]
+        (victim,) = super().victims(loaded, missing)
+        self._last = self.priority[victim]
         del self._since[victim]
         return [victim]
 
 
-class Belady:
+class Belady(LRU):
     """Evicts the model whose next request is the furthest away."""
 
     def __init__(self, requested: Sequence[int]) -> None:
+        super().__init__()
         self._next = [math.inf] * len(requested)
-        self._coming: dict[int, float] = {}
         later: dict[int, int] = {}
         for when in range(len(requested) - 1, -1, -1):
             self._next[when] = later.get(requested[when], math.inf)
             later[requested[when]] = when
 
     def use(self, model: int, when: int) -> None:
-        self._coming[model] = self._next[when]
-
-    def victims(self, loaded: dict[int, Held], missing: int) -> Sequence[int]:
-        return [max(loaded, key=self._coming.__getitem__)]
+        self.priority[model] = -self._next[when]
 
 
 def replay(
-    policy: Policy, requested: Sequence[int], models: dict[int, Held], capacity: int
+    policy: LRU, requested: Sequence[int], models: dict[int, Held], capacity: int
 ) -> tuple[float, float]:
     """Hits by request, and seconds of loading by request."""
     loaded: dict[int, Held] = {}
@@ -170,20 +164,16 @@ def replay(
     return hits / len(requested), cost_s / len(requested)
 
 
-def policies(requested: Sequence[int], models: dict[int, Held]) -> dict[str, Policy]:
+def policies(requested: Sequence[int], models: dict[int, Held]) -> dict[str, LRU]:
     """By name, for one trace."""
-    return {
-        "LRU": LRU(),
-        "GDSF": GDSF(models),
-        "common.eviction": Ours(),
-        "Belady": Belady(requested),
-    }
+    ours, best = Ours(), Belady(requested)
+    return {"LRU": LRU(), "GDSF": GDSF(models), "common.eviction": ours, "Belady": best}
 
 
 def results(
     kind: Kind, models: int = MODELS, requests: int = REQUESTS
 ) -> dict[str, tuple[float, float]]:
-    """By policy, over some traces."""
+    """By policy, the hits and the seconds of loading of a request, over some traces."""
     scores: dict[str, list[tuple[float, float]]] = {}
     for seed in range(SEEDS):
         requested, all_models = trace(seed, kind, models, requests), models_of(seed, kind, models)
@@ -194,13 +184,3 @@ def results(
         name: (sum(hits for hits, _ in runs) / SEEDS, sum(cost for _, cost in runs) / SEEDS)
         for name, runs in scores.items()
     }
-
-
-if __name__ == "__main__":
-    simulated = {words: results(kind) for words, kind in KINDS.items()}
-    rows = [
-        (words, *(f"{hits:.1%}, {cost:.2f} s" for hits, cost in scores.values()))
-        for words, scores in simulated.items()
-    ]
-    head = ("hits, and seconds of loading a request", *next(iter(simulated.values())))
-    print(*table(head, rows), sep="\n")

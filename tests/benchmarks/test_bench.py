@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import os
 import subprocess
 import sys
+import threading
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from functools import partial
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +20,7 @@ import pytest
 import sentencepiece
 
 from benchmarks import random_model
+from benchmarks.__main__ import main
 from benchmarks.adapters import tables as adapters
 from benchmarks.contenders import peers
 from benchmarks.engine import tables, uses
@@ -21,12 +28,15 @@ from benchmarks.fleet import measurements as fleet
 from benchmarks.forms import measurements as forms
 from benchmarks.gateway import measurements as gateway
 from benchmarks.process import BenchmarkError
-from benchmarks.report import goals
+from benchmarks.report.tables import added, judge
+from benchmarks.run import in_turns
+from benchmarks.server import Streamed
 from benchmarks.switching import clients as switching_clients
 from benchmarks.switching import tables as switching
 from benchmarks.switching.control_group import ControlGroup
 from engine.artifacts.open import open_artifact
 from tests.fleet.haproxy import needs_haproxy
+from tests.scripts import command
 
 pytestmark = pytest.mark.slow
 
@@ -35,19 +45,21 @@ OURS = ("mxnet", "fp32", "int8")
 PARTS = ("bandwidth", "turns", "uses", "speculation", "loading", "memory", "accuracy", "profile")
 
 
-def run(*args: str | Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "scripts.cli", "bench", *args]
-    return subprocess.run(command, capture_output=True, text=True, timeout=600, cwd=ROOT)
+def run(folder: Path, *args: str, status: int | None = 0) -> tuple[dict[str, Any], str]:
+    """The results and the output of a quick run."""
+    file = folder / "found.json"
+    given = ("--quick", *args, "--workdir", folder, "--json", file)
+    program = [sys.executable, "-m", "benchmarks", "bench", *given]
+    done = subprocess.run(program, capture_output=True, text=True, timeout=600, cwd=ROOT)
+    assert status in (done.returncode, None), done.stderr
+    return json.loads(file.read_text(encoding="utf-8")), done.stdout
 
 
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], str]:
     """The JSON and the output of a quick run of what needs no peers."""
-    folder = tmp_path_factory.mktemp("benchmark")
     only = ",".join(("guides", *OURS, *PARTS))
-    result = run("--quick", "--only", only, "--workdir", folder, "--json", folder / "found.json")
-    assert result.returncode == 0, result.stderr
-    return json.loads((folder / "found.json").read_text(encoding="utf-8")), result.stdout
+    return run(tmp_path_factory.mktemp("benchmark"), "--only", only)
 
 
 def test_everything_asked_for_is_measured(measured: tuple[dict[str, Any], str]) -> None:
@@ -107,7 +119,7 @@ def test_a_goal_is_the_median_over_rounds_and_one_not_measured_has_no_value() ->
             "int8": contender([1.0, 1.0, 3.0]),
         },
     }
-    entries = {goal["name"]: goal for goal in goals.goals(results, tables.GOALS)}
+    entries = {goal["name"]: goal for goal in judge(results, tables.GOALS)}
     guides = entries["int8, B=1, against the guides' loop"]
     assert guides["rounds"] == pytest.approx([10, 40, 31])
     assert guides["value"] == pytest.approx({"min": 10, "median": 31, "max": 40})
@@ -190,25 +202,24 @@ def test_the_random_model_is_tokenized_into_what_it_wrote(tmp_path: Path) -> Non
 
 
 def test_help_shows_an_example_and_a_wrong_name_lists_the_right_ones() -> None:
-    shown = run("--help")
+    shown = command.run("bench", "--help", main=main)
     assert shown.returncode == 0
     assert "kogpt2 bench --quick" in shown.stdout
-    wrong = run("--only", "triton")
+    wrong = command.run("bench", "--only", "triton", main=main)
     assert wrong.returncode == 2
     assert "triton" in wrong.stderr
     assert "llama.cpp" in wrong.stderr
 
 
 def test_the_gateway_is_measured_and_every_goal_of_it_is_shown(tmp_path: Path) -> None:
-    result = run("--gateway", "--quick", "--workdir", tmp_path, "--json", tmp_path / "found.json")
-    assert result.returncode == 0, result.stderr
-    results = json.loads((tmp_path / "found.json").read_text(encoding="utf-8"))
+    results, output = run(tmp_path, "--gateway")
     assert results["skipped"] == {}
     assert set(gateway.GatewayRun.DEFAULT) <= set(results)
     for goal in results["goals"]:
-        assert f"| {goal['name']} " in result.stdout
+        assert f"| {goal['name']} " in output
         assert goal["value"]["median"] > -100, goal
-    assert gateway.lines(results) in result.stdout
+    assert gateway.lines(results) in output
+    assert len(results["calls"]["mms_ms"]) == results["plan"]["calls"]
     cycles = results["cycles"]
     assert len(cycles["after_each"]) > cycles["cycles"]
     assert cycles["after"] == cycles["after_each"][-1]
@@ -216,13 +227,12 @@ def test_the_gateway_is_measured_and_every_goal_of_it_is_shown(tmp_path: Path) -
 
 @needs_haproxy
 def test_a_fleet_is_measured_as_far_as_there_are_cores(tmp_path: Path) -> None:
-    result = run("--fleet", "--quick", "--workdir", tmp_path, "--json", tmp_path / "found.json")
-    results = json.loads((tmp_path / "found.json").read_text(encoding="utf-8"))
+    results, output = run(tmp_path, "--fleet", status=None)
     assert len(results["proxy"]["through_ms"]) == results["plan"]["calls"]
-    assert fleet.lines(results) in result.stdout
-    cores = len(os.sched_getaffinity(0))
-    assert set(results["nodes"]) == {str(nodes) for nodes in fleet.NODES if nodes <= cores}
-    assert len(results["skipped"]) == len(fleet.NODES) - len(results["nodes"])
+    assert fleet.lines(results) in output
+    cores, nodes = len(os.sched_getaffinity(0)), results["plan"]["nodes"]
+    assert set(results["nodes"]) == {str(count) for count in nodes if count <= cores}
+    assert len(results["skipped"]) == len(nodes) - len(results["nodes"])
     for measured in results["nodes"].values():
         assert min(measured["tokens_per_s"]) > 0
 
@@ -247,18 +257,46 @@ def test_what_runs_in_a_control_group_has_its_processor_time_and_sees_it() -> No
 
 def test_what_the_gateway_adds_is_the_median_difference_of_pairs() -> None:
     calls = {"gateway_ms": [3.0, 50.0, 4.0], "mms_ms": [2.5, 49.0, 9.0]}
-    assert gateway.added_ms({"calls": calls}) == [0.5]
+    assert added(calls, "gateway_ms", "mms_ms") == [0.5]
 
 
-def test_switching_is_measured_and_every_answer_is_the_models_own(tmp_path: Path) -> None:
-    file = tmp_path / "found.json"
-    parts = ("trace", "swaps", "registered")
-    result = run(
-        "--switching", "--quick", "--only", ",".join(parts), "--workdir", tmp_path, "--json", file
-    )
-    results = json.loads(file.read_text(encoding="utf-8"))
-    assert set(results["skipped"]) <= {"llama.cpp"}, result.stderr
-    assert switching.lines(results) in result.stdout
+def test_ways_take_turns_and_the_first_rounds_do_not_count() -> None:
+    calls: list[str] = []
+
+    def call(name: str) -> int:
+        calls.append(name)
+        return len(calls)
+
+    ways = {name: partial(call, name) for name in ("봄", "가을")}
+    assert in_turns(ways, rounds=2, warm_up=1) == {"봄": [3, 5], "가을": [4, 6]}
+    assert calls == ["봄", "가을"] * 3
+
+
+@pytest.fixture
+def container_mib() -> int:
+    """Of a control group, or 0 where none can be made."""
+    try:
+        with ControlGroup(1200):
+            return 1200
+    except BenchmarkError:
+        return 0
+
+
+def test_switching_is_measured_and_every_answer_is_the_models_own(
+    tmp_path: Path, container_mib: int
+) -> None:
+    parts = ("--only", "trace,swaps,registered,sweep")
+    if container_mib:
+        parts = (*parts, "--container-mib", str(container_mib))
+    results, output = run(tmp_path, "--switching", *parts)
+    assert results["skipped"] == {}
+    assert switching.lines(results) in output
+    # Through containers a second server does not know of them.
+    assert set(results["sweep"]) == ({"now", switching.ALL_HOT} if container_mib else {"now"})
+    for side, (step,) in results["sweep"].items():
+        assert step["container_mib"] == container_mib
+        assert bool(step["mib"]) == (side == "now")
+        assert sum(step["faults"].values()) == 0
     trace = results["trace"]["now"]
     (one,) = trace["rounds"]
     assert trace["faults"] == {"wrong": 0, "lost": 0, "4xx": 0, "5xx": 0}
@@ -282,12 +320,9 @@ def test_switching_is_measured_and_every_answer_is_the_models_own(tmp_path: Path
 
 
 def test_adapters_are_measured_and_every_answer_is_the_adapters_own(tmp_path: Path) -> None:
-    file = tmp_path / "found.json"
-    given = ("--adapters", "--quick", "--models", "12", "--only", "steps,first,trace")
-    result = run(*given, "--workdir", tmp_path, "--json", file)
-    results = json.loads(file.read_text(encoding="utf-8"))
-    assert results["skipped"] == {}, result.stderr
-    assert adapters.lines(results) in result.stdout
+    results, output = run(tmp_path, "--adapters", "--only", "steps,first,trace")
+    assert results["skipped"] == {}
+    assert adapters.lines(results) in output
     faults = {"wrong": 0, "lost": 0, "4xx": 0, "5xx": 0, "examples": []}
     assert results["trace"]["faults"] == faults
     assert results["trace"]["requests"] > 0
@@ -296,24 +331,56 @@ def test_adapters_are_measured_and_every_answer_is_the_adapters_own(tmp_path: Pa
     assert len(results["first"]["ever"]) == len(results["first"]["again"]) > 0
 
 
-def test_a_sweep_through_containers_has_a_server_that_does_not_know_them(tmp_path: Path) -> None:
-    try:
-        with ControlGroup(1200):
-            pass
-    except BenchmarkError as error:
-        pytest.skip(str(error))
-    file = tmp_path / "found.json"
-    result = run(
-        *("--switching", "--quick", "--models", "1", "--only", "sweep", "--container-mib", "1200"),
-        *("--workdir", tmp_path, "--json", file),
-    )
-    results = json.loads(file.read_text(encoding="utf-8"))
-    assert switching.lines(results) in result.stdout
-    assert set(results["sweep"]) == {"now", switching.ALL_HOT}
-    for (step,), seen in zip(results["sweep"].values(), (True, False), strict=True):
-        assert step["container_mib"] == 1200
-        assert sum(step["faults"].values()) == 0
-        assert bool(step["mib"]) == seen
+@pytest.mark.parametrize(
+    ("status", "content", "message"),
+    [
+        (503, "😴", "^503 by /predictions/m: 😴"),
+        (200, 'data: {"token": 7, "text": "가", "index": 0}\n\ndata: {"error": {}}\n', "broke off"),
+        (200, 'data: {"generated_text": "", "tokens": 0, "index": 0}\n', "made no token"),
+    ],
+)
+def test_a_stream_that_fails_says_how(status: int, content: str, message: str) -> None:
+    with answering(status, content) as port:
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+        with closing(connection), pytest.raises(BenchmarkError, match=message):
+            Streamed(connection, "/predictions/m", {})
+
+
+def test_a_stream_has_the_tokens_of_all_answers_and_the_first_ones_text() -> None:
+    events = [{"token": 7, "text": "가", "index": 0}, {"token": 9, "text": "라", "index": 1}]
+    events += [{"tokens": [8], "content": "나", "index": 0, "stop": False}]  # llama.cpp's
+    events += [{"tokens": [7, 8], "content": "", "index": 0, "stop": True}]
+    content = "".join(f"data: {json.dumps(event)}\n\n" for event in events)
+    with answering(200, content) as port:
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+        with closing(connection):
+            answer = Streamed(connection, "/", {})
+    assert (answer.ids, answer.text, answer.tokens) == ([7, 8], "가나", 3)
+    assert 0 < answer.first_s <= answer.all_begun_s
+
+
+@contextmanager
+def answering(status: int, content: str) -> Iterator[int]:
+    """The port of a server that answers so."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            self.rfile.read(int(self.headers["content-length"]))
+            self.send_response(status)
+            self.send_header("content-length", str(len(content.encode())))
+            self.end_headers()
+            self.wfile.write(content.encode())
+
+        def log_message(self, *_: object) -> None: ...
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            yield server.server_address[1]
+        finally:
+            server.shutdown()
+            thread.join()
 
 
 def test_an_answer_that_another_model_would_give_is_wrong_and_half_of_one_is_lost() -> None:
@@ -347,14 +414,13 @@ def test_no_two_fine_tunes_share_a_tensor_and_each_is_written_once(tmp_path: Pat
 
 
 def test_forms_are_measured(tmp_path: Path) -> None:
-    file = tmp_path / "found.json"
-    result = run("--forms", "--quick", "--workdir", tmp_path, "--json", file)
-    results = json.loads(file.read_text(encoding="utf-8"))
-    assert results["skipped"] == {}, result.stderr
+    results, output = run(tmp_path, "--forms")
+    assert results["skipped"] == {}
     assert {(one["form"], one["rows"]) for one in results["steps"]} == {
         (form, rows) for form in forms.STEPS for rows in forms.ROWS
     }
     assert [one["answer"] for one in results["answers"]] == [*forms.ANSWERS]
+    assert [one["form"] for one in results["stalls"]] == [*forms.HOSTILE]
     assert all(one["seconds"] for one in (*results["steps"], *results["answers"]))
     assert all("value" in goal for goal in results["goals"])
-    assert "an object of four fields" in result.stdout
+    assert "an object of four fields" in output
