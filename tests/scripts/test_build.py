@@ -143,7 +143,7 @@ def test_an_image_says_what_it_was_made_of(build: Build, tmp_path: Path) -> None
         ["commit", "-q", "--allow-empty", "-m", "처음"],
     ):
         subprocess.run([*git, *command], check=True, timeout=60)
-    base = "python:3.11-slim-bookworm@sha256:" + 64 * "0"
+    base = "python:3.11-slim-trixie@sha256:" + 64 * "0"
     words = build("slim", "--base", base, root=clone)
     labels = dict(label.split("=", 1) for label in values(words, "--label"))
     found = {name.removeprefix("org.opencontainers.image."): v for name, v in labels.items()}
@@ -158,7 +158,7 @@ def test_an_image_says_what_it_was_made_of(build: Build, tmp_path: Path) -> None
     subprocess.run([*git, "remote", "set-url", "origin", "/srv/시"], check=True, timeout=60)
     words = build("cpu", root=clone)
     assert not [label for label in values(words, "--label") if "image.source" in label]
-    assert "org.opencontainers.image.base.name=python:3.11-slim-bookworm" in words
+    assert "org.opencontainers.image.base.name=python:3.11-slim-trixie" in words
 
 
 def test_the_two_files_differ_in_what_a_gpu_needs_alone() -> None:
