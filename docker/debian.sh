@@ -3,7 +3,7 @@
 set -eu
 
 case $1 in
-  build) packages='binutils ca-certificates g++ openjdk-17-jdk-headless' ;;
+  build) packages='binutils ca-certificates g++ default-jdk-headless' ;;
   server)
     # libmxnet.so is linked with these; there is none for arm64.
     packages=

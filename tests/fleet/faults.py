@@ -16,6 +16,7 @@ import requests
 from tests.chaos.clients import Clients, Models
 from tests.chaos.history import UNLOAD, Op
 from tests.e2e.server import eventually
+from tests.fleet.envoy import Envoy
 from tests.fleet.fleet import SPARE, Fleet
 
 NAMES = 300
@@ -39,10 +40,13 @@ def _shares(fleet: Fleet, clients: Clients) -> dict[str, str]:
     return found
 
 
-def _moved_only(with_it: dict[str, str], without: dict[str, str], server: str) -> None:
-    """Without a server only the names of its own move."""
+def _moved_only(
+    fleet: Fleet, with_it: dict[str, str], without: dict[str, str], server: str
+) -> None:
+    """Only its share of the names has another home without it; by Envoy's Maglev, a few more."""
     moved = {name for name, home in with_it.items() if without[name] != home}
-    assert moved == {name for name, home in with_it.items() if home == server}
+    share = {name for name, home in with_it.items() if home == server}
+    assert moved >= share if isinstance(fleet.proxy, Envoy) else moved == share
     servers = len(set(with_it.values()))
     print(f"{len(moved)} of {NAMES} moved, {len(moved) * servers / NAMES:.2f} / {servers}")
     assert 0 < len(moved) <= NAMES * 1.3 / servers
@@ -60,7 +64,7 @@ def killed(fleet: Fleet, clients: Clients, chance: random.Random) -> Iterator[No
     yield
     fleet.start(victim)
     fleet.proxy.wait_for(*fleet.nodes)
-    _moved_only(before, without, victim)
+    _moved_only(fleet, before, without, victim)
     assert _shares(fleet, clients) == before
 
 
@@ -164,12 +168,12 @@ def another_comes_and_goes(fleet: Fleet, clients: Clients, chance: random.Random
     fleet.proxy.reload(1, 2, 3, 4)
     fleet.proxy.wait_for(*fleet.nodes)
     with_it = _shares(fleet, clients)
-    _moved_only(with_it, before, SPARE)
+    _moved_only(fleet, with_it, before, SPARE)
     yield
     gone = chance.randrange(1, 4)
     fleet.proxy.reload(*(number for number in range(1, 5) if number != gone))
     without = _shares(fleet, clients)
-    _moved_only(with_it, without, f"node{gone}")
+    _moved_only(fleet, with_it, without, f"node{gone}")
     fleet.proxy.reload(1, 2, 3, 4)
     assert fleet.nodes.pop(SPARE).stop() == 0  # while the proxy still has it
     fleet.proxy.wait_for(*fleet.nodes)

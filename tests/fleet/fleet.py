@@ -14,6 +14,7 @@ from tests.e2e.server import Server
 from tests.e2e.stores import FAST, LONG, small
 from tests.e2e.test_metrics import metrics
 from tests.engine.models import make_artifact
+from tests.fleet.envoy import Envoy
 from tests.fleet.haproxy import HAProxy
 from tests.fleet.network import Host, Network
 from tests.fleet.upstream import SERVED_BY, names
@@ -71,6 +72,7 @@ class Fleet:
         self.gate: Host = network.host("proxy")
         self._groups = contextlib.ExitStack()
         self.nodes: dict[str, Server] = {}
+        self.proxy: HAProxy | Envoy
 
     def __enter__(self) -> Fleet:
         for name in names(3):
@@ -88,6 +90,19 @@ class Fleet:
             if server.process.poll() is None:
                 server.stop()
         self._groups.close()
+
+    @contextlib.contextmanager
+    def behind_envoy(self) -> Iterator[None]:
+        """Envoy in the place of HAProxy, which goes on unused."""
+        haproxy, addresses = self.proxy, [f"{self.hosts[name].address}:{PORT}" for name in names(3)]
+        envoy = Envoy(self._folder, addresses, self.gate.address, prefix=self.gate.prefix)
+        self.proxy = envoy
+        try:
+            envoy.wait_for(*self.nodes)
+            yield
+        finally:
+            self.proxy = haproxy
+            envoy.stop()
 
     def _start(self, name: str) -> None:
         folder = self._folder / name / str(time.monotonic_ns())

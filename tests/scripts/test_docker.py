@@ -115,7 +115,7 @@ def test_the_labels_of_an_image_name_its_base_source_and_revision(ask: Ask, tmp_
         ["commit", "-q", "--allow-empty", "-m", "처음"],
     ):
         subprocess.run([*git, *command], check=True, timeout=60)
-    base = "python:3.11-slim-bookworm@sha256:" + 64 * "0"
+    base = "python:3.11-slim-trixie@sha256:" + 64 * "0"
     words = ask("build", "slim", "--base", base, root=clone)
     labels = dict(label.split("=", 1) for label in values(words, "--label"))
     found = {name.removeprefix("org.opencontainers.image."): v for name, v in labels.items()}
@@ -129,7 +129,7 @@ def test_the_labels_of_an_image_name_its_base_source_and_revision(ask: Ask, tmp_
     subprocess.run([*git, "remote", "set-url", "origin", "/srv/시"], check=True, timeout=60)
     words = ask("build", "cpu", root=clone)
     assert not [label for label in values(words, "--label") if "image.source" in label]
-    assert "org.opencontainers.image.base.name=python:3.11-slim-bookworm" in words
+    assert "org.opencontainers.image.base.name=python:3.11-slim-trixie" in words
 
 
 @pytest.mark.parametrize("kind", ["cpu", "slim", "gpu"])
