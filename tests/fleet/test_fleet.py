@@ -1,4 +1,4 @@
-"""Three servers behind HAProxy or Envoy: hits as of one large server, right answers under faults."""
+"""Three servers behind HAProxy or Envoy: hits as of one large server, right under faults."""
 
 from __future__ import annotations
 
