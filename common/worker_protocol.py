@@ -15,6 +15,7 @@ TOKENS_HEADER = "x-kogpt2-tokens"
 # Of a request for an alias: the model that answers, percent-encoded.
 SERVED_MODEL = "x-served-model"
 REQUEST_ID = "x-request-id"  # the client's own, or the gateway's, for the log
+TRACEPARENT = "traceparent"  # https://www.w3.org/TR/trace-context/, of the client or the gateway
 
 # With its headers; MMS kills a worker that sends a longer response.
 MAX_RESPONSE_BYTES = 104_857_600

@@ -73,12 +73,12 @@ class _Server(uvicorn.Server):
     def handle_exit(self, sig: int, frame: Any) -> None:
         if not self._gateway.draining:
             self._gateway.draining = True
+            self._gateway.drain_end = time.monotonic() + self._gateway.settings.drain_s
             self._gateway.started_or_stopping.set()
             self._gateway.tasks.add(asyncio.get_running_loop().create_task(self._drain()))
 
     async def _drain(self) -> None:
-        end = time.monotonic() + self._gateway.settings.drain_s
-        while self._gateway.requests and time.monotonic() < end:
+        while self._gateway.requests and time.monotonic() < self._gateway.drain_end:
             await asyncio.sleep(0.02)
         self.should_exit = True
 
@@ -168,8 +168,10 @@ async def serve(settings: Settings, run_dir: Path, secret: str) -> None:
         len(settings.ports) + bool(settings.grpc_port) + 1
     )  # one is for requests within the server
     HTTPProtocol.max_connections = min(settings.max_connections, _open_files() // shares)
-    async with _gateway(settings, run_dir, secret) as gateway:
-        app = App(gateway)
+    async with (
+        _gateway(settings, run_dir, secret) as gateway,
+        _traced(gateway, App(gateway)) as app,
+    ):
         config = uvicorn.Config(
             app,
             log_config=None,
@@ -203,6 +205,20 @@ def _grpc_port(gateway: Gateway, app: ASGIApp) -> contextlib.AbstractAsyncContex
             f"GRPC_PORT needs {error.name}: pip install -r requirements/grpc.txt"
         ) from None
     return grpc_port(gateway, app, GRACEFUL_S)
+
+
+def _traced(gateway: Gateway, app: ASGIApp) -> contextlib.AbstractAsyncContextManager[ASGIApp]:
+    """The application, wrapped where spans are to be sent. The SDK is an extra, too."""
+    if not gateway.settings.otlp_endpoint:
+        return contextlib.nullcontext(app)
+    try:
+        from serving.api.tracing import traced
+    except ModuleNotFoundError as error:
+        raise StartError(
+            f"OTEL_EXPORTER_OTLP_ENDPOINT needs {error.name}: pip install -r"
+            " requirements/tracing.txt, scripts/build --tracing for an image, or unset it"
+        ) from None
+    return traced(gateway, app)
 
 
 def _open_files() -> int:

@@ -47,6 +47,13 @@ class Settings:
         0,
         "the port for gRPC (docs/api/open-inference-protocol.md); 0: none",
     )
+    otlp_endpoint: str = setting(
+        "OTEL_EXPORTER_OTLP_ENDPOINT",
+        "",
+        "where traces are sent to, by OTLP over HTTP (docs/operate/monitoring.md); also"
+        " `OTEL_EXPORTER_OTLP_TRACES_ENDPOINT`; empty: none are made",
+        also="OTEL_EXPORTER_OTLP_TRACES_ENDPOINT",
+    )
     model_store: str = setting(
         "MODEL_STORE",
         str(REPOSITORY / "model_store"),

@@ -6,6 +6,7 @@ import logging
 import re
 import time
 import uuid
+from collections.abc import Mapping
 from typing import Any
 from urllib.parse import quote
 
@@ -13,7 +14,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from common.worker_protocol import REQUEST_ID, SERVED_MODEL
+from common.worker_protocol import REQUEST_ID, SERVED_MODEL, TRACEPARENT
 from serving.api.access import authorize
 from serving.api.error_responses import error_response
 from serving.api.gateway import Gateway
@@ -26,6 +27,8 @@ from serving.console.routes import Console
 logger = logging.getLogger(__name__)
 
 GIVEN_ID = re.compile(r"[\x21-\x7e]{1,128}")
+# A trace's id and a span's, neither of which may be 0; what is written otherwise does not count.
+PARENT = re.compile(r"00-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}")
 
 
 class App:
@@ -39,8 +42,10 @@ class App:
         if scope["type"] != "http":
             return
         started = time.monotonic()
+        headers = dict(scope["headers"])
         scope["state"] = {
-            "request_id": _request_id(scope),
+            "request_id": _given(headers, REQUEST_ID, GIVEN_ID) or str(uuid.uuid4()),
+            "traceparent": _given(headers, TRACEPARENT, PARENT),
             "model": None,
             "alias": None,  # the name that was sent, where it is one
             "token": None,  # of TOKENS_FILE, once it has begun
@@ -106,6 +111,8 @@ class App:
             "status": status,
             "seconds": round(seconds, 6),
         }
+        if scope["state"]["traceparent"] is not None:
+            fields["trace_id"] = scope["state"]["traceparent"].split("-")[1]
         if alias:
             fields["alias"] = alias
         if scope["state"]["token_name"] is not None:
@@ -113,7 +120,7 @@ class App:
         logger.info("request", extra={"fields": fields})
 
 
-def _request_id(scope: Scope) -> str:
-    """The client's own, if it can be a header and a log line; otherwise a new one."""
-    given = dict(scope["headers"]).get(REQUEST_ID.encode(), b"").decode("latin-1")
-    return given if GIVEN_ID.fullmatch(given) else str(uuid.uuid4())
+def _given(headers: Mapping[bytes, bytes], name: str, form: re.Pattern[str]) -> str | None:
+    """A client's header, if it has this form, in which it can be passed on and logged."""
+    given = headers.get(name.encode(), b"").decode("latin-1")
+    return given if form.fullmatch(given) else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from typing import Any
@@ -49,6 +50,7 @@ class Gateway:
     started: bool = False  # what is to be there from the start is loaded
     start_error: str | None = None  # why the one model of a single-model server is not there
     draining: bool = False
+    drain_end: float = math.inf  # once it drains; a time of time.monotonic()
     takes_over: bool = False  # from a gateway that has ended, and whose clients wait for this one
     started_or_stopping: asyncio.Event = field(default_factory=asyncio.Event)
     requests: int = 0  # being answered

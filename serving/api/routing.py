@@ -91,7 +91,7 @@ class Route:
 
 
 def find_route(routes: Iterable[Route], request: Request) -> Route:
-    """The route of a request, whose path's parameters are set.
+    """The route of a request, in whose scope its path and the path's parameters are set.
 
     Raises `ResourceNotFound`, `MethodNotAllowed`. Below /v2 the first route of a path decides:
     `sowol/infer` could be a model's name, too.
@@ -99,14 +99,14 @@ def find_route(routes: Iterable[Route], request: Request) -> Route:
     path, method = request.scope["path"], request.method
     same: list[Route] = []
     for route in routes:
-        pattern, _, convertors = route.compiled
+        pattern, path_format, convertors = route.compiled
         match = pattern.match(path)
         if match is None:
             continue
         if method in route.allowed or (route.methods == ANY and not same):
             given = match.groupdict().items()
             parameters = {name: convertors[name].convert(value) for name, value in given}
-            request.scope["path_params"] = parameters
+            request.scope["route"], request.scope["path_params"] = path_format, parameters
             return route
         same.append(route)
         if path.startswith("/v2/"):

@@ -21,6 +21,7 @@ from common.worker_protocol import (
     SERVED_MODEL,
     TIMEOUT_HEADER,
     TOKENS_HEADER,
+    TRACEPARENT,
     WORKER_HEADER,
 )
 from serving.api.gateway import Gateway
@@ -202,6 +203,8 @@ def _response(answer: Answer) -> Response:
 def forwarded_headers(request: Request) -> dict[str, str]:
     """The headers for a worker. Raises `BadRequest` for one that it could not take."""
     forwarded = {REQUEST_ID: request.state.request_id}
+    if request.state.traceparent is not None:
+        forwarded[TRACEPARENT] = request.state.traceparent
     given = dict(reversed(request.headers.items()))  # the first of each name
     if AWS_ACCEPT in given:  # the AWS client's call for a stream has another name for it
         given["accept"] = given[AWS_ACCEPT]

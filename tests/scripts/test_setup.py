@@ -8,6 +8,7 @@ import shutil
 import subprocess
 from importlib import metadata
 from importlib.machinery import SourceFileLoader
+from itertools import combinations
 from pathlib import Path
 from types import ModuleType
 
@@ -364,6 +365,19 @@ def test_without_java_8_the_wheel_is_installed(ready: Machine, java: str) -> Non
     assert ready.installed()[3:] == ["java"]
 
 
+@pytest.mark.parametrize(
+    ("variable", "group"),
+    [("GRPC_PORT", "grpc"), ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "tracing")],
+)
+def test_serve_installs_the_extra_that_a_setting_needs(
+    ready: Machine, variable: str, group: str
+) -> None:
+    ready.run("scripts/serve")
+    assert ready.installed() == ["uv", "build", "run"]
+    ready.run("scripts/serve", **{variable: "1"})
+    assert ready.installed()[3:] == [group]
+
+
 # --- The commands and the lists -------------------------------------------------------------
 
 
@@ -404,13 +418,16 @@ def test_a_list_is_that_of_pyproject_toml_exact_hashed_and_from_no_index(name: s
 
 
 def test_what_is_installed_side_by_side_agrees() -> None:
-    """`store` is no constraint of `test`: its markers have uv ask for what PyPy would need."""
-    pins = [{str(pin): pin.name for pin, _ in requirements(name)} for name in ("store", "test")]
-    shared = {*pins[0].values()} & {*pins[1].values()}
-    ours, theirs = (
-        {pin.partition(";")[0] for pin, name in each.items() if name in shared} for each in pins
+    """`store` is no constraint of the others: its markers have uv ask for what PyPy would need."""
+    lists = (
+        {str(pin): pin.name for pin, _ in requirements(n)} for n in ("store", "tracing", "test")
     )
-    assert ours == theirs
+    for pins in combinations(lists, 2):
+        shared = {*pins[0].values()} & {*pins[1].values()}
+        ours, theirs = (
+            {pin.partition(";")[0] for pin, name in each.items() if name in shared} for each in pins
+        )
+        assert ours == theirs
 
 
 def test_what_the_requirements_require_is_listed_too() -> None:

@@ -20,7 +20,7 @@ from anyio import CancelScope
 from starlette.types import ASGIApp
 
 from common.errors import cut
-from common.worker_protocol import REQUEST_ID, SERVED_MODEL
+from common.worker_protocol import REQUEST_ID, SERVED_MODEL, TRACEPARENT
 from serving.api.naming import CHOSEN, SESSION_ID
 from serving.errors import BadRequest, ServingError, TooManyRequests
 
@@ -40,7 +40,8 @@ CODES = {
 }
 # A status is sent as a header: a byte beyond ASCII takes three characters, and clients take 8 KiB.
 MAX_MESSAGE = 600
-FORWARDED = ("authorization", REQUEST_ID, SESSION_ID)  # of a call's metadata
+# Of a call's metadata.
+FORWARDED = ("authorization", REQUEST_ID, TRACEPARENT, "tracestate", SESSION_ID)
 # gRPC's own name for Retry-After: https://github.com/grpc/proposal/blob/master/A6-client-retries.md
 PUSHBACK = "grpc-retry-pushback-ms"
 

@@ -48,11 +48,13 @@ class FakeMMS:
 
     answer: Asked = at_once
     told_s: list[float] = field(default_factory=list)  # how long each had, by its header
+    headers: list[dict[str, str]] = field(default_factory=list)  # of each
     listings: int = 0
 
     async def invoke(
         self, name: str, body: bytes, headers: Any, timeout_s: float, query: Any = ()
     ) -> Answer:
+        self.headers.append(dict(headers))
         self.told_s.append(float(headers[TIMEOUT_HEADER]))
         return await self.answer(len(self.told_s) - 1)
 

@@ -304,6 +304,14 @@ async def test_a_token_is_asked_for_and_ids_are_kept() -> None:
         assert code == grpc.StatusCode.UNAUTHENTICATED
 
 
+async def test_the_traceparent_of_a_call_reaches_the_worker() -> None:
+    async with served(in_engine=False) as (client, world):
+        sent = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+        with contextlib.suppress(grpc.aio.AioRpcError):  # the text is no answer of tensors
+            await client("ModelInfer", INFER, metadata=(("traceparent", sent),))
+        assert [headers["traceparent"] for headers in world.mms.headers] == [sent]
+
+
 async def test_a_client_that_gives_up_calls_its_request_off() -> None:
     async with served(in_engine=False) as (client, world):
         asked_for = asyncio.Event()

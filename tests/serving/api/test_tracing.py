@@ -1,0 +1,364 @@
+"""Spans of the gateway's routes, by the real SDK, at a collector on loopback."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from common.errors import EngineUnavailable, SettingError
+from serving.aliases import Alias
+from serving.api import tracing
+from serving.errors import StartError
+from serving.gateway import _traced
+from serving.mms.client import Answer
+from serving.settings import Settings
+from tests.serving.api.collector import Collector, Span
+from tests.serving.api.gateways import RecordingEngine, World, answered, model, settle
+from tests.serving.fakes import Parts
+
+ROOT = Path(__file__).resolve().parents[3]
+PATH = "/predictions/봄"
+PROMPT = "나 보기가 역겨워"
+TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
+SENT = f"00-{TRACE}-{PARENT}-01"
+ENDPOINT = "OTEL_EXPORTER_OTLP_ENDPOINT"
+ITEMS = [
+    {"index": 0, "text": "가실 ", "prompt_tokens": 5},
+    {"index": 0, "text": "때"},
+    {"index": 0, "text": "에는", "finish_reason": "stop"},
+]
+
+
+@pytest.fixture
+def collector(monkeypatch: pytest.MonkeyPatch) -> Iterator[Collector]:
+    monkeypatch.setattr(tracing, "FLUSH_S", 60.0)  # a wide net
+    with Collector() as collector:
+        monkeypatch.setenv(ENDPOINT, collector.url)
+        yield collector
+
+
+@contextlib.asynccontextmanager
+async def served(world: World) -> AsyncIterator[World]:
+    """What a world's requests come to is with the collector at the end."""
+    async with tracing.traced(world.gateway, world.app) as app:
+        world.app = app  # type: ignore[assignment]
+        yield world
+
+
+def in_engine(engine: RecordingEngine, **settings: Any) -> World:
+    world = World(model(capacity=2), **settings)
+    world.model.in_engine = True
+    world.gateway.engine = engine  # type: ignore[assignment]
+    return world
+
+
+def body(**fields: Any) -> bytes:
+    return json.dumps(fields, ensure_ascii=False).encode()
+
+
+def children(collector: Collector, span: Span) -> list[Span]:
+    found = [other for other in collector.spans if other.parent == span.id]
+    assert {other.trace for other in found} <= {span.trace}
+    assert all(span.start <= other.start <= other.end <= span.end for other in found)
+    return found
+
+
+def names(spans: list[Span]) -> list[str]:
+    return [span.name for span in spans]
+
+
+async def test_a_request_is_a_child_of_its_traceparent_and_a_worker_gets_its_own(
+    collector: Collector,
+) -> None:
+    async with served(World()) as world:
+
+        async def answer(number: int) -> Answer:
+            return answered(**{"x-kogpt2-tokens": "7 3"})
+
+        world.mms.answer = answer
+        status, headers, _ = await world.call("POST", PATH, body(inputs=PROMPT), traceparent=SENT)
+        assert status == 200
+    (root,) = collector.named("POST /predictions/{name}")
+    assert (root.trace, root.parent, root.is_error) == (TRACE, PARENT, False)
+    assert root.service == "kogpt2-serving"
+    assert root.attributes == {
+        "http.request.method": "POST",
+        "url.path": PATH,
+        "url.scheme": "http",
+        "http.route": "/predictions/{name}",
+        "http.response.status_code": 200,
+        "http.response.header.x-request-id": [headers["x-request-id"]],
+        "gen_ai.request.model": "봄",
+        "gen_ai.response.model": "봄",
+    }
+    queue, whole = children(collector, root)
+    assert (queue.name, queue.attributes) == ("queue", {})
+    assert whole.name == "answer"
+    assert whole.attributes == {
+        "http.response.status_code": 200,
+        "gen_ai.usage.input_tokens": 7,
+        "gen_ai.usage.output_tokens": 3,
+    }
+    assert [sent["traceparent"] for sent in world.mms.headers] == [f"00-{TRACE}-{root.id}-01"]
+    assert not any(PROMPT.encode() in sent or "가실".encode() in sent for sent in collector.bodies)
+
+
+async def test_a_stream_has_a_span_until_its_first_token_and_one_from_there(
+    collector: Collector,
+) -> None:
+    async with served(in_engine(RecordingEngine(streamed=ITEMS))) as world:
+        sent = body(inputs=PROMPT, stream=True)
+        status, _, text = await world.call("POST", PATH, sent)
+        assert (status, "가실 때에는" in text.decode()) == (200, True)
+    (root,) = collector.named("POST /predictions/{name}")
+    assert root.parent == ""
+    queue, prompt, tokens = children(collector, root)
+    assert names([queue, prompt, tokens]) == ["queue", "prompt", "tokens"]
+    assert queue.end <= prompt.start <= prompt.end <= tokens.start
+    counts = {"gen_ai.usage.input_tokens": 5, "gen_ai.usage.output_tokens": 3}
+    assert tokens.attributes == counts
+    assert not any(span.is_error for span in collector.spans)
+
+
+async def test_a_stream_that_breaks_off_has_an_error_in_its_tokens(collector: Collector) -> None:
+    broken = [ITEMS[0], EngineUnavailable("the engine ended in the middle of the answer")]
+    async with served(in_engine(RecordingEngine(streamed=broken))) as world:
+        status, _, _ = await world.call("POST", PATH, body(inputs=PROMPT, stream=True))
+        assert status == 200
+    (tokens,) = collector.named("tokens")
+    assert tokens.is_error
+    assert tokens.attributes["error.type"] == "EngineUnavailable"
+    assert tokens.attributes["gen_ai.usage.output_tokens"] == 1
+
+
+async def test_each_prompt_of_a_whole_answer_has_its_queue_and_its_tokens(
+    collector: Collector,
+) -> None:
+    async with served(in_engine(RecordingEngine())) as world:
+        world.gateway.aliases._take({"노래": Alias("노래", {"봄": 1})})
+        sent = body(model="노래", prompt=[PROMPT, "산에는 꽃 피네"])
+        assert (await world.call("POST", "/v1/completions", sent))[0] == 200
+    (root,) = collector.named("POST /v1/completions")
+    models = root.attributes["gen_ai.request.model"], root.attributes["gen_ai.response.model"]
+    assert models == ("노래", "봄")
+    parts = children(collector, root)
+    assert sorted(names(parts)) == ["answer", "answer", "queue", "queue"]
+    for span in collector.named("answer"):
+        assert span.attributes["gen_ai.usage.input_tokens"] == 3
+        assert span.attributes["gen_ai.usage.output_tokens"] == 6
+
+
+async def test_a_request_that_waits_for_its_turn_has_that_in_its_queue(
+    collector: Collector,
+) -> None:
+    begun, release = asyncio.Event(), asyncio.Event()
+
+    async def answer(number: int) -> Answer:
+        begun.set()
+        await release.wait()
+        return answered()
+
+    async with served(World(model(capacity=1))) as world:
+        world.mms.answer = answer
+        first = asyncio.create_task(world.call("POST", PATH, x_request_id="first"))
+        await begun.wait()
+        second = asyncio.create_task(world.call("POST", PATH, x_request_id="second"))
+        await settle()
+        release.set()
+        assert [(await call)[0] for call in (first, second)] == [200, 200]
+    one, other = (children(collector, root) for root in collector.named("POST /predictions/{name}"))
+    assert names(one) == names(other) == ["queue", "answer"]
+    assert one[0].end <= other[0].start <= one[1].end <= other[0].end <= other[1].start
+
+
+@pytest.mark.virtual_time
+async def test_a_model_that_is_loaded_for_a_request_has_that_in_its_load(
+    collector: Collector, tmp_path: Path
+) -> None:
+    parts = Parts(tmp_path, names=["봄"])
+    world = World()
+    real: Any = world.gateway
+    real.registry, real.on_demand = parts.registry, parts.on_demand
+    async with served(world):
+        for _ in range(2):
+            assert (await world.call("POST", PATH, body(inputs=PROMPT)))[0] == 200
+        assert (await world.call("POST", "/predictions/없음", b"{}"))[0] == 404
+    cold, warm, absent = collector.named("POST /predictions/{name}")
+    assert names(children(collector, cold)) == ["load", "queue", "answer"]
+    assert names(children(collector, warm)) == ["queue", "answer"]
+    (load,) = children(collector, absent)
+    assert (load.name, load.attributes["error.type"]) == ("load", "ModelNotInStore")
+    assert (absent.is_error, absent.attributes["http.response.status_code"]) == (False, 404)
+
+
+async def test_an_error_is_that_of_its_part_and_of_its_request(collector: Collector) -> None:
+    release = asyncio.Event()
+
+    async def failing(number: int) -> Answer:
+        await release.wait()
+        return answered(500, body(message="고장"))
+
+    async with served(World()) as world:
+        world.mms.answer = failing
+        world.model.line.max_waiting = 0
+        first = asyncio.create_task(world.call("POST", PATH))
+        await settle()
+        assert (await world.call("POST", PATH))[0] == 429
+        release.set()
+        assert (await first)[0] == 500
+        assert (await world.call("GET", "/nowhere"))[0] == 404
+    failed, refused = collector.named("POST /predictions/{name}")
+    assert (failed.is_error, failed.attributes["error.type"]) == (True, "500")
+    (queue,) = children(collector, refused)
+    assert (queue.is_error, queue.attributes["error.type"]) == (True, "TooManyRequests")
+    assert (refused.is_error, refused.attributes["http.response.status_code"]) == (False, 429)
+    (unrouted,) = collector.named("GET")
+    assert "http.route" not in unrouted.attributes
+
+
+async def test_odd_names_and_contexts_of_a_client_leave_a_small_trace(collector: Collector) -> None:
+    long = "꽃" * 20_000
+    async with served(World()) as world:
+        assert (await world.call("POST", f"/predictions/{long}"))[0] == 404
+        for odd in ("", "00-x", f"00-{'0' * 32}-{PARENT}-01", "가"):
+            assert (await world.call("POST", PATH, traceparent=odd))[0] == 200
+    roots = collector.named("POST /predictions/{name}")
+    for name in ("url.path", "gen_ai.request.model"):
+        assert len(roots[0].attributes[name]) < 3000
+    assert [root.parent for root in roots] == [""] * 5
+    assert len({root.trace for root in roots}) == 5
+
+
+async def test_the_sampler_of_the_environment_and_of_the_client_decide(
+    collector: Collector, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OTEL_SERVICE_NAME", "시")
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_HEADERS", "authorization=Bearer%20abc")
+    monkeypatch.setenv("OTEL_TRACES_SAMPLER", "parentbased_always_off")
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "")  # as if it were not set
+    async with served(World()) as world:
+        for sent in ({}, {"traceparent": SENT[:-1] + "0"}, {"traceparent": SENT}):
+            assert (await world.call("POST", PATH, **sent))[0] == 200
+    (root,) = collector.named("POST /predictions/{name}")
+    assert (root.parent, root.service) == (PARENT, "시")
+    assert collector.headers["authorization"] == "Bearer abc"
+    _, off, on = (sent["traceparent"] for sent in world.mms.headers)
+    assert off.startswith(f"00-{TRACE}-")
+    assert (off[-2:], on[-2:]) == ("00", "01")
+
+
+async def test_health_and_metrics_have_no_spans(
+    collector: Collector, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with served(World()) as world:
+        monkeypatch.setattr(world.engine, "statistics", EngineUnavailable)
+        for path in ("/ping", "/health", "/v2/health/live"):
+            assert (await world.call("GET", path))[0] == 200
+    assert collector.bodies == []
+
+
+@pytest.mark.parametrize("status", [0, 401, 503])
+async def test_a_collector_that_fails_fails_no_request_and_floods_no_log(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, status: int
+) -> None:
+    monkeypatch.setenv("OTEL_BSP_MAX_EXPORT_BATCH_SIZE", "1")  # an export each span
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "0.3")
+    with contextlib.ExitStack() as opened:
+        collector = Collector()
+        monkeypatch.setenv(ENDPOINT, collector.url)
+        opened.enter_context(collector)
+        collector.status = status
+        if not status:
+            opened.close()  # nothing listens there any more
+        with caplog.at_level(logging.INFO):
+            async with served(World()) as world:
+                for _ in range(3):
+                    assert (await world.call("POST", PATH))[0] == 200
+    lines = [record.getMessage() for record in caplog.records]
+    (line,) = (line for line in lines if line != "request")  # of three exports
+    assert line.startswith("traces: Failed to export span")
+    assert status != 401 or "401" in line
+
+
+async def test_a_collector_that_hangs_holds_up_neither_requests_nor_the_stop(
+    collector: Collector, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tracing, "FLUSH_S", 0.1)
+    monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "1")
+    collector.go.clear()
+    async with served(World()) as world:
+        assert (await world.call("POST", PATH))[0] == 200
+        assert await asyncio.to_thread(collector.reached.wait, 60)
+        for _ in range(10):
+            assert (await world.call("POST", PATH))[0] == 200
+    assert collector.bodies == []
+    collector.go.set()
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "reason"),
+    [
+        ("OTEL_EXPORTER_OTLP_PROTOCOL", "grpc", "must be 'http/protobuf'"),
+        ("OTEL_BSP_MAX_EXPORT_BATCH_SIZE", "100000", "a variable OTEL_"),
+    ],
+)
+async def test_a_variable_that_cannot_be_ends_the_start_with_the_reason(
+    collector: Collector, monkeypatch: pytest.MonkeyPatch, variable: str, value: str, reason: str
+) -> None:
+    monkeypatch.setenv(variable, value)
+    with pytest.raises(SettingError, match=reason):
+        async with served(World()):
+            pass
+
+
+def test_without_its_packages_it_is_said_how_to_get_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(otlp_endpoint="http://127.0.0.1:4318")
+    monkeypatch.delitem(sys.modules, "serving.api.tracing")
+    monkeypatch.setitem(sys.modules, "opentelemetry.sdk.resources", None)
+    with pytest.raises(StartError, match=r"pip install -r requirements/tracing\.txt"):
+        _traced(world.gateway, world.app)
+
+
+@pytest.mark.parametrize("variable", [ENDPOINT, "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT"])
+async def test_either_variable_turns_it_on(collector: Collector, variable: str) -> None:
+    settings = Settings.read([], {variable: collector.url})
+    world = World(otlp_endpoint=settings.otlp_endpoint)
+    async with _traced(world.gateway, world.app) as app:
+        assert app is not world.app
+
+
+# Without it
+
+
+async def test_it_is_off_by_default_and_nothing_is_in_a_requests_way() -> None:
+    world = World()
+    parts = dict(vars(world.gateway))
+    async with _traced(world.gateway, world.app) as app:
+        assert app is world.app
+    assert vars(world.gateway) == parts
+    program = "import sys, serving.gateway; print([m for m in sys.modules if 'telemetry' in m])"
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
+    assert (done.stdout, done.returncode) == ("[]\n", 0), done.stderr
+
+
+async def test_a_traceparent_reaches_the_worker_and_the_log_as_it_came(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    world = World()
+    odd = ("00-x", SENT.upper(), f"00-{'0' * 32}-{PARENT}-01", f"00-{TRACE}-{'0' * 16}-01", "가")
+    with caplog.at_level(logging.INFO):
+        assert (await world.call("POST", PATH, traceparent=SENT))[0] == 200
+        for sent in odd:
+            assert (await world.call("POST", PATH, traceparent=sent))[0] == 200
+    assert [sent.get("traceparent") for sent in world.mms.headers] == [SENT] + [None] * len(odd)
+    logged: Any = [record for record in caplog.records if record.getMessage() == "request"]
+    assert [line.fields.get("trace_id") for line in logged] == [TRACE] + [None] * len(odd)
