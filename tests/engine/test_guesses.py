@@ -113,8 +113,12 @@ def _told(request: Request) -> list[tuple[Any, ...]]:
     return [(t.index, t.id, t.text, t.logprobs, t.finish_reason) for t in tokens]
 
 
+def counted(engine: Engine, name: str) -> int:
+    return sum(model[name] for model in engine.models())
+
+
 def accepted(engine: Engine) -> int:
-    return sum(model["accepted_tokens"] for model in engine.models())
+    return counted(engine, "accepted_tokens")
 
 
 @pytest.mark.parametrize(
@@ -196,6 +200,36 @@ def test_texts_of_a_form_are_the_same(engines: list[Engine], tmp_path: Path) -> 
             )
             assert guessing == without
     assert accepted(engines[1]) > before
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {},
+        {"do_sample": True, "seed": 3, "temperature": 0.2},
+        {"json_schema": {"type": "array", "items": {"enum": ["긍정", "부정"]}, "minItems": 9}},
+    ],
+    ids=str,
+)
+def test_tokens_say_which_of_them_were_guessed_and_what_was_guessed_in_vain(
+    engines: list[Engine], folder: Path, tmp_path: Path, given: dict[str, Any]
+) -> None:
+    load(engines[1:], "m", folder)
+    load(engines[1:], "f", make_hugging_face(tmp_path / "f", kind="byte-level", max_length=256))
+    names = ("accepted_tokens", "guessed_tokens")
+    before = [counted(engines[1], name) for name in names]
+    right = wrong = 0
+    for prompt in ("오늘은", "내일은", "어제는"):
+        name = "f" if "json_schema" in given else "m"
+        request = Request(engines[1], name, prompt, max_new_tokens=ANSWER, **given)
+        told(engines[1], request)
+        right += sum(token.accepted for token in request.tokens)
+        wrong += sum(token.rejected for token in request.tokens)
+        assert not any(token.accepted and token.rejected for token in request.tokens[:-1])
+    after = [counted(engines[1], name) for name in names]
+    assert [after[0] - before[0], after[1] - before[1]] == [right, right + wrong]
+    assert right
+    assert wrong
 
 
 def test_no_row_is_longer_than_what_was_reserved_for_it(
