@@ -146,7 +146,7 @@ class Batch:
         begin, end = row.length, min(row.length + count, last)
         completes = end == len(sequence.ids)
         wanted = end - begin if sequence.scores_prompt else int(completes)
-        sequence.guesses = self._guess(sequence) if completes else []
+        sequence.set_guesses(self._guess(sequence) if completes else [])
         ids = [*sequence.ids[begin:end], *sequence.guesses]
         piece = Piece(row, ids, wanted + len(sequence.guesses), sequence.adapter)
         return Scheduled(sequence, piece, completes)

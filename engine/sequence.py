@@ -41,6 +41,8 @@ class Token:
     logprobs: TokenLogprobs | None = None
     # "stop", "length", or "complete" for the last token of a form, which clients see as "stop"
     finish_reason: str | None = None
+    accepted: bool = False  # whether it was guessed
+    rejected: int = 0  # guesses that were checked in its place and behind it, and were wrong
     # The prompt's tokens, on the first token of an answer with `decoder_input_details`.
     prefill: list[tuple[int, TokenLogprobs | None]] = field(default_factory=list)
     pieces: list[bytes] = field(default_factory=list)  # of `shown`
@@ -90,7 +92,9 @@ class Sequence:
     labels: Labels | None = None  # if `choice_logprobs` is set
     rules: list[Rule] = field(default_factory=list)  # of the parameters
     guesser: Guesser | None = None
-    guesses: list[int] = field(default_factory=list)  # of the tokens after `ids`, in this pass
+    guesses: list[int] = field(default_factory=list)  # of the tokens after `known`, in this pass
+    known: int = 0  # ids before the guesses
+    accepted: int = 0  # of the guesses, so far
     state: State = State.WAITING
     cancelled: bool = False
     ids: list[int] = field(init=False)
@@ -160,6 +164,10 @@ class Sequence:
         """Whether nothing more is to be sent, so that it needs no row."""
         return self.cancelled or self._ended
 
+    def set_guesses(self, guesses: list[int]) -> None:
+        """Set the guesses that the next pass checks."""
+        self.guesses, self.known, self.accepted = guesses, len(self.ids), 0
+
     def advance(self, logits: Logits) -> bool:
         """Append the next token and those that its form forces; returns whether to send now."""
         chosen = self._sampler.choose(logits, self.ids, self.constraint)
@@ -189,6 +197,8 @@ class Sequence:
         if reason is not None:
             self.state = State.FINISHED
         made = Token(self.index, token, "", logprobs, reason)
+        if self.guesses:
+            self._check_guess(made)
         if self.parameters.decoder_input_details and self.num_new == 1:
             none: list[TokenLogprobs | None] = [None] * len(self.prompt)
             made.prefill = list(
@@ -198,6 +208,16 @@ class Sequence:
         # Stop strings are searched for at once: tokens behind one are computed in vain.
         eager = self.eager or self.num_new == 1 or bool(self.parameters.stop)
         return eager or reason is not None or len(self._tokens) >= TOKENS_AT_ONCE
+
+    def _check_guess(self, made: Token) -> None:
+        """Compare the token that was appended last with the guess for its place."""
+        at = len(self.ids) - self.known - 1
+        if at != self.accepted or at == len(self.guesses):
+            return  # behind a wrong guess, or behind all
+        made.accepted = self.guesses[at] == made.id
+        self.accepted += made.accepted
+        if not made.accepted or made.finish_reason is not None:
+            made.rejected = len(self.guesses) - self.accepted
 
     def take_tokens(self) -> list[Token]:
         """Remove and return the tokens that are not sent yet; they have no texts."""

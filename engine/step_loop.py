@@ -269,21 +269,16 @@ class Loop:
         The first row gives one token; each further row gives one if the guess before it was chosen.
         Returns whether the tokens are to be sent now.
         """
-        guesses, known = sequence.guesses, len(sequence.ids)
-        due, accepted, chosen = False, 0, 0
-        while accepted == chosen <= len(guesses) and sequence.state is not State.FINISHED:
+        due, chosen, count = False, 0, len(sequence.guesses)
+        while sequence.accepted == chosen <= count and sequence.state is not State.FINISHED:
             due = sequence.advance(rows[chosen]) or due
-            chosen = len(sequence.ids) - known
-            while accepted < min(chosen, len(guesses)) and (
-                sequence.ids[known + accepted] == guesses[accepted]
-            ):
-                accepted += 1
+            chosen = len(sequence.ids) - sequence.known
         owner = sequence.model
-        if guesses and sequence.guesser is not None:
-            core.batch.truncate(sequence, known + accepted)
-            sequence.guesser.check(len(guesses), accepted)
-            owner.statistics.guessed_tokens += len(guesses)
-            owner.statistics.accepted_tokens += accepted
+        if count and sequence.guesser is not None:
+            core.batch.truncate(sequence, sequence.known + sequence.accepted)
+            sequence.guesser.check(count, sequence.accepted)
+            owner.statistics.guessed_tokens += count
+            owner.statistics.accepted_tokens += sequence.accepted
         if sequence.guesser is not None and sequence.state is State.FINISHED:
             owner.recent.extend(sequence.ids[len(sequence.prompt) :])
         return due

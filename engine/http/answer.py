@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from common.errors import EngineError
@@ -56,8 +56,8 @@ class Answer:
         """The body of the response to `generate`.
 
         `{"completions": [{"text", "tokens", "finish_reason", "logprobs"?, "prefill"?,
-        "choice_logprobs"?}], "seconds", "time_to_first_token_s"}`. Raises the error that ended the
-        request.
+        "choice_logprobs"?, "accepted_tokens"?, "rejected_tokens"?}], "seconds",
+        "time_to_first_token_s"}`. Raises the error that ended the request.
         """
         if self.error is not None:
             raise self.error
@@ -68,6 +68,7 @@ class Answer:
                 "text": text,
                 "tokens": len(tokens),
                 "finish_reason": tokens[-1].finish_reason,
+                **guesses_body(tokens),
             }
             details = [token_details(token) for token in tokens]
             if tokens[0].logprobs is not None:
@@ -112,6 +113,15 @@ def token_details(token: Token) -> dict[str, Any]:
     if token.logprobs is not None:
         details["logprobs"] = body(token.id, token.logprobs)
     return details
+
+
+def guesses_body(tokens: Sequence[Token]) -> dict[str, int]:
+    """`{"accepted_tokens", "rejected_tokens"}`: guesses that were checked, if any were."""
+    counts = {
+        "accepted_tokens": sum(token.accepted for token in tokens),
+        "rejected_tokens": sum(token.rejected for token in tokens),
+    }
+    return counts if any(counts.values()) else {}
 
 
 def choices_body(token: Token) -> list[dict[str, Any]]:

@@ -106,9 +106,9 @@ class AsyncEngineClient:
     ) -> AsyncGenerator[dict[str, Any], None]:
         """Yield each token when it is made.
 
-        A token is `{"index", "token", "text", "logprobs"?, "finish_reason"?}`, the first of a
-        sequence also has `prompt_tokens`. Closing the generator frees the row of the request.
-        `kind` as for `generate`.
+        A token is `{"index", "token", "text", "logprobs"?, "accepted_tokens"?, "rejected_tokens"?,
+        "finish_reason"?}`, the first of a sequence also has `prompt_tokens`. Closing the generator
+        frees the row of the request. `kind` as for `generate`.
         """
         body = {kind: inputs, "parameters": parameters, "timeout_s": timeout_s, "stream": True}
         content, limit_s = json.dumps(body).encode(), timeout_s + GRACE_S

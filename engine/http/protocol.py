@@ -10,7 +10,7 @@ from starlette.requests import Request
 
 from common.errors import InvalidRequest
 from common.json_body import read_json
-from engine.http.answer import choices_body, token_details
+from engine.http.answer import choices_body, guesses_body, token_details
 from engine.sequence import Sequence, Token
 from engine.text.prompts import Chat, Inputs, Raw
 
@@ -27,7 +27,7 @@ def prompt_body(sequence: Sequence) -> dict[str, Any]:
 
 def token_body(token: Token) -> dict[str, Any]:
     body: dict[str, Any] = {"index": token.index, "token": token.id, "text": token.text}
-    body |= token_details(token)
+    body |= token_details(token) | guesses_body([token])
     if token.choices:
         body["choice_logprobs"] = choices_body(token)
     if token.finish_reason is not None:

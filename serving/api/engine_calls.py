@@ -78,6 +78,8 @@ class EngineCall:
                     if "logprobs" in item:
                         completion.setdefault("logprobs", []).append(compact(item["logprobs"]))
                     completion |= choice_logprobs(item)
+                    for name in item.keys() & {"accepted_tokens", "rejected_tokens"}:
+                        completion[name] = completion.get(name, 0) + item[name]
                     if "prefill" in item:
                         completion["prefill"] = [compact(token) for token in item["prefill"]]
                     counts = ("prompt_tokens", "cached_tokens")

@@ -60,6 +60,7 @@ def expected(server: Server) -> dict[str, Any]:
         "streamed response": said,
         "detailed": [completion, TOKENS, completion],
         "tokens": [usage["prompt_tokens"], usage["completion_tokens"]],
+        "streamed tokens": [usage["prompt_tokens"], usage["completion_tokens"]],
         "ready": [True, True, True],
         "gRPC ready": [True, True, True],
     }
@@ -70,13 +71,22 @@ def post(server: Server, route: str, body: dict[str, Any]) -> requests.Response:
     return requests.post(url, json={**greedy, **body}, headers=AUTHORIZATION, timeout=60)
 
 
-def output(command: list[str]) -> Any:
-    """What a client prints last, as JSON. To compile what it imports takes longer than the rest, so
+def output(command: list[str], folder: Path = REPOSITORY, program: str = "") -> dict[str, Any]:
+    """What clients print last, as JSON. To compile what they import takes longer than the rest, so
     that is kept."""
     kept = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
-    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, env=kept)
+    done = subprocess.run(
+        command,
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        encoding="utf-8",
+        env=kept,
+        input=program,
+    )
     assert done.returncode == 0, done.stderr[-4000:]
-    return json.loads(done.stdout.splitlines()[-1])
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -86,9 +96,18 @@ def found(server: Server) -> dict[str, Any]:
     if python is None or sys.version_info < (3, 11):
         pytest.skip("CLIENTS_PYTHON names a Python >= 3.11 with requirements/clients.txt")
     command = [str(Path(python).absolute()), "-m", "tests.e2e.clients", server.url(""), TOKEN]
-    command += [server.grpc_address, str(server.store / CHAT)]
-    of_each: dict[str, Any] = output(command)
-    return of_each
+    return output([*command, server.grpc_address, str(server.store / CHAT)])
+
+
+@pytest.fixture(scope="module")
+def found_by_javascript(server: Server) -> dict[str, Any]:
+    """What JavaScript's clients get, by client."""
+    folder = os.environ.get("CLIENTS_JS")
+    if not folder:
+        pytest.skip("CLIENTS_JS names a folder where npm has installed tests/e2e/npm")
+    program = (REPOSITORY / "tests" / "e2e" / "clients.mjs").read_text("utf-8")
+    command = ["node", "--input-type=module", "-", server.url("/v1"), TOKEN]
+    return output(command, Path(folder), program)
 
 
 @pytest.mark.parametrize(
@@ -130,17 +149,22 @@ def test_litellm_knows_errors(found: dict[str, Any]) -> None:
         assert words in found["litellm"][wrong][2]
 
 
-def test_openais_client_for_javascript_knows_texts_and_errors(
-    server: Server, expected: dict[str, Any]
+@pytest.mark.parametrize(
+    ("name", "forms", "error"),
+    [("openai", 3, "NotFoundError"), ("ai", 9, "AI_APICallError")],
+)
+def test_clients_for_javascript_know_texts_forms_and_errors(
+    found_by_javascript: dict[str, Any],
+    expected: dict[str, Any],
+    name: str,
+    forms: int,
+    error: str,
 ) -> None:
-    folder = os.environ.get("OPENAI_JS")
-    if not folder:
-        pytest.skip("OPENAI_JS names a folder where npm has installed openai")
-    program = REPOSITORY / "tests" / "e2e" / "openai_client.mjs"
-    found = output(["node", str(program), folder, server.url("/v1"), TOKEN])
-    assert [is_review(form) for form in found.pop("forms")] == [True] * 3
+    assert isinstance(found_by_javascript[name], dict), found_by_javascript[name]
+    found = dict(found_by_javascript[name])
+    assert [is_review(form) for form in found.pop("forms")] == [True] * forms
     kind, status, message = found.pop("no such model")
-    assert (kind, status, "없음" in message) == ("NotFoundError", 404, True)
+    assert (kind, status, "없음" in message) == (error, 404, True)
     assert found == {key: expected[key] for key in found}
 
 
@@ -196,7 +220,8 @@ def test_guidellm_counts_the_tokens_of_its_streams(
 
 
 def test_open_webui_chats_and_titles_them(server: Server, expected: dict[str, Any]) -> None:
-    """With what its advanced parameters send, and the title's prompt as one message of the user."""
+    """With what its advanced parameters send, and the prompts for a title and for tags, from whose
+    answers it cuts the JSON: with a model's `response_format` there is some."""
     listed = server.get("/v1/models", headers=AUTHORIZATION).json()
     assert {model["id"] for model in listed["data"]} == {TEXT, CHAT, FORMED}
     asked: dict[str, Any] = {"model": CHAT, "messages": MESSAGES}
@@ -206,8 +231,21 @@ def test_open_webui_chats_and_titles_them(server: Server, expected: dict[str, An
     said, counted = usages(post(server, "chat/completions", {**asked, **advanced, **options}))
     assert said == expected["chat"]
     assert counted[-1] is not None
-    title = post(server, "chat/completions", {**asked, "stream": False, "max_tokens": 1000})
-    assert title.json()["choices"][0]["message"]["content"].startswith(expected["chat"])
+
+    history = f"USER: {QUESTION}\nASSISTANT: {said}"
+    text: dict[str, Any] = {"type": "string", "maxLength": 20}
+    shapes = {"title": text, "tags": {"type": "array", "items": text, "maxItems": 3}}
+    for task, limit in (("title", 1000), ("tags", None)):
+        prompt = f'### Output:\nJSON format: {{ "{task}": ... }}\n<chat_history>\n{history}'
+        asked = {"model": FORMED, "messages": [{"role": "user", "content": prompt}]}
+        asked |= {"stream": False, "max_tokens": None, "max_completion_tokens": limit, "seed": 1}
+        plain = post(server, "chat/completions", asked)
+        assert plain.json()["choices"][0]["message"]["content"]
+        schema = {"type": "object", "properties": {task: shapes[task]}, "required": [task]}
+        shape = {"name": task, "schema": {**schema, "additionalProperties": False}}
+        asked["response_format"] = {"type": "json_schema", "json_schema": shape}
+        made = post(server, "chat/completions", asked).json()["choices"][0]["message"]["content"]
+        assert list(json.loads(made[made.index("{") : made.rindex("}") + 1])) == [task]
 
 
 def test_instructor_pydantic_ai_and_outlines_get_what_a_schema_says(server: Server) -> None:

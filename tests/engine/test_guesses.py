@@ -115,8 +115,12 @@ def same(engines: list[Engine], name: str, prompt: Any, **given: Any) -> list[tu
     return without
 
 
+def counted(engine: Engine, name: str) -> int:
+    return sum(model[name] for model in engine.models())
+
+
 def accepted(engine: Engine) -> int:
-    return sum(model["accepted_tokens"] for model in engine.models())
+    return counted(engine, "accepted_tokens")
 
 
 SCHEMA = {"type": "array", "items": {"enum": ["긍정", "부정"]}, "minItems": 6, "maxItems": 8}
@@ -169,6 +173,33 @@ def test_an_answer_ends_at_its_stop_text_as_without(engines: list[Engine]) -> No
             assert same(engines, "m", prompt, stop=[stop], **sampled)[-1][-1] == "stop"
             stopped += 1
     assert stopped
+
+
+@pytest.mark.parametrize(
+    ("name", "given"),
+    [
+        ("m", {}),
+        ("m", {"do_sample": True, "seed": 3, "temperature": 0.2}),
+        ("f", {"json_schema": {**SCHEMA, "minItems": 9, "maxItems": 20}}),
+    ],
+    ids=str,
+)
+def test_tokens_say_which_of_them_were_guessed_and_what_was_guessed_in_vain(
+    engines: list[Engine], name: str, given: dict[str, Any]
+) -> None:
+    names = ("accepted_tokens", "guessed_tokens")
+    before = [counted(engines[1], name) for name in names]
+    right = wrong = 0
+    for prompt in ("오늘은", "내일은", "어제는"):
+        request = Request(engines[1], name, prompt, max_new_tokens=ANSWER, **given)
+        output(engines[1], request)
+        right += sum(token.accepted for token in request.tokens)
+        wrong += sum(token.rejected for token in request.tokens)
+        assert not any(token.accepted and token.rejected for token in request.tokens[:-1])
+    after = [counted(engines[1], name) for name in names]
+    assert [after[0] - before[0], after[1] - before[1]] == [right, right + wrong]
+    assert right
+    assert wrong
 
 
 def test_no_row_is_longer_than_what_was_reserved_for_it(

@@ -81,10 +81,12 @@ def test_the_slim_image_is_built_for_arm64(ask: Ask) -> None:
     assert values(ask("build", "slim"), "-t") == ["kogpt2-serving:slim"]
 
 
-def test_an_image_has_the_extras_that_are_asked_for(build: Build) -> None:
-    assert values(build("cpu"), "--build-arg") == []
-    assert values(build("cpu", "--tracing"), "--build-arg") == ["EXTRA=tracing"]
-    assert values(build("cpu", "--grpc", "--tracing"), "--build-arg") == ["EXTRA=grpc tracing"]
+def test_an_image_has_the_extras_that_are_asked_for(ask: Ask) -> None:
+    assert values(ask("build", "cpu"), "--build-arg") == []
+    assert values(ask("build", "cpu", "--tracing"), "--build-arg") == ["EXTRA=tracing"]
+    assert values(ask("build", "cpu", "--grpc", "--tracing"), "--build-arg") == [
+        "EXTRA=grpc tracing"
+    ]
 
 
 @pytest.mark.parametrize(

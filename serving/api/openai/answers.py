@@ -33,7 +33,13 @@ class Usage:
     """Tokens, counted."""
 
     def __init__(self) -> None:
-        self.prompt = self.cached = self.completion = 0
+        self.prompt = self.cached = self.completion = self.accepted = self.rejected = 0
+
+    def add(self, tokens: int, made: Mapping[str, Any]) -> None:
+        """Add a token of the engine's, or a completion."""
+        self.completion += tokens
+        self.accepted += made.get("accepted_tokens", 0)
+        self.rejected += made.get("rejected_tokens", 0)
 
     def body(self) -> dict[str, Any]:
         return {
@@ -41,6 +47,11 @@ class Usage:
             "completion_tokens": self.completion,
             "total_tokens": self.prompt + self.completion,
             "prompt_tokens_details": {"cached_tokens": self.cached},
+            # The rejected ones are in no answer and, unlike OpenAI's, in no other number.
+            "completion_tokens_details": {
+                "accepted_prediction_tokens": self.accepted,
+                "rejected_prediction_tokens": self.rejected,
+            },
         }
 
 
@@ -72,7 +83,8 @@ class Answer(Renderer):
             self.usage.prompt += result["prompt_tokens"]
             self.usage.cached += result["cached_tokens"]
             if not self._parsed.only_echo:
-                self.usage.completion += sum(completion["tokens"] for completion in completions)
+                for completion in completions:
+                    self.usage.add(completion["tokens"], completion)
             for completion in self._best(completions):
                 choices.append(self._choice(len(choices), prompt, completion))
         head = {**self._head, "object": self._whole}
@@ -162,7 +174,7 @@ class Choices:
         if self._parsed.only_echo:
             end = {"index": self._first + index, "text": "", "logprobs": None}
             return begun + self._answer.chunk([{**end, "finish_reason": "length"}])
-        usage.completion += 1
+        usage.add(1, item)
         return begun + self._token(item, reason)
 
     def _begin(self, index: int, prefill: Sequence[Item]) -> bytes:

@@ -12,6 +12,7 @@ import httpx2
 import openai
 import orjson
 import pytest
+from openai.types import CompletionUsage
 
 from common.errors import EngineError, EngineUnavailable, Overloaded
 from serving.api import answering
@@ -164,11 +165,18 @@ async def test_a_response_that_breaks_off_has_failed() -> None:
         assert last.response.error.message == "a step failed"
 
 
+def guesses(usage: CompletionUsage) -> tuple[int | None, int | None]:
+    """Accepted and rejected ones."""
+    details = usage.completion_tokens_details
+    assert details is not None
+    return details.accepted_prediction_tokens, details.rejected_prediction_tokens
+
+
 async def test_half_a_character_waits_in_a_stream() -> None:
     items = [
         {"index": 0, "token": 5, "text": "", "prompt_tokens": 3, "cached_tokens": 2},
-        {"index": 0, "token": 6, "text": "가"},
-        {"index": 0, "token": 7, "text": "", "finish_reason": "stop"},
+        {"index": 0, "token": 6, "text": "가", "accepted_tokens": 1, "rejected_tokens": 0},
+        {"index": 0, "token": 7, "text": "", "rejected_tokens": 2, "finish_reason": "stop"},
     ]
     async with served(RecordingEngine(streamed=items)) as (client, _):
         options: dict[str, Any] = {"include_usage": True}
@@ -181,10 +189,11 @@ async def test_half_a_character_waits_in_a_stream() -> None:
         assert last.usage is not None
         assert (last.usage.prompt_tokens, last.usage.completion_tokens) == (3, 3)
         assert last.usage.prompt_tokens_details.cached_tokens == 2
+        assert guesses(last.usage) == (1, 2)
         options["continuous_usage_stats"] = True
         chunks = await client.completions.create(**ASKED, stream=True, stream_options=options)
-        used = [(c.usage.prompt_tokens, c.usage.total_tokens) async for c in chunks if c.usage]
-        assert used == [(3, 5), (3, 6), (3, 6)]
+        used = [(c.usage.total_tokens, *guesses(c.usage)) async for c in chunks if c.usage]
+        assert used == [(5, 1, 0), (6, 1, 2), (6, 1, 2)]
 
 
 @pytest.mark.parametrize(
@@ -273,8 +282,8 @@ async def test_scores_are_written_as_they_come_and_not_kept_as_values() -> None:
         streamed=[
             scored(0, "가실 ", **counts),
             scored(1, "나", **counts),
-            scored(0, "때", finish_reason="stop"),
-            scored(1, "빛", finish_reason="length"),
+            scored(0, "때", finish_reason="stop", accepted_tokens=1, rejected_tokens=2),
+            scored(1, "빛", finish_reason="length", accepted_tokens=1, rejected_tokens=1),
         ]
     )
     kept: list[Any] = []
@@ -289,6 +298,7 @@ async def test_scores_are_written_as_they_come_and_not_kept_as_values() -> None:
             ]
         assert made.usage is not None
         assert (made.usage.prompt_tokens, made.usage.completion_tokens) == (3, 4)
+        assert guesses(made.usage) == (2, 3)
         answer = Answer(completion({**ASKED, "logprobs": 2}), "봄")
         kept.append(answer.compact(scored(0, "가")["logprobs"])["top"])
     assert isinstance(kept[0], orjson.Fragment)
