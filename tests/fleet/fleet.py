@@ -11,7 +11,7 @@ import psutil
 import requests
 
 from tests.e2e.server import Server
-from tests.e2e.stores import FAST, LONG, small
+from tests.e2e.stores import ENDLESS, FAST, small
 from tests.e2e.test_metrics import metrics
 from tests.engine.models import make_artifact
 from tests.fleet.envoy import Envoy
@@ -32,10 +32,10 @@ def model(number: int) -> str:
 
 
 def fill(s3: S3Server, folder: Path) -> None:
-    """Puts the models into the store, and one that takes a second and more for `LONG`."""
+    """Puts the models into the store, and one that takes seconds for `ENDLESS`."""
     for number in range(MODELS):
         _put(s3, model(number), small(folder / str(number), number))
-    long = make_artifact(folder / "long", layers=2, units=128, vocab=160, max_length=2048)
+    long = make_artifact(folder / "long", layers=2, units=32, vocab=160, max_length=8192)
     _put(s3, LENGTHY, long)
 
 
@@ -156,7 +156,7 @@ class Fleet:
         meanwhile, so that the stream does not end."""
         engines = {name: node.descendants("-m engine ")[0] for name, node in self.nodes.items()}
         url = self.proxy.url(f"/predictions/{LENGTHY}")
-        body = {**LONG, "stream": True}
+        body = {**ENDLESS, "stream": True}
         with requests.post(url, json=body, timeout=90, stream=True) as answer:
             lines = answer.iter_lines()
             assert next(lines).startswith(b"data: "), answer.status_code
