@@ -244,7 +244,8 @@ class Texts:
             self._statistics.finished(time.monotonic() - sequence.queued_at)
 
     def _begin(self, sequence: Sequence) -> AnswerText:
-        for other in [other for other in self._answers if other.over]:  # cancelled
+        # A copy: the step loop adds answers meanwhile.
+        for other in [other for other in list(self._answers) if other.over]:  # cancelled
             self._answers.pop(other, None)
         detokenizer = self._table.detokenizer(sequence.prompt, self._decode)
         p = sequence.parameters

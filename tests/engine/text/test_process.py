@@ -30,6 +30,7 @@ from common.errors import (
     PromptTooLong,
 )
 from engine.engine import Engine
+from engine.sequence import Sequence
 from engine.text.process import About, TextProcesses, Turns
 from engine.text.prompts import CHARACTERS_PER_TOKEN
 from engine.text.table import RUNS, Table
@@ -296,6 +297,33 @@ def test_a_model_has_answered_once_its_request_is_cancelled(engine_: Engine, goo
         engine_.cancel(cancelled.sequences)
     eventually(lambda: model.answered)
     assert len(cancelled.tokens) < 240
+
+
+class Ended:
+    """A sequence with nothing to send."""
+
+    over = True
+
+    def take_tokens(self) -> list[Any]:
+        return []
+
+
+def test_an_answer_begins_while_the_step_loop_adds_another(
+    engine_: Engine, good: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    texts: Any = engine_.load("m", str(good)).texts
+    other = begun(ask(engine_, 240))
+    over = Sequence.over.fget
+    assert over is not None
+
+    def adding(sequence: Sequence) -> bool:
+        if sequence in other.sequences:
+            texts.write([Ended()])
+        return over(sequence)
+
+    monkeypatch.setattr(Sequence, "over", property(adding))
+    assert ask(engine_, 4).wait().error is None
+    monkeypatch.undo()
 
 
 @pytest.mark.parametrize("kind", KINDS)
