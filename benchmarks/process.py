@@ -123,7 +123,7 @@ class Worker(Program):
 
     @cached_property
     def about(self) -> dict[str, Any]:
-        """What it says of itself once it is ready. Raises `BenchmarkError`."""
+        """The worker's description of itself, sent once it is ready. Raises `BenchmarkError`."""
         about: dict[str, Any] = self._answer()
         return about
 

@@ -16,7 +16,7 @@ import traceback
 from collections.abc import Callable, Mapping
 from typing import Any
 
-# What `start` returns: what the process says of itself, and its commands.
+# What `start` returns: a description of the process (versions, sizes), and its commands by name.
 Started = tuple[Mapping[str, Any], Mapping[str, Callable[..., Any]]]
 
 

@@ -18,7 +18,6 @@ from engine.text.constraint import Constraint
 Logits = NDArray[np.float32]
 Weights = NDArray[np.float64]
 
-GROUP = 50  # logits of a group; for the k largest, only the largest of each group is compared first
 # The smallest temperature and penalty: smaller ones choose the same, but overflow float32.
 MIN_DIVISOR = 1e-6
 
@@ -114,29 +113,15 @@ class Sampler:
         return token
 
 
-def top_indices(logits: Logits, k: int) -> NDArray[np.int64]:
+def top_indices(logits: Logits, k: int) -> NDArray[np.int32]:
     """Indices of the k largest values, largest first; equal values in index order."""
-    candidates = np.arange(len(logits)) if k >= len(logits) else _largest(logits, k)
-    if len(candidates) > 2 * k:  # many are equal, or lie in few groups
-        near = logits[candidates]
-        kth = near[np.argpartition(near, -k)[-k]]
-        better = np.flatnonzero(near > kth)
-        alike = np.flatnonzero(~((near < kth) | (near > kth)))[: max(k - len(better), 0)]
-        candidates = candidates[np.concatenate([better, alike])]
-    order: NDArray[np.int64] = candidates[np.argsort(-logits[candidates], kind="stable")][:k]
-    return order
-
-
-def _largest(logits: Logits, k: int) -> NDArray[np.int64]:
-    """Indices of the k < V largest values and of some more, with all equals of each."""
-    size = min(GROUP, len(logits) // (4 * k))
-    if size < 2:
-        bound = np.partition(logits, -k)[-k]
-    else:  # as many groups have one that is not below
-        groups = len(logits) // size
-        largest = logits[: groups * size].reshape(size, groups).max(axis=0)
-        bound = np.partition(largest, -k)[-k]
-    return np.flatnonzero(~(logits < bound))
+    logits, scratch = np.ascontiguousarray(logits), np.empty(len(logits), np.float32)
+    tokens = np.empty(len(logits), np.int32)
+    count = library.largest_tokens(
+        logits.ctypes.data, len(logits), k, tokens.ctypes.data, scratch.ctypes.data
+    )
+    tokens = np.sort(tokens[:count])
+    return tokens[np.argsort(-logits[tokens], kind="stable")]
 
 
 def logprobs_of(logits: Logits, token: int, count: int) -> TokenLogprobs:

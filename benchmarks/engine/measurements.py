@@ -148,7 +148,7 @@ class EngineRun(Run):
     def _worker(
         self, started: contextlib.ExitStack, name: str, worker: Worker, about: Results | None = None
     ) -> Callable[..., Any]:
-        """Its commands; `about` gets what it says of itself once it is ready."""
+        """Returns a worker's `call`. `about` receives the worker's description once it is ready."""
         self._workers[name] = (started.enter_context(worker), {} if about is None else about)
         return worker.call
 
@@ -261,7 +261,7 @@ class EngineRun(Run):
             return tokens(plan.requests_each, plan.new_tokens) / (time.perf_counter() - began)
 
     def _overhead_ms(self, server: Server, name: str) -> float:
-        """What a request takes longer than the engine says: the median of several, in turn."""
+        """Milliseconds of a request outside of the engine: the median of several, one by one."""
         with contextlib.closing(server.connect()) as connection:
             ask(connection, name, self.texts[0], OVERHEAD_TOKENS)
             answers = [

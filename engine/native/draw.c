@@ -98,25 +98,28 @@ static void collect(Candidates *c, const float *values, size_t count, float boun
   }
 }
 
-/* Makes candidates of at least `top_k` < count tokens: those with as much as the top_k-th largest of the
-   maxima of groups. `maxima` has room for `count` floats. */
-static void collect_largest(Candidates *c, const float *logits, size_t count, size_t top_k,
-                            float *maxima) {
-  size_t stride = count / (4 * top_k);
+/* Candidates are first the tokens with as much as the k-th largest of the maxima of groups. */
+size_t largest_tokens(const float *logits, size_t count, size_t k, int32_t *tokens, float *scratch) {
+  Candidates c = {logits, NULL, tokens, 0};
+  const double before_last = (double)k - 0.5;
+  float bound = -INFINITY;
+  size_t stride = count / (4 * k);
   stride = stride < MAX_STRIDE ? stride : MAX_STRIDE;
-  if (stride < 2) {
-    collect(c, logits, count, -INFINITY);
-    return;
+  if (stride > 1) {
+    const size_t groups = count / stride; /* logit i is in group i % groups */
+    float *maxima = scratch;
+    memcpy(maxima, logits, groups * sizeof *maxima);
+    for (size_t i = groups; i < groups * stride; i += groups)
+      for (size_t j = 0; j < groups; j++)
+        maxima[j] = logits[i + j] > maxima[j] ? logits[i + j] : maxima[j];
+    Candidates largest = {maxima, NULL, tokens, 0};
+    collect(&largest, maxima, groups, -INFINITY);
+    select_mass(&largest, before_last);
+    if (largest.count) bound = maxima[tokens[largest.count - 1]];
   }
-  const size_t groups = count / stride; /* logit i is in group i % groups */
-  memcpy(maxima, logits, groups * sizeof *maxima);
-  for (size_t i = groups; i < groups * stride; i += groups)
-    for (size_t j = 0; j < groups; j++)
-      maxima[j] = logits[i + j] > maxima[j] ? logits[i + j] : maxima[j];
-  Candidates largest = {maxima, NULL, c->tokens, 0};
-  collect(&largest, maxima, groups, -INFINITY);
-  select_mass(&largest, (double)top_k - 0.5);
-  collect(c, logits, count, largest.count ? maxima[c->tokens[largest.count - 1]] : -INFINITY);
+  collect(&c, logits, count, bound);
+  select_mass(&c, before_last);
+  return c.count;
 }
 
 static double sum_chunk(const float *weights, size_t count) {
@@ -197,10 +200,7 @@ int32_t draw_token(const float *logits, size_t count, const Truncation *how, dou
   double whole = few ? 0 : kernels->weigh(logits, count, how->temperature, weights);
   uniform *= 1 - ROUNDED;
   if (top_k < count) {
-    collect_largest(&c, logits, count, top_k, keys);
-    c.weights = NULL;
-    select_mass(&c, (double)top_k - 0.5);
-    c.weights = weights;
+    c.count = largest_tokens(logits, count, top_k, c.tokens, keys);
     if (few) weigh_few(&c, logits, how->temperature, weights);
     whole = sum_of(&c);
   } else if (how->top_p < 1 || how->min_p > 0) {

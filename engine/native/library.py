@@ -80,6 +80,7 @@ def _open() -> ctypes.CDLL:
         "packed_bytes": (size, [size, size, size]),
         "pack": (None, [Pointer, c_int, *[size] * 7, Pointer]),
         "softmax_weights": (c_double, [Pointer, size, c_float, Pointer]),
+        "largest_tokens": (size, [Pointer, size, size, Pointer, Pointer]),
         "draw_token": (c_int32, [Pointer, size, POINTER(Truncation), c_double, Pointer]),
         "allowed_logits": (size, [Pointer, Pointer, size, Pointer, Pointer]),
         "allowed_argmax": (c_int32, [Pointer, Pointer, size]),
@@ -96,6 +97,7 @@ _library = _open()
 packed_bytes = _library.packed_bytes
 pack = _library.pack
 softmax_weights = _library.softmax_weights
+largest_tokens = _library.largest_tokens
 draw_token = _library.draw_token
 allowed_logits = _library.allowed_logits
 allowed_argmax = _library.allowed_argmax

@@ -107,6 +107,10 @@ void pack(const void *source, SourceType type, size_t column_stride, size_t stri
 /* For sampling: writes exp((logits[i] - largest) / temperature) and returns their sum. */
 double softmax_weights(const float *logits, size_t count, float temperature, float *weights);
 
+/* Writes the k > 0 tokens with the largest logits, of equal ones the first, in no order; NaN is none of them.
+   Returns how many. `tokens` and `scratch` have space for `count`. */
+size_t largest_tokens(const float *logits, size_t count, size_t k, int32_t *tokens, float *scratch);
+
 /* What of a distribution is drawn from: the `top_k` likeliest tokens (0: all), of these the fewest that
    together have `top_p` of their probability, of these the ones with at least `min_p` times the largest
    probability, and of these the fewest typical ones that together have `typical_p` (Meister et al. 2022,

@@ -120,27 +120,21 @@ TARGET static double NAME(weigh)(const float *x, size_t count, float temperature
   for (size_t i = 0; i < LANES; i++) largest = lanes[i] > largest ? lanes[i] : largest;
   for (size_t i = whole; i < count; i++) largest = x[i] > largest ? x[i] : largest;
   double total = 0;
-  for (size_t begin = 0; begin < count; begin += 16 * LANES) { /* few enough for single precision */
-    const size_t end = begin + 16 * LANES < count ? begin + 16 * LANES : count;
+  for (size_t begin = 0; begin < whole; begin += 16 * LANES) { /* few enough for single precision */
+    const size_t end = begin + 16 * LANES < whole ? begin + 16 * LANES : whole;
     floats sums = {0};
     for (size_t i = begin; i < end; i += LANES) {
-      const size_t length = end - i < LANES ? end - i : LANES;
-      floats weight;
-      if (length == LANES) {
-        weight = NAME(exponential)((NAME(load)(x + i) - largest) / temperature);
-        NAME(store)(weights + i, weight);
-      } else {
-        memset(lanes, 0, sizeof lanes);
-        memcpy(lanes, x + i, length * sizeof *lanes);
-        NAME(store)(lanes, NAME(exponential)((NAME(load)(lanes) - largest) / temperature));
-        memset(lanes + length, 0, (LANES - length) * sizeof *lanes);
-        memcpy(weights + i, lanes, length * sizeof *lanes);
-        weight = NAME(load)(lanes);
-      }
+      const floats weight = NAME(exponential)((NAME(load)(x + i) - largest) / temperature);
+      NAME(store)(weights + i, weight);
       sums += weight;
     }
     NAME(store)(lanes, sums);
     for (size_t i = 0; i < LANES; i++) total += (double)lanes[i];
   }
+  const size_t left = count - whole;
+  memcpy(lanes, x + whole, left * sizeof *lanes); /* the other lanes are not read again */
+  NAME(store)(lanes, NAME(exponential)((NAME(load)(lanes) - largest) / temperature));
+  memcpy(weights + whole, lanes, left * sizeof *lanes);
+  for (size_t i = 0; i < left; i++) total += (double)lanes[i];
   return total;
 }

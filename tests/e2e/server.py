@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import itertools
 import os
-import random
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -19,6 +15,7 @@ from typing import Any
 import psutil
 import requests
 
+from benchmarks.server import free_port as free_port
 from tests.processes import WIDE_S as WIDE_S
 from tests.processes import eventually as eventually
 from tests.processes import has_ended
@@ -26,21 +23,6 @@ from tests.processes import has_ended
 REPOSITORY = Path(__file__).resolve().parents[2]
 START_S = 120.0
 STOP_S = 30.0
-
-
-# Each worker of pytest-xdist has ports of its own, and gives each of them once in 2,750 times: no
-# two tests take a port that is free only because its server has not bound it yet.
-_WORKER = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")) % 8
-_PORTS = itertools.cycle(random.SystemRandom().sample(range(10_000 + _WORKER, 32_000, 8), 2_750))
-
-
-def free_port() -> int:
-    """A port outside the range that the kernel gives to clients."""
-    for port in itertools.islice(_PORTS, 100):
-        with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.bind(("127.0.0.1", port))
-            return port
-    raise AssertionError("no free port")
 
 
 class Server:

@@ -264,6 +264,18 @@ static void check_draws(const float *some, size_t count) {
     const int32_t token = draw_token(logits, count, &how, between(0, 999) / 1000., scratch);
     CHECK(token >= 0 && (size_t)token < count);
     if (odd == 1) continue;
+    const size_t k = (size_t)between(1, (int)count + 1);
+    float *values = scratch;
+    int32_t *tokens = (int32_t *)scratch + count;
+    const size_t largest = largest_tokens(logits, count, k, tokens, values);
+    CHECK(largest == (k < count ? k : count));
+    for (size_t n = 0; n < largest; n++) {
+      size_t better = 0;
+      for (size_t j = 0; j < count; j++)
+        better += logits[j] > logits[tokens[n]] ||
+                  (logits[j] == logits[tokens[n]] && j < (size_t)tokens[n]);
+      CHECK(better < k);
+    }
     softmax_weights(logits, count, how.temperature, weights);
     size_t better = 0;
     double above = 0, whole = 0;
