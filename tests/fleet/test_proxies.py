@@ -136,16 +136,24 @@ def test_a_popular_model_spills_over_to_one_more_server_always_the_same(
     at_once = 4  # more than 150% of the mean of four on three servers
 
     def spread(name: str) -> set[str]:
-        all_there = threading.Barrier(at_once)
+        """The servers of requests at once, of which each is sent when the one before has arrived.
+
+        Envoy's threads would choose for several at the same time before any of them counts.
+        """
+        all_there, arrived = threading.Barrier(at_once), threading.Semaphore(0)
 
         def act(handler: Handler) -> None:
+            arrived.release()
             all_there.wait(60)
             handler.well()
 
         for server in servers:
             server.act = act
         with ThreadPoolExecutor(at_once) as pool:
-            asked = [pool.submit(ask, proxy, "POST", f"/predictions/{name}") for _ in range(4)]
+            asked = []
+            for _ in range(at_once):
+                asked.append(pool.submit(ask, proxy, "POST", f"/predictions/{name}"))
+                assert arrived.acquire(timeout=60)
             return {call.result().headers[SERVED_BY] for call in asked}
 
     found = [spread(name) for name in ("봄", "봄", "봄")]
