@@ -76,9 +76,9 @@ def run(options: Bench) -> int:
     from benchmarks.fleet import measurements as fleet
     from benchmarks.forms import measurements as forms
     from benchmarks.gateway import measurements as gateway
-    from benchmarks.process import BenchmarkError, Program
     from benchmarks.run import Run
     from benchmarks.switching import measurements as switching
+    from testbed.process import Program, ProgramError
 
     # What was started is ended, however this ends.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
@@ -132,7 +132,7 @@ def run(options: Bench) -> int:
         try:
             peers.draw(file, plot, measured.log("plot"))
             print(plot)
-        except BenchmarkError as error:
+        except ProgramError as error:
             print(f"no plot: {error}", file=sys.stderr)
             if options.plot:
                 return 1

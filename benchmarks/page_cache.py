@@ -26,9 +26,3 @@ def drop(folder: Path) -> float:
             results = present(mapped.ctypes.data, len(mapped))
             resident, total = resident + int(results.sum()), total + len(results)
     return resident / max(total, 1)
-
-
-def rollup(pid: int) -> dict[str, int]:
-    """Bytes of the process's memory, by kind, as the kernel calls it. Raises `OSError`."""
-    lines = Path(f"/proc/{pid}/smaps_rollup").read_text(encoding="ascii").splitlines()[1:]
-    return {key: int(rest.split()[0]) * 1024 for key, _, rest in (x.partition(":") for x in lines)}

@@ -44,9 +44,9 @@ def run(options: Profile) -> None:
     counts = options.rows.split(",")
     if not all(count.isdecimal() and 1 <= int(count) <= 32 for count in counts):
         raise Problem(f"--rows is {options.rows}, must be numbers from 1 to 32 with commas between")
-    from benchmarks import random_model
     from command import tables
     from engine.artifacts.open import open_artifact
+    from testbed import random_model
 
     folder = options.model or random_model.make(WORKDIR / "models", random_model.FULL, 0)
     artifact = open_artifact(folder)

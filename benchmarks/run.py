@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import http.client
 import json
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -15,11 +14,11 @@ from typing import Any, ClassVar, TypeVar
 
 from tqdm import tqdm
 
-from benchmarks.process import ROOT, BenchmarkError
-from benchmarks.report import machine
 from benchmarks.report.tables import Goal, Results, judge
 from command.errors import Problem
 from common.errors import EngineError
+from testbed import machine
+from testbed.process import ROOT, ProgramError
 
 K = TypeVar("K")
 V = TypeVar("V")
@@ -46,7 +45,7 @@ class Run:
         self.logs.mkdir(parents=True, exist_ok=True)
         self.results: Results = {
             "machine": machine.describe(),
-            "commit": commit(ROOT),
+            "commit": machine.commit(ROOT),
             "plan": dataclasses.asdict(plan),
             "wanted": list(wanted),
             "skipped": {},
@@ -94,7 +93,7 @@ class Run:
         """Goes on without what fails, and says so."""
         try:
             yield
-        except (BenchmarkError, EngineError, OSError, http.client.HTTPException) as error:
+        except (ProgramError, EngineError, OSError, http.client.HTTPException) as error:
             self.results["skipped"][name] = str(error)
             print(f"{name}: {error}", file=sys.stderr)
 
@@ -117,9 +116,3 @@ def seconds_of(step: Callable[[], object]) -> float:
     began = time.perf_counter()
     step()
     return time.perf_counter() - began
-
-
-def commit(tree: Path) -> str:
-    command = ["git", "-C", str(tree), "describe", "--always", "--dirty", "--abbrev=12"]
-    done = subprocess.run(command, capture_output=True, text=True)
-    return done.stdout.strip() if done.returncode == 0 else "no git"

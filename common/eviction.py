@@ -3,7 +3,7 @@
 The value of a model is the cost of being without it: how often it was requested lately, times the
 seconds of loading it again. Requests of models that are not loaded are counted, too: so a model
 keeps its value while it is unloaded, and a scan that requests each model once evicts none that is
-in use. `benchmarks/switching/trace.py` compares this policy with others.
+in use. `testbed/trace.py` compares this policy with others.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Imports between the packages go down only, through the doors that
-docs/develop/architecture.md names, and in no circle. The server imports no tool, and `scripts` and
-`benchmarks` nothing of each other."""
+docs/develop/architecture.md names, and in no circle. The server imports no tool, `scripts` and
+`benchmarks` nothing of each other, and `testbed` nothing of either or of `tests`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,13 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 FLOORS = ("common", "engine", "handlers", "serving")  # the ground floor first
 # What a tool may import beside the floors and itself.
-TOOLS = {"command": set[str](), "scripts": {"command"}, "benchmarks": {"command"}}
+TOOLS = {
+    "command": set[str](),
+    "scripts": {"command"},
+    "testbed": {"command"},
+    "benchmarks": {"command", "testbed"},
+    "tests": {"command", "scripts", "testbed", "benchmarks"},
+}
 DOORS = {
     "handlers": {"engine.http.client", "engine.artifacts.read_params"},
     "serving": {

@@ -30,8 +30,8 @@ NAMES = re.compile(
 )
 
 
-FOLDERS = "benchmarks|common|compat|engine|handlers|serving|scripts|deploy|tests|requirements|docs"
-OURS = re.compile(rf"`((?:{FOLDERS})/[\w./-]*\w)`")
+FOLDERS = "benchmarks|common|compat|engine|handlers|serving|scripts|deploy|testbed|tests"
+OURS = re.compile(rf"`((?:{FOLDERS}|requirements|docs)/[\w./-]*\w)`")
 TESTS = re.compile(r"`(test_\w+)`")
 CODE = re.compile(r"`([^`\n]+)`")
 MENTION = re.compile(r"(?<![\w/])docs/[\w./-]*\.(?:md|json|png)\b")

@@ -23,6 +23,7 @@ FOLDERS = (
     "handlers",
     "scripts",
     "serving",
+    "testbed",
 )
 FILES = [
     str(path.relative_to(ROOT))

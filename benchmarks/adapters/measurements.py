@@ -13,16 +13,10 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from benchmarks import random_model
 from benchmarks.adapters import peers, tables
-from benchmarks.process import BenchmarkError
 from benchmarks.report.tables import Results
 from benchmarks.run import Run, in_turns, seconds_of
-from benchmarks.server import Server
-from benchmarks.switching import process_tree
 from benchmarks.switching.clients import Clients
-from benchmarks.switching.control_group import ControlGroup
-from benchmarks.switching.trace import Kind, trace
 from command.model_writer import write_adapter
 from common.memory import MIB
 from engine.artifacts.config import GPT2Config
@@ -34,6 +28,11 @@ from engine.native.model import NativeModel
 from engine.native.prepared import prepared
 from engine.prepared.folder import NAME as PREPARED
 from engine.prepared.manifest import Manifests
+from testbed import process_tree, random_model
+from testbed.control_group import ControlGroup
+from testbed.process import ProgramError
+from testbed.server import Server
+from testbed.trace import Kind, trace
 
 ROWS = 8
 CONTEXT = 40  # tokens behind each row of a step
@@ -242,7 +241,7 @@ class AdaptersRun(Run):
                 for name in tqdm(self.names, "adapters alone", disable=None):
                     expected[name, 0] = client.must(name).text
             if len(set(expected.values())) < plan.models // 2:
-                raise BenchmarkError("the adapters say the same as each other")
+                raise ProgramError("the adapters say the same as each other")
             requests = int(60 * plan.minutes * 1000)  # more than can be answered
             turns = [(self.names[m], 0) for m in trace(plan.seed, kind, plan.models, requests)]
             answers, measured = self.clients.measure(server, turns, expected, 60 * plan.minutes)

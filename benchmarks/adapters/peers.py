@@ -12,12 +12,13 @@ from typing import Any
 
 from benchmarks.contenders import peers
 from benchmarks.contenders.llama_server import LlamaAdapters, LlamaServer
-from benchmarks.process import BenchmarkError, Worker
-from benchmarks.random_model import text_of
+from benchmarks.process import Worker
 from benchmarks.report.tables import Results, quantiles
-from benchmarks.server import Server
-from benchmarks.switching import process_tree
 from benchmarks.switching.clients import Clients
+from testbed import process_tree
+from testbed.process import ProgramError
+from testbed.random_model import text_of
+from testbed.server import Server
 
 CHECKED = 4  # adapters whose greedy text is compared with transformers'
 FP32 = ("ours, fp32", "PEFT, fp32")  # they make the same tokens
@@ -50,7 +51,7 @@ class Case:
 def measure(case: Case, skipping: Callable[[str], Any]) -> list[Results]:
     """Measure each contender that is installed, one row of results each.
 
-    Raises `BenchmarkError` where one in fp32 makes another text than transformers.
+    Raises `ProgramError` where one in fp32 makes another text than transformers.
     """
     results: list[Results] = []
     wanted: list[list[int]] = []
@@ -70,7 +71,7 @@ def measure(case: Case, skipping: Callable[[str], Any]) -> list[Results]:
             row |= {"same": _same(row.pop("texts"), wanted, server)}
             results.append(row)
             if name in FP32 and wanted and row["same"] < 1:
-                raise BenchmarkError(f"{name}: {row['same']:.0%} of the tokens are transformers'")
+                raise ProgramError(f"{name}: {row['same']:.0%} of the tokens are transformers'")
     with skipping("whole fine-tunes"), _ours(case, case.wholes[0].parent) as server:
         row = _of_server(case, server, [folder.name for folder in case.wholes])
         results.append({**row, "name": "ours, int8: whole fine-tunes", "texts": None})
@@ -99,7 +100,7 @@ def _of_server(case: Case, server: Server | LlamaServer, names: Sequence[str]) -
         turns = [(names[number], 0) for number in numbers]
         answers, seconds = case.clients.run(server, turns, case.seconds)
         if errors := [answer.error for answer in answers if answer.error]:
-            raise BenchmarkError(f"{len(errors)} of {len(answers)} failed: {errors[0]}")
+            raise ProgramError(f"{len(errors)} of {len(answers)} failed: {errors[0]}")
         results[kind] = {
             "tokens_per_s": sum(answer.tokens for answer in answers) / seconds,
             "first_token_s": quantiles([answer.first_s for answer in answers]),
@@ -125,7 +126,7 @@ def _of_peft(case: Case, worker: Worker, wanted: list[list[int]]) -> Results:
             "first_token_s": quantiles(answer["first_s"]),
         }
     if min(same, default=0) < 1:
-        raise BenchmarkError("a row's text depends on the others of its batch")
+        raise ProgramError("a row's text depends on the others of its batch")
     return {**results, "memory": process_tree.memory(worker.pid)["pss"]}
 
 

@@ -31,7 +31,7 @@ class Contender:
     parts: Sequence[str] = PARTS
 
     def start(self, artifact: Path, exports: Path, log: Path) -> Worker:
-        """`exports` is where the peers' models are kept. Raises `BenchmarkError`."""
+        """`exports` is where the peers' models are kept. Raises `ProgramError`."""
         if self.peer:
             return peers.start(self.peer, self.module, artifact, self.arguments, exports, log)
         environment = {}

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.contenders.peers import MISSING, SERVER
-from benchmarks.process import BenchmarkError, Program, fetch
-from benchmarks.server import CALL_S, free_port
+from testbed.process import Program, ProgramError, fetch, free_port
+from testbed.server import CALL_S
 
 CONTEXT = 512  # tokens of all requests of a model together, where there are many
 GREEDY = {"temperature": 0, "return_tokens": True, "ignore_eos": True, "stream": True}
@@ -26,7 +26,7 @@ class LlamaServer(Program):
 
     def __init__(self, options: Mapping[str, object], log: Path) -> None:
         if not SERVER.exists():
-            raise BenchmarkError(MISSING)
+            raise ProgramError(MISSING)
         self.port = free_port()
         cores = len(os.sched_getaffinity(0))
         options = {"host": "127.0.0.1", "port": self.port, "threads": cores, **options}

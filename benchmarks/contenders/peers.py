@@ -12,9 +12,10 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks import random_model
-from benchmarks.process import ROOT, BenchmarkError, Worker
+from benchmarks.process import Worker
 from command.environments import ensure_environment
+from testbed import random_model
+from testbed.process import ROOT, ProgramError
 
 ENVIRONMENT = ROOT / ".venv-benchmark"
 OPENVINO = ROOT / ".venv-openvino"  # it wants an older transformers
@@ -67,10 +68,10 @@ def _build_server() -> bool:
 
 
 def python(name: str) -> Path:
-    """A peer's. Raises `BenchmarkError` where it is not installed."""
+    """A peer's. Raises `ProgramError` where it is not installed."""
     environment = OPENVINO if name == "openvino" else ENVIRONMENT
     if not [*environment.glob(f"lib/python3*/site-packages/{MODULES[name]}")]:
-        raise BenchmarkError(MISSING)
+        raise ProgramError(MISSING)
     return environment / "bin" / "python"
 
 
@@ -124,7 +125,7 @@ def export(name: str, artifact: Path, folder: Path, log: Path) -> Path:
 def draw(results: Path, plot: Path, log: Path, module: str = "benchmarks.report.plot") -> None:
     """Draws the plot with the peers' matplotlib."""
     if not PYTHON.exists():
-        raise BenchmarkError(MISSING)
+        raise ProgramError(MISSING)
     _run(log, PYTHON, "-m", module, results, plot)
 
 
@@ -135,4 +136,4 @@ def _run(log: Path, *command: str | Path) -> None:
             command, cwd=ROOT, env=environment, stdout=file, stderr=file, timeout=RUN_S
         )
     if done.returncode:
-        raise BenchmarkError(f"{Path(command[0]).name} failed, see {log}")
+        raise ProgramError(f"{Path(command[0]).name} failed, see {log}")

@@ -15,20 +15,22 @@ from typing import Any
 
 from tqdm import tqdm
 
-from benchmarks import profile, random_model
+from benchmarks import profile
 from benchmarks.contenders import peers
 from benchmarks.contenders.contender import CONTENDERS, SYSTEMS, Contender
 from benchmarks.contenders.llama_server import LlamaServer
 from benchmarks.engine import accuracy, process, tables
 from benchmarks.engine.uses import ROWS, SAMPLED, Ask, measurement
-from benchmarks.process import ROOT, Worker
+from benchmarks.process import Worker
 from benchmarks.report.tables import Results
 from benchmarks.run import Run
-from benchmarks.server import Server, Streamed, ask
 from command.documents import read_documents
 from engine.artifacts.config import GPT2Config
 from engine.artifacts.open import open_artifact
 from engine.guesses import FEWEST
+from testbed import random_model
+from testbed.process import ROOT
+from testbed.server import Server, Streamed, ask
 
 DEMO = ("sowol", "dongju")
 BATCH = 8  # the rows of B=8

@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import page_cache
-from benchmarks.process import ROOT, Program
 from common.errors import EngineError
 from engine.http.client import LOAD_TIMEOUT_S, EngineClient
+from testbed.process import ROOT, Program
+from testbed.process_tree import rollup
 
 TOUCH_TOKENS = 16  # enough for every page of the weights to have been used
 
@@ -55,7 +56,7 @@ class Engine(Program):
 
     def memory(self) -> dict[str, int]:
         """Resident bytes, and those of them that no file holds."""
-        results = page_cache.rollup(self.pid)
+        results = rollup(self.pid)
         return {"rss_bytes": results["Rss"], "anonymous_bytes": results["Anonymous"]}
 
 

@@ -15,14 +15,14 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 
-from benchmarks import random_model
-from benchmarks.fleet.haproxy import HAProxy
 from benchmarks.report import tables as report
 from benchmarks.report.tables import Goal, Results, Row, Values, added, ratios, scaled, shown
 from benchmarks.run import Run, in_turns
-from benchmarks.server import Server, ask
-from benchmarks.switching.control_group import ControlGroup
 from engine.artifacts.config import GPT2Config
+from testbed import random_model
+from testbed.control_group import ControlGroup
+from testbed.haproxy import HAProxy
+from testbed.server import Server, ask
 
 CLIENTS = 8  # of each server
 

@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import psutil
 
-from benchmarks import random_model
 from benchmarks.engine.request import Request
 from benchmarks.report import tables as report
 from benchmarks.report.tables import Results, Row
@@ -24,6 +23,7 @@ from common.form import json_schema
 from engine.artifacts.config import GPT2Config
 from engine.engine import Engine
 from engine.settings import Settings
+from testbed import random_model
 
 FIELDS = 50
 LABELS = ["긍정", "부정", "중립", "모름", "해당 없음"]

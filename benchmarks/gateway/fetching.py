@@ -5,11 +5,9 @@ The other way is `aws s3 cp` and `tar`.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import shutil
 import subprocess
-import sys
 import tarfile
 import tempfile
 import time
@@ -19,21 +17,10 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from benchmarks.process import Program, fetch
 from benchmarks.run import in_turns
-from benchmarks.server import free_port
+from testbed.s3 import ACCESS, S3, client
 
 BUCKET, KEY = "benchmark", "model.tar.gz"
-# Any will do: the server on loopback checks none.
-ACCESS = {
-    "AWS_ACCESS_KEY_ID": "benchmark",
-    "AWS_SECRET_ACCESS_KEY": "benchmark",
-    "AWS_REGION": "us-east-1",
-    "AWS_DEFAULT_REGION": "us-east-1",
-    "AWS_CONFIG_FILE": os.devnull,
-    "AWS_SHARED_CREDENTIALS_FILE": os.devnull,
-    "AWS_EC2_METADATA_DISABLED": "true",
-}
 
 
 def pack(folder: Path, archive: Path) -> Path:
@@ -55,35 +42,13 @@ def measure(archive: Path, tries: int, workdir: Path, log: Path) -> dict[str, An
             return way(Path(folder))
 
     with S3(log) as server, mock.patch.dict(os.environ, ACCESS, AWS_ENDPOINT_URL_S3=server.url):
-        _client().create_bucket(Bucket=BUCKET)
-        _client().upload_file(str(archive), BUCKET, KEY)
+        s3 = client(server.url)
+        s3.create_bucket(Bucket=BUCKET)
+        s3.upload_file(str(archive), BUCKET, KEY)
         ways = {"ours": partial(timed, _ours), "theirs": partial(timed, _theirs)}
         measured = in_turns(ways, tries)
     their_way = "aws s3 cp" if shutil.which("aws") else "boto3's download_file"
     return {"bytes": archive.stat().st_size, "their_way": their_way, **measured}
-
-
-class S3(Program):
-    """moto's server."""
-
-    def __init__(self, log: Path) -> None:
-        self.port = free_port()
-        self.url = f"http://127.0.0.1:{self.port}"
-        command = [sys.executable, "-m", "moto.server", "-H127.0.0.1", f"-p{self.port}"]
-        super().__init__(command, log)
-        self._wait(self._is_there)
-
-    def _is_there(self) -> bool:
-        with contextlib.suppress(OSError):
-            fetch(self.url, 5)
-            return True
-        return False
-
-
-def _client() -> Any:
-    import boto3
-
-    return boto3.session.Session().client("s3")
 
 
 def _ours(folder: Path) -> dict[str, float]:
@@ -100,14 +65,13 @@ def _ours(folder: Path) -> dict[str, float]:
 
 def _theirs(folder: Path) -> dict[str, float]:
     """One after the other, as a script would."""
-    file = folder / KEY
+    file, url = folder / KEY, os.environ["AWS_ENDPOINT_URL_S3"]
     began = time.perf_counter()
     if shutil.which("aws"):
         command = ["aws", "s3", "cp", "--quiet", f"s3://{BUCKET}/{KEY}", str(file)]
-        endpoint = ["--endpoint-url", os.environ["AWS_ENDPOINT_URL_S3"]]
-        subprocess.run([*command, *endpoint], check=True)
+        subprocess.run([*command, "--endpoint-url", url], check=True)
     else:
-        _client().download_file(BUCKET, KEY, str(file))
+        client(url).download_file(BUCKET, KEY, str(file))
     downloaded = time.perf_counter() - began
     subprocess.run(["tar", "-xzf", str(file), "-C", str(folder)], check=True)
     seconds = time.perf_counter() - began

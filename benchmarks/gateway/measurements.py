@@ -18,16 +18,16 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
 
-from benchmarks import random_model
 from benchmarks.engine.process import measure_cycles
 from benchmarks.gateway import fetching
-from benchmarks.process import BenchmarkError
 from benchmarks.report import tables as report
 from benchmarks.report.tables import Goal, Results, Row, Table, added, mb, ratios, scaled, shown
 from benchmarks.run import Run, in_turns
-from benchmarks.server import HEADERS, Server, ask, call, free_port
 from engine.artifacts.config import GPT2Config
 from engine.http.client import UnixConnection
+from testbed import random_model
+from testbed.process import ProgramError, free_port
+from testbed.server import HEADERS, Server, ask, call
 
 BACKENDS = {"mxnet": ("mxnet", "int8"), "native": ("native", "int8")}
 TOKENS = 32  # of a stream
@@ -255,7 +255,7 @@ def _stream(connection: http.client.HTTPConnection, path: str, body: bytes) -> t
     rest = answer.read()
     whole = time.perf_counter() - began
     if answer.status != 200 or b'"error"' in rest:
-        raise BenchmarkError(f"{path} answered {answer.status}: {first_bytes + rest!r:.300}")
+        raise ProgramError(f"{path} answered {answer.status}: {first_bytes + rest!r:.300}")
     return first, whole
 
 
@@ -284,7 +284,7 @@ def _grpc_way(port: int, name: str, text: str, opened: contextlib.ExitStack) -> 
         answers += responses
         whole = time.perf_counter() - began
         if errors := [answer.error_message for answer in answers if answer.error_message]:
-            raise BenchmarkError(f"gRPC answered: {errors[0]}")
+            raise ProgramError(f"gRPC answered: {errors[0]}")
         return first, whole
 
     return ask

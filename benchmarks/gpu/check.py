@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from benchmarks.process import WORKDIR, BenchmarkError, Worker
+from benchmarks.process import WORKDIR, Worker
 from command.options import option
+from testbed.process import ProgramError
 
 if TYPE_CHECKING:
     from engine.artifacts.config import GPT2Config
@@ -54,8 +55,8 @@ def run(options: GpuCheck) -> int:
     kogpt2 gpu-check --only onnxruntime
     kogpt2 gpu-check --device cpu --quick   does it run? on the CPU, with tiny models
     """
-    from benchmarks import random_model
     from benchmarks.gpu import table as gpu_table
+    from testbed import random_model
 
     plan = Plan(random_model.FULL)
     if options.quick:
@@ -76,9 +77,9 @@ def run(options: GpuCheck) -> int:
 def measure(plan: Plan, device: str, wanted: Iterable[str], workdir: Path) -> dict[str, Any]:
     """Measure each backend; one that could not be measured is among `skipped`, with the reason.
 
-    Raises `BenchmarkError` where nothing could be measured.
+    Raises `ProgramError` where nothing could be measured.
     """
-    from benchmarks import random_model
+    from testbed import random_model
 
     random = [str(random_model.make(workdir, plan.config, seed)) for seed in range(plan.models)]
     prompts = random_model.prompts(plan.config, plan.rows, plan.prompt_tokens)
@@ -116,11 +117,11 @@ def measure(plan: Plan, device: str, wanted: Iterable[str], workdir: Path) -> di
                     measured["exhausted"] = call(
                         "exhaust", folder=random[1], prompt=prompts[0], **tokens
                     )
-        except BenchmarkError as error:
+        except ProgramError as error:
             skipped[backend] = str(error)
         else:
             results[backend] = {**measured, "precision": BACKENDS[backend]}
     if not results:
-        raise BenchmarkError("; ".join(skipped.values()))
+        raise ProgramError("; ".join(skipped.values()))
     plan_of = dataclasses.asdict(plan)
     return {"device": device, "plan": plan_of, "backends": results, "skipped": skipped}

@@ -15,10 +15,10 @@ from pathlib import Path
 from benchmarks.engine import tables
 from benchmarks.engine.speeds import tokens_per_s
 from benchmarks.gateway import measurements as gateway
-from benchmarks.process import ROOT
-from benchmarks.report import machine
 from benchmarks.report.tables import Results, Table, goal_table, judge, table
 from command.errors import Problem
+from testbed import machine
+from testbed.process import ROOT
 
 DOCS = ROOT / "docs" / "develop"
 ENGINE, GATEWAY = DOCS / "benchmark.json", DOCS / "benchmark-gateway.json"

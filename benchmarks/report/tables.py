@@ -6,8 +6,8 @@ import statistics
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-from benchmarks.report import machine
 from command.tables import table as plain
+from testbed import machine
 
 Results = dict[str, Any]
 Row = Sequence[str]

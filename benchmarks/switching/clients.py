@@ -14,12 +14,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from benchmarks.contenders.llama_server import LlamaServer
-from benchmarks.process import BenchmarkError
 from benchmarks.report.tables import FAULTS, Results, quantiles
-from benchmarks.server import Server, Streamed
-from benchmarks.switching import process_tree
-from benchmarks.switching.trace import policies, replay
 from common.eviction import Held
+from testbed import process_tree
+from testbed.process import ProgramError
+from testbed.server import Server, Streamed
+from testbed.trace import policies, replay
 
 STATES = ("hot", "warm", "parked", "cold")
 ALONE_S = 30.0
@@ -126,7 +126,7 @@ class Client:
             first_s, tokens, text = answer.first_s, answer.tokens, answer.text
             if tokens < new_tokens:
                 error = f"lost: {tokens} tokens of {new_tokens}"
-        except BenchmarkError as refused:
+        except ProgramError as refused:
             error = str(refused)
         except (OSError, http.client.HTTPException) as lost:
             error = f"lost: {lost!r}"
@@ -136,10 +136,10 @@ class Client:
         return Answered(model, prompt, state, hot, began, first_s, seconds, tokens, text, error)
 
     def must(self, model: str, prompt: int = 0, new_tokens: int | None = None) -> Answered:
-        """Raises `BenchmarkError` where the answer is an error."""
+        """Raises `ProgramError` where the answer is an error."""
         answer = self.ask(model, prompt, new_tokens)
         if answer.error:
-            raise BenchmarkError(f"{model}: {answer.error}")
+            raise ProgramError(f"{model}: {answer.error}")
         return answer
 
     def close(self) -> None:

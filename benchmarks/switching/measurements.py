@@ -15,23 +15,25 @@ from typing import Any
 
 from tqdm import tqdm
 
-from benchmarks import page_cache, random_model
+from benchmarks import page_cache
 from benchmarks.contenders import peers
 from benchmarks.contenders.llama_server import Router
 from benchmarks.engine.process import Engine
-from benchmarks.process import ROOT, BenchmarkError
 from benchmarks.report.tables import Results
-from benchmarks.run import Run, commit
-from benchmarks.server import Server
-from benchmarks.switching import process_tree, tables
+from benchmarks.run import Run
+from benchmarks.switching import tables
 from benchmarks.switching.clients import Clients, joined
-from benchmarks.switching.control_group import ControlGroup
-from benchmarks.switching.process_tree import each_further
-from benchmarks.switching.trace import Kind, trace
 from common.memory import MIB
 from engine.artifacts.config import GPT2Config
 from engine.budget import budget_bytes
 from engine.native import prepared
+from testbed import process_tree, random_model
+from testbed.control_group import ControlGroup
+from testbed.machine import commit
+from testbed.process import ROOT, ProgramError
+from testbed.process_tree import each_further
+from testbed.server import Server
+from testbed.trace import Kind, trace
 
 PEER = "llama.cpp"
 BEFORE_FIRST_S = 3.0
@@ -115,7 +117,7 @@ class SwitchingRun(Run):
         super().__init__(plan, wanted, workdir)
         self.many = plan.models > MANY
         if plan.against and self.many:
-            raise BenchmarkError(f"--against takes at most {MANY} models")
+            raise ProgramError(f"--against takes at most {MANY} models")
         self.GOALS = tables.CONTAINER_GOALS if plan.container_mib else tables.GOALS
         # Hollow ones cannot be prepared in another format.
         self.tuned = workdir / (f"hollow-{prepared.FORMAT}" if self.many else "tuned")
@@ -161,7 +163,7 @@ class SwitchingRun(Run):
             if self.many:
                 random_model.hollow(folder)
         if len({*map(tuple, answers.values())}) < count:  # hollow ones were prepared anew
-            raise BenchmarkError(f"{self.tuned} is damaged: models there say the same as others")
+            raise ProgramError(f"{self.tuned} is damaged: models there say the same as others")
         return {
             (model, prompt): text
             for model, texts in answers.items()
@@ -389,7 +391,7 @@ def _tree(commit: str) -> Iterator[Path]:
         add = [*git, "add", "--detach", str(tree), commit]
         done = subprocess.run(add, capture_output=True, text=True)
         if done.returncode:
-            raise BenchmarkError(f"--against {commit}: {done.stderr.strip()}")
+            raise ProgramError(f"--against {commit}: {done.stderr.strip()}")
         try:
             yield tree
         finally:

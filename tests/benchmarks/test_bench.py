@@ -19,7 +19,6 @@ import numpy as np
 import pytest
 import sentencepiece
 
-from benchmarks import random_model
 from benchmarks.__main__ import main
 from benchmarks.adapters import tables as adapters
 from benchmarks.contenders import peers
@@ -27,14 +26,15 @@ from benchmarks.engine import tables, uses
 from benchmarks.fleet import measurements as fleet
 from benchmarks.forms import measurements as forms
 from benchmarks.gateway import measurements as gateway
-from benchmarks.process import BenchmarkError
 from benchmarks.report.tables import added, judge
 from benchmarks.run import in_turns
-from benchmarks.server import Streamed
 from benchmarks.switching import clients as switching_clients
 from benchmarks.switching import tables as switching
-from benchmarks.switching.control_group import ControlGroup
 from engine.artifacts.open import open_artifact
+from testbed import random_model
+from testbed.control_group import ControlGroup
+from testbed.process import ProgramError
+from testbed.server import Streamed
 from tests.fleet.haproxy import needs_haproxy
 from tests.scripts import command
 
@@ -249,7 +249,7 @@ def test_what_runs_in_a_control_group_has_its_processor_time_and_sees_it() -> No
         with ControlGroup(cpus=0.2, seen=True) as group:
             command = [*group.prefix, sys.executable, "-c", busy]
             cores, seconds = subprocess.check_output(command, cwd=ROOT, text=True).split()
-    except BenchmarkError as error:
+    except ProgramError as error:
         pytest.skip(str(error))
     assert int(cores) == 1
     assert float(seconds) > 0.6
@@ -278,7 +278,7 @@ def container_mib() -> int:
     try:
         with ControlGroup(1200):
             return 1200
-    except BenchmarkError:
+    except ProgramError:
         return 0
 
 
@@ -342,7 +342,7 @@ def test_adapters_are_measured_and_every_answer_is_the_adapters_own(tmp_path: Pa
 def test_a_stream_that_fails_says_how(status: int, content: str, message: str) -> None:
     with answering(status, content) as port:
         connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
-        with closing(connection), pytest.raises(BenchmarkError, match=message):
+        with closing(connection), pytest.raises(ProgramError, match=message):
             Streamed(connection, "/predictions/m", {})
 
 

@@ -119,8 +119,8 @@ def inject(plan: Plan, options: Chaos) -> int:
 
 
 def soak(options: Chaos) -> int:
-    from benchmarks.process import ROOT
-    from benchmarks.run import commit
+    from testbed.machine import commit
+    from testbed.process import ROOT
     from tests.chaos import report, soak
     from tests.chaos.run import run as run_plan
     from tests.chaos.system import System
@@ -145,8 +145,8 @@ def soak(options: Chaos) -> int:
 
 
 def measure_recovery(rounds: int, out: Path) -> int:
-    from benchmarks.process import ROOT
-    from benchmarks.run import commit
+    from testbed.machine import commit
+    from testbed.process import ROOT
     from tests.chaos import recovery
 
     results = {"commit": commit(ROOT), **recovery.measure(rounds, _say)}
@@ -157,12 +157,12 @@ def measure_recovery(rounds: int, out: Path) -> int:
 
 def _write(file: Path, results: dict[str, Any]) -> None:
     from benchmarks.contenders import peers
-    from benchmarks.process import BenchmarkError
+    from testbed.process import ProgramError
 
     file.write_text(json.dumps(results, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     try:
         peers.draw(file, file.with_suffix(".png"), file.with_suffix(".log"), "tests.chaos.plot")
-    except BenchmarkError as error:
+    except ProgramError as error:
         _say(str(error))
 
 

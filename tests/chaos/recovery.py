@@ -10,11 +10,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks import random_model
-from benchmarks.process import BenchmarkError
-from benchmarks.report import machine
-from benchmarks.server import Server
 from command.tables import table
+from testbed import machine, random_model
+from testbed.process import ProgramError
+from testbed.server import Server
 from tests.chaos.calls import call, request
 from tests.chaos.history import Op
 from tests.chaos.system import processes_of
@@ -76,7 +75,7 @@ def _killed(server: Server, kind: str, names: list[str], pick: int) -> float:
     """Seconds from a kill until each model has answered a request that began after it."""
     found = processes_of(server.pid, kind)
     if not found:
-        raise BenchmarkError(f"there is no {kind} to kill")
+        raise ProgramError(f"there is no {kind} to kill")
     found[pick % len(found)].kill()
     began = time.monotonic()
     _all_answer(server, names)

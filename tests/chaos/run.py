@@ -12,10 +12,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from benchmarks import random_model
-from benchmarks.process import BenchmarkError
-from benchmarks.switching.control_group import ControlGroup
 from command.errors import Failed
+from testbed import random_model
+from testbed.control_group import ControlGroup
+from testbed.process import ProgramError
 from tests.chaos.checker import AGREE_S, Violation, check, explained
 from tests.chaos.clients import MIX, PAUSE_S, PROMPTS, Clients, Models
 from tests.chaos.clock import Clock
@@ -108,7 +108,7 @@ def _limits(plan: Plan, size: Size) -> dict[str, str]:
 def _group(stack: contextlib.ExitStack) -> ControlGroup | None:
     try:
         return stack.enter_context(ControlGroup(GROUP_MIB))
-    except BenchmarkError:
+    except ProgramError:
         return None
 
 

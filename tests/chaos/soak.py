@@ -13,10 +13,9 @@ from typing import Any
 
 import psutil
 
-from benchmarks.report import machine
-from benchmarks.switching import process_tree
 from command.tables import ms, percent, table
 from serving.mms.leftovers import unix_sockets
+from testbed import machine, process_tree
 from tests.chaos.clients import Models
 from tests.chaos.history import PUT, History
 from tests.chaos.plan import Plan

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
 
-from benchmarks.gateway.fetching import ACCESS, S3
 from command.errors import Problem
+from testbed.s3 import ACCESS, S3, client
 
 BUCKET, PREFIX, ENDING = "models", "kogpt2/", ".tar.gz"
 ERRORS = {"403": "AccessDenied", "503": "SlowDown"}
@@ -25,17 +25,9 @@ class Store:
     mid-download. `environment` is for a client of the proxy."""
 
     def __init__(self, moto_port: int) -> None:
-        import boto3
-
         self.mode = ""
         self.changing: Callable[[str], None] = lambda model: None
-        self.client = boto3.client(
-            "s3",
-            endpoint_url=f"http://127.0.0.1:{moto_port}",
-            region_name=ACCESS["AWS_REGION"],
-            aws_access_key_id=ACCESS["AWS_ACCESS_KEY_ID"],
-            aws_secret_access_key=ACCESS["AWS_SECRET_ACCESS_KEY"],
-        )
+        self.client = client(f"http://127.0.0.1:{moto_port}")
         self._proxy = _Proxy(self, moto_port)
         self.environment = {
             **ACCESS,

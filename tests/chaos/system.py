@@ -15,11 +15,11 @@ from pathlib import Path
 
 import psutil
 
-from benchmarks.server import Server
-from benchmarks.switching.control_group import ControlGroup
 from common.errors import EngineError
 from engine.http.client import EngineClient, UnixConnection
 from serving.mms.worker_processes import has_process
+from testbed.control_group import ControlGroup
+from testbed.server import Server
 from tests.chaos.clock import Clock
 from tests.chaos.history import View
 

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Iterator
 
-import boto3
 import pytest
 from botocore import exceptions
 from botocore.config import Config
 from urllib3.exceptions import HTTPError
 
+from testbed.s3 import client
 from tests.chaos.store import BUCKET, ENDING, PREFIX, Store, store
 from tests.e2e.server import eventually
 
@@ -28,22 +29,12 @@ def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Store]:
 
 def read(broken: Store, read_timeout_s: float = 30) -> bytes:
     """One attempt through the proxy."""
-    client = boto3.client(
-        "s3",
-        endpoint_url=broken.environment["AWS_ENDPOINT_URL_S3"],
-        region_name="us-east-1",
-        aws_access_key_id="test",
-        aws_secret_access_key="test",  # noqa: S106
-        config=Config(retries={"total_max_attempts": 1}, read_timeout=read_timeout_s),
-    )
-    try:
-        body = client.get_object(Bucket=BUCKET, Key=f"{PREFIX}{MODEL}{ENDING}")["Body"]
-        try:
+    config = Config(retries={"total_max_attempts": 1}, read_timeout=read_timeout_s)
+    s3 = client(broken.environment["AWS_ENDPOINT_URL_S3"], config=config)
+    with contextlib.closing(s3):
+        body = s3.get_object(Bucket=BUCKET, Key=f"{PREFIX}{MODEL}{ENDING}")["Body"]
+        with contextlib.closing(body):
             return bytes(body.read())
-        finally:
-            body.close()
-    finally:
-        client.close()
 
 
 @pytest.fixture

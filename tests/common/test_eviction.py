@@ -6,8 +6,8 @@ from collections.abc import Iterable
 
 import pytest
 
-from benchmarks.switching.trace import KINDS, Kind, results
 from common.eviction import MAX_NAMES, Held, Victims
+from testbed.trace import KINDS, Kind, results
 
 
 def used(names: Iterable[str]) -> Victims[str]:

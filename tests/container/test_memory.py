@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import random_model
+from testbed import random_model
 from tests.container.conftest import Start
 from tests.container.containers import CACHE, HARDENED, Container, mount
 from tests.e2e.stores import SHORT, small

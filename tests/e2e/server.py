@@ -15,7 +15,7 @@ from typing import Any
 import psutil
 import requests
 
-from benchmarks.server import free_port as free_port
+from testbed.process import free_port as free_port
 from tests.processes import WIDE_S as WIDE_S
 from tests.processes import eventually as eventually
 from tests.processes import has_ended

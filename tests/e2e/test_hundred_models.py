@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import requests
 
-from benchmarks.switching.trace import Kind, trace
+from testbed.trace import Kind, trace
 from tests.e2e.server import Server
 from tests.e2e.stores import SHORT, serving, statistics, text
 from tests.engine.models import make_artifact

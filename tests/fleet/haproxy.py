@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.fleet import haproxy
+from testbed import haproxy
 from tests.e2e.server import eventually
 
 needs_haproxy = pytest.mark.skipif(not shutil.which("haproxy"), reason="haproxy is not installed")

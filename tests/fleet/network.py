@@ -13,10 +13,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from benchmarks.process import BenchmarkError
-from benchmarks.switching.control_group import NAME as GROUP
-from benchmarks.switching.control_group import ROOT as CONTROL_GROUPS
-from benchmarks.switching.control_group import ControlGroup
+from testbed.control_group import NAME as GROUP
+from testbed.control_group import ROOT as CONTROL_GROUPS
+from testbed.control_group import ControlGroup
+from testbed.process import ProgramError
 
 PREFIX = "kogpt2-fleet-"  # and the id of the process that made it
 NAMESPACES = Path("/run/netns")
@@ -58,7 +58,7 @@ class Host:
     def limited(self) -> Iterator[list[str]]:
         with contextlib.ExitStack() as stack:
             inside: list[str] = []
-            with contextlib.suppress(BenchmarkError):  # its message says no more than that
+            with contextlib.suppress(ProgramError):  # its message says no more than that
                 group = ControlGroup(MEMORY_MIB, cpus=CPUS, seen=True)
                 inside = stack.enter_context(group).prefix
             yield [*self.prefix, *inside]

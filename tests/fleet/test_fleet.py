@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import requests
 
-from benchmarks.switching.trace import Kind, trace
+from testbed.trace import Kind, trace
 from tests.chaos.checker import check
 from tests.chaos.clients import MIX, Clients
 from tests.chaos.history import PUT, ROUTES, History

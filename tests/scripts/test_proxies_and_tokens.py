@@ -9,9 +9,9 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from benchmarks.process import fetch
 from command.errors import Problem
 from scripts.traffic.loads import Prometheus, models_of
+from testbed.process import fetch
 
 TOKEN = "infer-me"  # noqa: S105
 

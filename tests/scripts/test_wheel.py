@@ -17,7 +17,7 @@ pytestmark = pytest.mark.slow
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = (
     "benchmarks", "command", "common", "compat", "deploy/sagemaker", "engine", "handlers",
-    "scripts", "serving",
+    "scripts", "serving", "testbed",
 )  # fmt: skip
 # What builds images and runs checks, in a checkout.
 SHELL = ("build", "lock", "mxnet_operator", "run", "serve", "setup.sh", "test")

@@ -1,9 +1,10 @@
-"""What the numbers were measured on."""
+"""What is measured, and on what machine."""
 
 from __future__ import annotations
 
 import os
 import platform
+import subprocess
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -47,3 +48,9 @@ def lines(machine: dict[str, Any]) -> list[str]:
         f" {machine['memory_bytes'] / 2**30:.0f} GiB, {machine['system']}{busy}",
         f"Python {machine['python']}, {packages}",
     ]
+
+
+def commit(tree: Path) -> str:
+    command = ["git", "-C", str(tree), "describe", "--always", "--dirty", "--abbrev=12"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    return done.stdout.strip() if done.returncode == 0 else "no git"

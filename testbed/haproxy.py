@@ -10,8 +10,7 @@ import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from benchmarks.process import ROOT, BenchmarkError, Program, fetch
-from benchmarks.server import free_port
+from testbed.process import ROOT, Program, ProgramError, fetch, free_port
 
 CONFIGURATION = ROOT / "deploy" / "haproxy" / "haproxy.cfg"
 RELOAD_S = 60.0
@@ -33,7 +32,7 @@ class HAProxy(Program):
     ) -> None:
         program = shutil.which("haproxy")
         if program is None:
-            raise BenchmarkError("haproxy is not installed")
+            raise ProgramError("haproxy is not installed")
         self.host, self.port, self._inside = host, free_port(), free_port()
         self._file = folder / "haproxy.cfg"
         environment = {"BIND": f"{host}:{self.port}", "INSIDE": f"{host}:{self._inside}"}

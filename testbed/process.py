@@ -1,0 +1,119 @@
+"""Programs under test, seen from outside: start, wait, call, end."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import random
+import socket
+import subprocess
+import time
+import urllib.request
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import ClassVar, TypeVar
+
+from command.errors import Failed
+
+ROOT = Path(__file__).resolve().parents[1]
+START_S = 120.0
+STOP_S = 15.0
+
+P = TypeVar("P", bound="Program")
+
+
+class ProgramError(Failed):
+    """A program could not be started or measured; the message says what and why."""
+
+
+def fetch(url: str, timeout_s: float) -> bytes:
+    """Send a request to a program on this machine, past any proxy that the environment names.
+
+    Raises `OSError`.
+    """
+    past_proxies = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    with past_proxies.open(url, timeout=timeout_s) as answer:
+        content: bytes = answer.read()
+        return content
+
+
+# Each worker of pytest-xdist has ports of its own, and gives each of them once in 2,750 times: no
+# two tests take a port that is free only because its server has not bound it yet.
+_WORKER = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")) % 8
+_PORTS = itertools.cycle(random.SystemRandom().sample(range(10_000 + _WORKER, 32_000, 8), 2_750))
+
+
+def free_port() -> int:
+    """A port that Multi Model Server takes (up to 32767), outside the kernel's for clients."""
+    for port in itertools.islice(_PORTS, 100):
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise ProgramError("no port is free between 10000 and 32000")
+
+
+class Program:
+    """A program on this process's cores, which writes to `log`. A context manager.
+
+    `ready_s` is how long it took to what `_wait` waited for.
+    """
+
+    backend: ClassVar[str] = (
+        "mxnet"  # ours in int8, the image's; quick ones start sooner by "native"
+    )
+    ready_s: float
+
+    def __init__(
+        self,
+        command: Sequence[Path | str],
+        log: Path,
+        environment: Mapping[str, str] | None = None,
+        root: Path = ROOT,
+        pipe: int = subprocess.DEVNULL,
+    ) -> None:
+        self._log, self._began = log, time.perf_counter()
+        with log.open("wb") as file:
+            self._process = subprocess.Popen(
+                [*map(str, command)],
+                cwd=root,
+                env={**os.environ, **(environment or {})},
+                stdin=pipe,
+                stdout=file if pipe == subprocess.DEVNULL else pipe,
+                stderr=file,
+                bufsize=0,
+            )
+        self.pid = self._process.pid
+
+    def _wait(self, ready: Callable[[], object]) -> None:
+        try:
+            while not ready():
+                if self._process.poll() is not None or time.perf_counter() > self._began + START_S:
+                    raise self._failure("did not start")
+                time.sleep(0.02)
+        except BaseException:
+            self.close()
+            raise
+        self.ready_s = time.perf_counter() - self._began
+
+    def _failure(self, what: str) -> ProgramError:
+        lines = self._log.read_text(encoding="utf-8", errors="replace").split("\n")
+        last = next((line for line in reversed(lines) if line.strip()), "")
+        return ProgramError(f"{self._log.stem} {what}: {last} ({self._log})")
+
+    def __enter__(self: P) -> P:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self._process.terminate()
+        self._await_end()
+
+    def _await_end(self) -> None:
+        try:
+            self._process.wait(STOP_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()

@@ -1,0 +1,53 @@
+"""An S3 server (moto) in a process of its own, and clients of it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from testbed.process import Program, fetch, free_port
+
+# Any will do: the server on loopback checks none.
+ACCESS = {
+    "AWS_ACCESS_KEY_ID": "test",
+    "AWS_SECRET_ACCESS_KEY": "test",
+    "AWS_REGION": "us-east-1",
+    "AWS_DEFAULT_REGION": "us-east-1",
+    "AWS_CONFIG_FILE": os.devnull,
+    "AWS_SHARED_CREDENTIALS_FILE": os.devnull,
+    "AWS_EC2_METADATA_DISABLED": "true",
+}
+
+
+class S3(Program):
+    """Needs moto (requirements/test.txt)."""
+
+    def __init__(self, log: Path) -> None:
+        self.port = free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        command = [sys.executable, "-m", "moto.server", "-H127.0.0.1", f"-p{self.port}"]
+        super().__init__(command, log)
+        self._wait(self._is_there)
+
+    def _is_there(self) -> bool:
+        with contextlib.suppress(OSError):
+            fetch(self.url, 5)
+            return True
+        return False
+
+
+def client(url: str, **options: Any) -> Any:
+    """boto3's, of the server at `url` or of a proxy before it."""
+    import boto3
+
+    return boto3.client(
+        "s3",
+        endpoint_url=url,
+        region_name=ACCESS["AWS_REGION"],
+        aws_access_key_id=ACCESS["AWS_ACCESS_KEY_ID"],
+        aws_secret_access_key=ACCESS["AWS_SECRET_ACCESS_KEY"],
+        **options,
+    )
