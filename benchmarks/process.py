@@ -61,7 +61,7 @@ class Worker(Program):
         line, _, self._left = self._left.partition(b"\n")
         answer = json.loads(line)
         if "error" in answer:
-            raise ProgramError(f"{self._log.stem}: {answer['error']} ({self._log})")
+            raise ProgramError(f"{self.log.stem}: {answer['error']} ({self.log})")
         return answer["result"]
 
     def close(self) -> None:

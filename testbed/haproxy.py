@@ -1,4 +1,4 @@
-"""The real HAProxy with the configuration of deploy/haproxy."""
+"""A proxy in front of servers, and the real HAProxy with the configuration of deploy/haproxy."""
 
 from __future__ import annotations
 
@@ -7,20 +7,19 @@ import re
 import shutil
 import signal
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from testbed.process import ROOT, Program, ProgramError, fetch, free_port
 
 CONFIGURATION = ROOT / "deploy" / "haproxy" / "haproxy.cfg"
-RELOAD_S = 60.0
+ROUTES_S = 60.0  # until it has noticed a change of its servers
 
 
-class HAProxy(Program):
-    """HAProxy in front of servers, HOST:PORT each.
+class Proxy(Program):
+    """In front of `nodes`, HOST:PORT each; the first is called `node1`.
 
-    `node1` is the first, and the first three are on the ring. `prefix`: a command that starts
-    HAProxy where it has the address `host`.
+    `prefix`: a command that starts the proxy where it has the address `host`.
     """
 
     def __init__(
@@ -30,17 +29,44 @@ class HAProxy(Program):
         host: str = "127.0.0.1",
         prefix: Sequence[str] = (),
     ) -> None:
+        self.host, self.port, self._inside = host, free_port(), free_port()
+        self._folder = folder
+        command, environment = self._command(nodes)
+        log = folder / f"{type(self).__name__.lower()}.log"
+        super().__init__([*prefix, *command], log, environment)
+        self._wait(self.up)
+
+    def _command(self, nodes: Sequence[str]) -> tuple[list[Path | str], Mapping[str, str]]:
+        """Writes the configuration; returns the command and its environment."""
+        raise NotImplementedError
+
+    def up(self) -> set[str]:
+        """Names of the servers that it sends requests to."""
+        raise NotImplementedError
+
+    def url(self, path: str) -> str:
+        return f"http://{self.host}:{self.port}{path}"
+
+    def wait_for(self, *names: str) -> None:
+        """Until it sends requests to these servers, and to no other."""
+        self._until(lambda: self.up() == set(names), f"does not route to {names} alone", ROUTES_S)
+
+
+class HAProxy(Proxy):
+    """The first three nodes are on the ring."""
+
+    def _command(self, nodes: Sequence[str]) -> tuple[list[Path | str], Mapping[str, str]]:
         program = shutil.which("haproxy")
         if program is None:
             raise ProgramError("haproxy is not installed")
-        self.host, self.port, self._inside = host, free_port(), free_port()
-        self._file = folder / "haproxy.cfg"
-        environment = {"BIND": f"{host}:{self.port}", "INSIDE": f"{host}:{self._inside}"}
+        environment = {"BIND": f"{self.host}:{self.port}", "INSIDE": f"{self.host}:{self._inside}"}
         environment |= {f"NODE{number}": node for number, node in enumerate(nodes, 1)}
         self._configure(range(1, len(nodes[:3]) + 1))
-        command: list[Path | str] = [*prefix, program, "-W", "-db", "-f", self._file]
-        super().__init__(command, folder / "haproxy.log", environment)
-        self._wait(lambda: self._loads() and self.up())
+        return [program, "-W", "-db", "-f", self._file], environment
+
+    @property
+    def _file(self) -> Path:
+        return self._folder / "haproxy.cfg"
 
     def _configure(self, nodes: Iterable[int]) -> None:
         """As deployed, with the lines of these servers."""
@@ -51,23 +77,23 @@ class HAProxy(Program):
 
     def reload(self, *nodes: int) -> None:
         """Has it read its configuration again, with these servers; returns once it has."""
-        before, begun = self._loads(), time.monotonic()
+        before = self._loads()
         self._configure(nodes)
-        while self._loads() == before:
-            if time.monotonic() > begun + RELOAD_S:
-                raise self._failure("did not load its configuration again")
+
+        def reloaded() -> bool:
             # Again and again: a signal is lost on it while it begins.
             os.kill(self.pid, signal.SIGUSR2)
             time.sleep(0.5)
+            return self._loads() != before
+
+        self._until(reloaded, "did not load its configuration again", ROUTES_S)
 
     def _loads(self) -> int:
-        return self._log.read_text("utf-8").count("Loading success")
-
-    def url(self, path: str) -> str:
-        return f"http://{self.host}:{self.port}{path}"
+        return self.log.read_text("utf-8").count("Loading success")
 
     def up(self) -> set[str]:
-        """Names of the servers that it sends requests to."""
+        if not self._loads():
+            return set()
         try:
             text = fetch(f"http://{self.host}:{self._inside}/metrics", 60).decode()
         except OSError:

@@ -54,7 +54,7 @@ def free_port() -> int:
 
 
 class Program:
-    """A program on this process's cores, which writes to `log`. A context manager.
+    """A program, which writes to `log`. A context manager.
 
     `ready_s` is how long it took to what `_wait` waited for.
     """
@@ -72,7 +72,7 @@ class Program:
         root: Path = ROOT,
         pipe: int = subprocess.DEVNULL,
     ) -> None:
-        self._log, self._began = log, time.perf_counter()
+        self.log, self._began = log, time.perf_counter()
         with log.open("wb") as file:
             self._process = subprocess.Popen(
                 [*map(str, command)],
@@ -87,19 +87,23 @@ class Program:
 
     def _wait(self, ready: Callable[[], object]) -> None:
         try:
-            while not ready():
-                if self._process.poll() is not None or time.perf_counter() > self._began + START_S:
-                    raise self._failure("did not start")
-                time.sleep(0.02)
+            self._until(ready, "did not start", START_S)
         except BaseException:
             self.close()
             raise
         self.ready_s = time.perf_counter() - self._began
 
+    def _until(self, condition: Callable[[], object], failure: str, limit_s: float) -> None:
+        end = time.monotonic() + limit_s
+        while not condition():
+            if self._process.poll() is not None or time.monotonic() > end:
+                raise self._failure(failure)
+            time.sleep(0.02)
+
     def _failure(self, what: str) -> ProgramError:
-        lines = self._log.read_text(encoding="utf-8", errors="replace").split("\n")
+        lines = self.log.read_text(encoding="utf-8", errors="replace").split("\n")
         last = next((line for line in reversed(lines) if line.strip()), "")
-        return ProgramError(f"{self._log.stem} {what}: {last} ({self._log})")
+        return ProgramError(f"{self.log.stem} {what}: {last} ({self.log})")
 
     def __enter__(self: P) -> P:
         return self

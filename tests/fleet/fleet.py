@@ -10,6 +10,7 @@ from pathlib import Path
 import psutil
 import requests
 
+from testbed.haproxy import Proxy
 from tests.e2e.server import Server
 from tests.e2e.stores import ENDLESS, FAST, small
 from tests.e2e.test_metrics import metrics
@@ -72,7 +73,7 @@ class Fleet:
         self.gate: Host = network.host("proxy")
         self._groups = contextlib.ExitStack()
         self.nodes: dict[str, Server] = {}
-        self.proxy: HAProxy | Envoy
+        self.proxy: Proxy
 
     def __enter__(self) -> Fleet:
         for name in names(3):
@@ -80,12 +81,12 @@ class Fleet:
         for server in self.nodes.values():
             server.wait_until_ready()
         addresses = [f"{host.address}:{PORT}" for host in self.hosts.values()]
-        self.proxy = HAProxy(self._folder, addresses, self.gate.address, prefix=self.gate.prefix)
+        self.proxy = HAProxy(self._folder, addresses, self.gate.address, self.gate.prefix)
         self.proxy.wait_for(*self.nodes)
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.proxy.stop()
+        self.proxy.close()
         for server in self.nodes.values():
             if server.process.poll() is None:
                 server.stop()
@@ -95,14 +96,12 @@ class Fleet:
     def behind_envoy(self) -> Iterator[None]:
         """Envoy in the place of HAProxy, which goes on unused."""
         haproxy, addresses = self.proxy, [f"{self.hosts[name].address}:{PORT}" for name in names(3)]
-        envoy = Envoy(self._folder, addresses, self.gate.address, prefix=self.gate.prefix)
-        self.proxy = envoy
-        try:
-            envoy.wait_for(*self.nodes)
-            yield
-        finally:
-            self.proxy = haproxy
-            envoy.stop()
+        with Envoy(self._folder, addresses, self.gate.address, self.gate.prefix) as self.proxy:
+            try:
+                self.proxy.wait_for(*self.nodes)
+                yield
+            finally:
+                self.proxy = haproxy
 
     def _start(self, name: str) -> None:
         folder = self._folder / name / str(time.monotonic_ns())

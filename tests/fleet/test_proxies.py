@@ -7,6 +7,7 @@ import threading
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from http.client import HTTPConnection, IncompleteRead
 from pathlib import Path
 from urllib.parse import quote
@@ -14,14 +15,13 @@ from urllib.parse import quote
 import pytest
 import requests
 
+from testbed.haproxy import Proxy
 from tests.e2e.server import eventually
 from tests.fleet.envoy import Envoy, needs_envoy
 from tests.fleet.haproxy import HAProxy, needs_haproxy
 from tests.fleet.upstream import SERVED_BY, Handler, Upstream, names, upstreams
 
 pytestmark = pytest.mark.slow
-
-Proxy = HAProxy | Envoy
 
 MODELS = 500
 
@@ -46,12 +46,8 @@ def started(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Proxy]:
     places = [f"127.0.0.1:{server.port}" for server in running]
-    proxy: Proxy = request.param(tmp_path_factory.mktemp("proxy"), places)
-    try:
-        proxy.wait_for(*names(3))
+    with request.param(tmp_path_factory.mktemp("proxy"), places) as proxy:
         yield proxy
-    finally:
-        proxy.stop()
 
 
 @pytest.fixture
@@ -167,9 +163,11 @@ def test_a_kept_connection_has_one_more_answer_when_the_proxy_is_reloaded(
 ) -> None:
     for server in running:
         server.act = Handler.well
-    proxy = HAProxy(tmp_path, [f"127.0.0.1:{server.port}" for server in running])
-    kept = HTTPConnection("127.0.0.1", proxy.port, timeout=60)
-    try:
+    places = [f"127.0.0.1:{server.port}" for server in running]
+    with (
+        HAProxy(tmp_path, places) as proxy,
+        closing(HTTPConnection("127.0.0.1", proxy.port, timeout=60)) as kept,
+    ):
         proxy.wait_for(*names(3))
         answers = []
         for is_reloaded in (False, True):
@@ -180,9 +178,6 @@ def test_a_kept_connection_has_one_more_answer_when_the_proxy_is_reloaded(
             answer = kept.getresponse()
             answers.append((answer.status, answer.read(), answer.getheader("connection")))
         assert answers == [(200, b"{}", None), (200, b"{}", "close")]
-    finally:
-        kept.close()
-        proxy.stop()
 
 
 def test_servers_have_equal_shares_of_the_models(proxy: Proxy) -> None:

@@ -69,9 +69,7 @@ def sent(port: int, data: bytes) -> bytes:
 def test_one_request_never_becomes_two(
     server: Server, tmp_path: Path, kind: type[HAProxy | Envoy]
 ) -> None:
-    proxy = kind(tmp_path, [f"127.0.0.1:{server.port}"] * 3)
-    try:
-        eventually(proxy.up)
+    with kind(tmp_path, [f"127.0.0.1:{server.port}"] * 3) as proxy:
         answers = {}
         with ThreadPoolExecutor(len(CASES)) as pool:
             for case, data in CASES.items():
@@ -80,8 +78,6 @@ def test_one_request_never_becomes_two(
                 answers[case] = pool.submit(sent, proxy.port, whole)
         marker = {"x-request-id": f"{kind.__name__}-end"}
         requests.get(proxy.url("/v1/models"), headers=marker, timeout=60)
-    finally:
-        proxy.stop()
     eventually(lambda: marker["x-request-id"] in server.text())
     lines = [line for line in server.text().splitlines() if '"request_id"' in line]
     seen = Counter(json.loads(line)["request_id"] for line in lines)
