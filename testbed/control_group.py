@@ -1,6 +1,5 @@
 """A control group: processes with less memory, processor time and a slower disk. By root only.
 
-
 A page is charged to the group that first reads it, so files must be out of the page cache before.
 """
 
@@ -24,6 +23,8 @@ PERIOD_US = 20_000  # short, so that a stream does not stand still for long
 class ControlGroup:
     """A context manager; `prefix` before a command puts what it runs into the group.
 
+    Without limits there is no group, and `prefix` is empty.
+
     seen: what runs sees the group where a container sees its own
     cpus: so much processor time a second, as `docker run --cpus`
     """
@@ -32,15 +33,15 @@ class ControlGroup:
 
     def __init__(
         self,
-        memory_mib: int | None = None,
+        memory_mib: int = 0,
         read_mb_s: int | None = None,
         seen: bool = False,
         cpus: float | None = None,
     ) -> None:
         one = not (ROOT / "cgroup.controllers").exists()  # version 1 has a tree for each controller
         limits: list[tuple[str, str, str]] = []
-        self._seen, self._memory = seen, str((memory_mib or 0) << 20)
-        if memory_mib is not None:
+        self._seen, self._memory = seen, str((memory_mib) << 20)
+        if memory_mib:
             limits += [("memory", "memory.limit_in_bytes" if one else "memory.max", self._memory)]
         if read_mb_s is not None:
             rate = read_mb_s * 1_000_000
@@ -79,6 +80,8 @@ class ControlGroup:
 
     @property
     def prefix(self) -> list[str]:
+        if not self._folders:
+            return []
         joining = "".join(f"echo $$ > {folder / 'cgroup.procs'}; " for folder in self._folders)
         if not self._seen:
             return ["/bin/sh", "-c", f'{joining}exec "$@"', "sh"]
@@ -102,6 +105,8 @@ class ControlGroup:
 
     def page_ins(self) -> dict[str, int]:
         """Major faults and pages that were read again soon after they had been let go."""
+        if not self._folders:
+            return {}
         rows = (self._folders[0] / "memory.stat").read_text(encoding="ascii").splitlines()
         counts = {key: int(value) for key, _, value in (row.partition(" ") for row in rows)}
         names = ("pgmajfault", "workingset_refault_file", "workingset_refault")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
 import os
@@ -86,12 +87,16 @@ class Server(Program):
         """What the engine calls a model, as it stands in a path."""
         return quote(f"{name}#{self.id_of(name)}", safe="")
 
+    def ask_engine(self, path: str, timeout_s: float = 60.0) -> Any:
+        with contextlib.closing(EngineClient(str(self.run_dir / "engine.sock"))) as engine:
+            return engine.request("GET", path, timeout_s=timeout_s)
+
     def states(self) -> dict[str, str]:
         """By model, one of `switching.clients.STATES`; one that is not named is cold.
 
         A server that knows no residency has models loaded, or not.
         """
-        rows = EngineClient(str(self.run_dir / "engine.sock")).request("GET", "/models")["models"]
+        rows = self.ask_engine("/models")["models"]
         return {row["name"].rpartition("#")[0]: row.get("residency", "hot") for row in rows}
 
     def stream(

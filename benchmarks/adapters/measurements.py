@@ -184,13 +184,12 @@ class AdaptersRun(Run):
     @contextlib.contextmanager
     def _server(self, log: str, **environment: str) -> Iterator[Server]:
         environment["ENGINE_MEMORY_MIB"] = str(self.plan.budget_mib)
-        with contextlib.ExitStack() as stack:
-            prefix: list[str] = []
-            if mib := self.plan.container_mib:
-                prefix = stack.enter_context(ControlGroup(mib, seen=True)).prefix
-            log_file = self.log(f"adapters-{log}")
-            server = Server(self.adapted, log_file, environment=environment, prefix=prefix)
-            yield stack.enter_context(server)
+        log_file = self.log(f"adapters-{log}")
+        with (
+            ControlGroup(self.plan.container_mib, seen=True) as group,
+            Server(self.adapted, log_file, environment=environment, prefix=group.prefix) as server,
+        ):
+            yield server
 
     def memory(self) -> Results:
         """What each further adapter takes, of all processes, where no prompt is kept."""

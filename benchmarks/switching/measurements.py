@@ -194,7 +194,7 @@ class SwitchingRun(Run):
                 peers.export(PEER, folder, exports, log)
             at_once = max(one["at_once"] for one in measured["now"])
 
-            def start(mib: int, name: str) -> Router:
+            def start(mib: int, name: str, **_: Any) -> Router:
                 return Router(exports, at_once, self.plan.clients, log)
 
             with start(0, "prepare") as server:
@@ -206,25 +206,22 @@ class SwitchingRun(Run):
         side: Side,
         mib: int,
         log: str,
-        container_mib: int | None = None,
+        container_mib: int = 0,
         seen: bool = True,
         limit_s: float = 0.0,
     ) -> Results:
         container_mib = container_mib or self.plan.container_mib
         limit_s = limit_s or 60 * self.plan.minutes
-        with contextlib.ExitStack() as stack:
-            more: dict[str, Any] = {}
-            group = None
-            if container_mib:
-                self._drop_pages()
-                group = stack.enter_context(ControlGroup(container_mib, seen=seen))
-                more["prefix"] = group.prefix
-            server = stack.enter_context(side.start(mib, log, **more))
+        if container_mib:
+            self._drop_pages()
+        with (
+            ControlGroup(container_mib, seen=seen) as group,
+            side.start(mib, log, prefix=group.prefix) as server,
+        ):
             warm_up = self._warm_up(server)
             expected, turns = side.expected, self.turns
             answers, measured = self.clients.measure(server, turns, expected, limit_s or None)
-            if group:
-                measured["usage"] |= group.page_ins()
+            measured["usage"] |= group.page_ins()
         return {
             **measured,
             "warm_up": warm_up,
@@ -314,12 +311,11 @@ class SwitchingRun(Run):
     @by_side
     def registered(self, side: Side) -> Results:
         """All models in the store and none loaded: each gets one request, then any of them."""
-        with contextlib.ExitStack() as stack:
-            more: dict[str, Any] = {}
-            if mib := self.plan.container_mib:
-                more["prefix"] = stack.enter_context(ControlGroup(mib, seen=True)).prefix
-            server = stack.enter_context(side.start(self.plan.budget_mib, "registered", **more))
-            client = stack.enter_context(self.clients.one(server))
+        with (
+            ControlGroup(self.plan.container_mib, seen=True) as group,
+            side.start(self.plan.budget_mib, "registered", prefix=group.prefix) as server,
+            self.clients.one(server) as client,
+        ):
             steps, answers = [process_tree.memory(server.pid)], []
             for number, folder in enumerate(tqdm(self.folders, desc="registered", disable=None)):
                 answers.append(client.ask(folder.name, new_tokens=1))

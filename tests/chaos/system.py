@@ -16,7 +16,7 @@ from pathlib import Path
 import psutil
 
 from common.errors import EngineError
-from engine.http.client import EngineClient, UnixConnection
+from engine.http.client import UnixConnection
 from serving.mms.worker_processes import has_process
 from testbed.control_group import ControlGroup
 from testbed.server import Server
@@ -60,12 +60,11 @@ class System(Server):
     ) -> None:
         self.group, self.disks, self.clock = group, Disks(folder, small_disks), clock
         self._image, self._name = image, f"kogpt2-{folder.name}"
-        self.log = folder / "server.log"
         clocked = clock.environment if clock else {}
         try:
             super().__init__(
                 folder,
-                self.log,
+                folder / "server.log",
                 backend=("native", "fp32"),
                 environment={**environment, **self.disks.environment, **clocked},
                 prefix=group.prefix if group else (),
@@ -76,9 +75,6 @@ class System(Server):
             self._remove()
             raise
         self.run_dir = self.disks.folders["run"]
-
-    def __enter__(self) -> System:
-        return self
 
     def __exit__(self, *_: object) -> None:
         for process in self.everything():
@@ -131,11 +127,7 @@ class System(Server):
 
     def view(self, quiet_s: float) -> View:
         """Raises `OSError`, `EngineError` or `ValueError` if a part does not answer."""
-        engine = EngineClient(str(self.run_dir / "engine.sock"))
-        try:
-            held = engine.request("GET", "/models", timeout_s=5)["models"]
-        finally:
-            engine.close()
+        held = self.ask_engine("/models", timeout_s=5)["models"]
         mms = names(UnixConnection(self.run_dir / "mms.sock"))
         listed = names(http.client.HTTPConnection("127.0.0.1", self.management_port))
         return View(
@@ -199,12 +191,8 @@ class System(Server):
 
     def reserved_bytes(self) -> int:
         """The reserved part of the engine's budget."""
-        engine = EngineClient(str(self.run_dir / "engine.sock"))
-        try:
-            statistics = engine.request("GET", "/statistics")
-            return int(statistics["weight_bytes"]) + int(statistics["kv_bytes"])
-        finally:
-            engine.close()
+        statistics = self.ask_engine("/statistics")
+        return int(statistics["weight_bytes"]) + int(statistics["kv_bytes"])
 
     def request_lines(self) -> Counter[str]:
         """How many lines of the log tell the end of each request."""

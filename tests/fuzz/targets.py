@@ -251,7 +251,7 @@ def in_file(name: str, index_file: Callable[[Path], Index]) -> Target:
             path = Path(folder) / name
             path.write_bytes(data)
             for array in map_index(path.parent, index_file(path)).values():
-                assert np.asarray(array).nbytes <= len(data)
+                assert len(np.asarray(array).tobytes()) <= len(data)
 
     return target
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import contextlib
 import json
+import random
 import struct
 import zipfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +18,6 @@ from hypothesis import strategies as st
 
 from common.errors import ArtifactError
 from engine.artifacts.files import parse_json
-from engine.artifacts.read_params import index_params
-from engine.artifacts.read_safetensors import index_safetensors
-from engine.artifacts.read_torch import index_torch
-from engine.artifacts.tensor_index import Index, map_index
-from tests.bounded import bounded
 from tests.engine.artifacts.torch_files import (
     Saved,
     number,
@@ -33,73 +28,31 @@ from tests.engine.artifacts.torch_files import (
     write,
 )
 from tests.engine.models import write_params
-from tests.fuzz.cases import ELSEWHERE
+from tests.fuzz.cases import ELSEWHERE, damaged
+from tests.fuzz.targets import TARGETS, attempt
 
 pytestmark = pytest.mark.slow
 
 CASES = settings(
     max_examples=1000,
-    suppress_health_check=[
-        HealthCheck.function_scoped_fixture,
-        HealthCheck.too_slow,
-        HealthCheck.data_too_large,
-    ],
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
-# Python's objects for what a file of some bytes says.
-FREE_BYTES = 4 << 20
-
 # Numbers at which sizes, signs and products overflow.
-EDGES = st.sampled_from(
-    [
-        0,
-        1,
-        2,
-        3,
-        7,
-        32,
-        33,
-        200,
-        255,
-        *(b + d for e in (8, 31, 32, 62, 63) for b in (1 << e,) for d in (-1, 0, 1)),
-    ]
-)
+POWERS = [(1 << e) + d for e in (8, 31, 32, 62, 63) for d in (-1, 0, 1)]
+EDGES = st.sampled_from([*(0, 1, 2, 3, 7, 32, 33, 200, 255), *POWERS])
 NATURALS = st.one_of(EDGES, st.integers(0, 40))
 INTEGERS = st.one_of(NATURALS, NATURALS.map(lambda n: -n))
 NAMES = st.one_of(
     st.sampled_from(["a", "가", "", "arg:a", "h.0.ln_1.weight", "\ud800", "x" * 2000]), st.text()
 )
-EDITS = st.lists(
-    st.tuples(st.integers(0, 1 << 16), st.integers(0, 4), st.binary(max_size=9)), max_size=8
-)
+CHANCE = st.randoms(use_true_random=False)
 
 
-def damaged(content: bytes, edits: list[tuple[int, int, bytes]]) -> bytes:
-    """Bytes flipped, overwritten, inserted, removed, and the end cut off."""
-    data = bytearray(content)
-    for place, kind, new in edits:
-        at = place % (len(data) + 1)
-        if kind == 0:
-            data[at : at + 1] = bytes(b ^ (1 << place % 8) for b in data[at : at + 1])
-        elif kind == 1:
-            data[at : at + len(new)] = new
-        elif kind == 2:
-            data[at:at] = new
-        elif kind == 3:
-            del data[at : at + len(new)]
-        elif place % 4 == 0:
-            del data[at:]
-    return bytes(data)
-
-
-def try_index(index_file: Callable[[Path], Index], path: Path) -> None:
-    """The index can be mapped and read, or the file is refused in a message that can be encoded."""
-    with bounded(path.stat().st_size, FREE_BYTES):
-        try:
-            index = index_file(path)
-            for array in map_index(path.parent, index).values():
-                assert len(array.tobytes()) <= path.stat().st_size
-        except ArtifactError as error:
-            error.message.encode("utf-8")
+def several(data: bytes, chance: random.Random) -> bytes:
+    """Data that is damaged in up to eight places."""
+    for _ in range(chance.randint(0, 8)):
+        data = damaged(data, chance, [data])
+    return data
 
 
 @pytest.fixture(scope="module")
@@ -109,9 +62,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def params(folder: Path) -> bytes:
+    file = folder / "real.params"
     arrays = {"_embed.weight": np.ones((4, 3), np.float32), "층.0": np.zeros(5, np.float16)}
-    write_params(folder / "real.params", arrays)
-    return (folder / "real.params").read_bytes()
+    write_params(file, arrays)
+    return file.read_bytes()
 
 
 ARRAYS = st.tuples(
@@ -138,7 +92,7 @@ def params_of(arrays: list[Any], names: list[str], counts: tuple[int, int]) -> b
 
 @CASES
 @given(
-    edits=EDITS,
+    chance=CHANCE,
     made=st.tuples(
         st.lists(ARRAYS, max_size=3),
         st.lists(NAMES, max_size=3),
@@ -147,11 +101,9 @@ def params_of(arrays: list[Any], names: list[str], counts: tuple[int, int]) -> b
     real=st.booleans(),
 )
 def test_params(
-    folder: Path, params: bytes, edits: list[Any], made: tuple[Any, Any, Any], real: bool
+    params: bytes, chance: random.Random, made: tuple[Any, Any, Any], real: bool
 ) -> None:
-    path = folder / "any.params"
-    path.write_bytes(damaged(params, edits) if real else params_of(*made))
-    try_index(index_params, path)
+    attempt(TARGETS["params"], several(params, chance) if real else params_of(*made))
 
 
 JSONS = st.recursive(
@@ -173,23 +125,21 @@ ENTRIES = st.one_of(
 
 @CASES
 @given(
-    edits=EDITS,
+    chance=CHANCE,
     header=st.dictionaries(NAMES, ENTRIES, max_size=4),
     length=st.one_of(st.none(), EDGES),
     data=st.binary(max_size=64),
     real=st.booleans(),
 )
 def test_safetensors(
-    folder: Path, edits: list[Any], header: Any, length: int | None, data: bytes, real: bool
+    chance: random.Random, header: Any, length: int | None, data: bytes, real: bool
 ) -> None:
     if real:
         header = {"가": {"dtype": "F32", "shape": [2, 2], "data_offsets": [0, 16]}}
     encoded = json.dumps(header).encode()
     content = (len(encoded) if length is None or real else length % 2**64).to_bytes(8, "little")
     content += encoded + bytes(16) + data
-    path = folder / "any.safetensors"
-    path.write_bytes(damaged(content, edits) if real else content)
-    try_index(index_safetensors, path)
+    attempt(TARGETS["safetensors"], several(content, chance) if real else content)
 
 
 (REAL_TORCH,) = ELSEWHERE["torch"]
@@ -224,23 +174,24 @@ OPCODES = st.one_of(
 
 @CASES
 @given(
-    edits=EDITS,
+    chance=CHANCE,
     saved=st.dictionaries(NAMES, st.one_of(SAVED, SQUARE), max_size=3),
     opcodes=st.lists(OPCODES, max_size=20),
     how=st.sampled_from(["state_dict", "opcodes", "pickle", "archive"]),
 )
-def test_torch(folder: Path, edits: Any, saved: Any, opcodes: list[bytes], how: str) -> None:
-    path = folder / "any.bin"
+def test_torch(
+    folder: Path, chance: random.Random, saved: Any, opcodes: list[bytes], how: str
+) -> None:
     if how == "archive":
-        path.write_bytes(damaged(REAL_TORCH.read_bytes(), edits))
+        content = several(REAL_TORCH.read_bytes(), chance)
     else:
         pickled = {
             "state_dict": lambda: state_dict(saved),
             "opcodes": lambda: b"\x80\x02" + b"".join(opcodes) + b".",
-            "pickle": lambda: damaged(_real_pickle(), edits),
+            "pickle": lambda: several(_real_pickle(), chance),
         }[how]()
-        write(path, pickled)
-    try_index(index_torch, path)
+        content = write(folder / "any.bin", pickled).read_bytes()
+    attempt(TARGETS["torch"], content)
 
 
 def _real_pickle() -> bytes:
