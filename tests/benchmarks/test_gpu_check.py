@@ -13,10 +13,9 @@ import onnxruntime
 import pytest
 
 from benchmarks.gpu import table as gpu_table
+from testbed.process import ROOT
 
 pytestmark = pytest.mark.slow
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 def run(folder: Path, *args: str) -> subprocess.CompletedProcess[str]:

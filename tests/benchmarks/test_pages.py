@@ -38,8 +38,8 @@ def test_a_missed_goal_is_shown_with_its_numbers_in_both_languages() -> None:
             goal["met"] = False
     named = pages.BLOCKS["missed"](results)
     assert "| models in turns" in named
-    missed = sum(goal.get("met") is False for goal in results["goals"])
-    missed += sum(goal.get("met") is False for goal in results["gateway"]["goals"])
+    goals = (*results["goals"], *results["gateway"]["goals"])
+    missed = sum(goal.get("met") is False for goal in goals)
     assert f" {missed} are missed" in pages.BLOCKS["headline"](results)
     assert f" {missed}개에는 아직 못 미칩니다" in pages.BLOCKS["headline.ko"](results)
 
