@@ -101,6 +101,20 @@ def copy(folder: Path, target: Path) -> None:
     building.rename(target)
 
 
+def pack(folder: Path, archive: Path, level: int = 0) -> Path:
+    """A tar.gz of the folder's files, written unless it is there.
+
+    By default it is not compressed, which random numbers resist.
+    """
+    if not archive.exists():
+        building = archive.with_name(f".{archive.name}")
+        with tarfile.open(building, "w:gz", compresslevel=level) as tar:
+            for path in sorted(p for p in folder.iterdir() if p.is_file()):
+                tar.add(path, path.name)
+        building.rename(archive)
+    return archive
+
+
 def hollow(folder: Path) -> None:
     """Gives back the disk that an artifact's weights take; size and time stay.
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-import tarfile
 import tempfile
 import time
 from collections.abc import Callable
@@ -21,17 +20,6 @@ from benchmarks.run import in_turns
 from testbed.s3 import ACCESS, S3, client
 
 BUCKET, KEY = "benchmark", "model.tar.gz"
-
-
-def pack(folder: Path, archive: Path) -> Path:
-    """The archive, written unless it is there."""
-    if not archive.exists():
-        fresh = archive.with_suffix(".new")
-        with tarfile.open(fresh, "w:gz", compresslevel=6) as tar:
-            for path in sorted(p for p in folder.iterdir() if p.is_file()):
-                tar.add(path, path.name)
-        fresh.rename(archive)
-    return archive
 
 
 def measure(archive: Path, tries: int, workdir: Path, log: Path) -> dict[str, Any]:

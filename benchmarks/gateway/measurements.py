@@ -236,7 +236,7 @@ class GatewayRun(Run):
     def fetching(self) -> Results:
         config = dataclasses.replace(self.plan.config, num_layers=self.plan.archived_layers)
         folder = random_model.make(self.store, config, 200, "float16")
-        archive = fetching.pack(folder, self.workdir / f"{folder.name}.tar.gz")
+        archive = random_model.pack(folder, self.workdir / f"{folder.name}.tar.gz", level=6)
         return fetching.measure(archive, self.plan.fetches, self.workdir, self.log("fetching"))
 
     def cycles(self) -> Results:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import http.client
 import json
+import math
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 from urllib.parse import quote
@@ -50,8 +51,8 @@ class NoEnd(Exception):
     """The answer breaks off."""
 
 
-def request(kind: str, model: str, prompt: str, url: str = "") -> Request:
-    """A request of an `Op`'s kind. `url`: the artifact of a load."""
+def request(kind: str, model: str, prompt: str) -> Request:
+    """A request of an `Op`'s kind."""
     path = quote(model, safe="")
     body: dict[str, Any]
     stream = kind.endswith("stream")
@@ -62,7 +63,7 @@ def request(kind: str, model: str, prompt: str, url: str = "") -> Request:
         body = {"model": model, "prompt": prompt, "max_tokens": TOKENS, "temperature": 0}
         return Request("POST", "/v1/completions", {**body, "stream": stream})
     if kind == LOAD:
-        return Request("POST", "/models", {"model_name": model, "url": url or model}, True)
+        return Request("POST", "/models", {"model_name": model, "url": model}, True)
     if kind == UNLOAD:
         return Request("DELETE", f"/models/{path}", None, True)
     assert kind == LIST
@@ -74,15 +75,15 @@ def call(
     request: Request,
     op: Op,
     timeout_s: float,
-    hang_up: Callable[[Received], bool] = lambda received: False,
+    most_tokens: float = math.inf,
     host: str = "127.0.0.1",
 ) -> Op:
-    """`op` with its end. `ports`: for requests and for management. `hang_up` decides, after the
-    request is sent and at each token, whether the client disconnects."""
+    """`op` with its end. `ports`: for requests and for management. At so many tokens, with 0 once
+    the request is sent, the client disconnects."""
     connection = http.client.HTTPConnection(host, ports[request.management], timeout=timeout_s)
     received, lost, gone = Received(), "", False
     try:
-        _receive(connection, request, op.id, received, hang_up)
+        _receive(connection, request, op.id, received, most_tokens)
     except HungUp:
         gone = True
     except (OSError, http.client.HTTPException, ValueError, NoEnd) as error:
@@ -113,13 +114,13 @@ def _receive(
     request: Request,
     id: str,
     received: Received,
-    hang_up: Callable[[Received], bool],
+    most_tokens: float,
 ) -> None:
     body = None if request.body is None else json.dumps(request.body).encode()
     connection.request(request.method, request.path, body, {**HEADERS, "x-request-id": id})
     if connection.sock is not None:
         connection.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    if hang_up(received):
+    if not most_tokens:
         raise HungUp
     answer = connection.getresponse()
     received.status = answer.status
@@ -131,7 +132,7 @@ def _receive(
             ended = _take(event, received) or ended
             if received.first_at is None:
                 received.first_at = time.monotonic()
-            if hang_up(received):
+            if len(received.texts) >= most_tokens:
                 raise HungUp
         if not ended and received.error is None:
             raise NoEnd("the stream ends without its last event")

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import math
 import random
 import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
-from tests.chaos.calls import Received, call, request
+from tests.chaos.calls import call, request
 from tests.chaos.history import LIST, LOAD, PUT, ROUTES, UNLOAD, Op
 
 PROMPTS = ("가각갂", "간갇갉갊")
@@ -109,14 +110,14 @@ class Clients:
         for thread in self._threads:
             thread.join()
 
-    def ask(self, client: int, kind: str, model: str = "", prompt: int = 0, url: str = "") -> Op:
+    def ask(self, client: int, kind: str, model: str = "", prompt: int = 0) -> Op:
         """One request, without disconnecting."""
-        op = Op(f"{self._seed}-{client}-{kind}-{time.monotonic_ns()}", client, kind, model, 0, 0)
-        op = replace(op, prompt=prompt, begin=time.monotonic())
-        sent = request(kind, model, PROMPTS[prompt], url)
-        return self._record(call(self._ports, sent, op, self._lost_s, host=self._host))
+        id = f"{self._seed}-{client}-{kind}-{time.monotonic_ns()}"
+        return self._send(Op(id, client, kind, model, time.monotonic(), 0, prompt=prompt))
 
-    def _record(self, op: Op) -> Op:
+    def _send(self, op: Op, most_tokens: float = math.inf) -> Op:
+        sent = request(op.kind, op.model, PROMPTS[op.prompt])
+        op = call(self._ports, sent, op, self._lost_s, most_tokens, self._host)
         self.ops.append(op)
         return op
 
@@ -141,27 +142,14 @@ class Clients:
         if kind == PUT:
             self.replace(client, id, model)
             return
-        hang_up: Callable[[Received], bool] = lambda received: False  # noqa: E731
+        most_tokens = math.inf
         if kind == "hang up":
-            kind, tokens = chance.choice(ROUTES), chance.randrange(3)
-            hang_up = lambda received: len(received.texts) >= tokens  # noqa: E731
-        self._persist(client, id, kind, model, prompt, hang_up)
-
-    def _persist(
-        self,
-        client: int,
-        id: str,
-        kind: str,
-        model: str,
-        prompt: int,
-        hang_up: Callable[[Received], bool],
-    ) -> None:
-        """Sends a request, and again after the Retry-After of a 503."""
-        sent = request(kind, model, PROMPTS[prompt])
-        for attempt in range(RETRIES):
-            op = Op(f"{id}-{attempt}", client, kind, "" if kind == LIST else model, 0, 0)
-            op = replace(op, prompt=prompt, begin=time.monotonic())
-            op = self._record(call(self._ports, sent, op, self._lost_s, hang_up, self._host))
+            kind, most_tokens = chance.choice(ROUTES), chance.randrange(3)
+        name = "" if kind == LIST else model
+        for attempt in range(RETRIES):  # after the Retry-After of a 503
+            begin = time.monotonic()
+            op = Op(f"{id}-{attempt}", client, kind, name, begin, 0, prompt=prompt)
+            op = self._send(op, most_tokens)
             if op.status != 503 and (op.status or op.hung_up):
                 return
             if not self._go.is_set() or self._stop.wait(op.retry_after_s or 0.2):
@@ -174,7 +162,7 @@ class Clients:
             op = Op(id, client, PUT, model, time.monotonic(), 0, 200, version=version)
             self._put(model, version)
             self._stored[model] = version
-            self._record(replace(op, end=time.monotonic()))
+            self.ops.append(replace(op, end=time.monotonic()))
 
     def first_versions(self, at: float) -> list[Op]:
         """The store's versions at the start."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import shutil
-import tarfile
 import tempfile
 import time
 from collections import Counter
@@ -20,7 +19,7 @@ from tests.chaos.checker import AGREE_S, Violation, check, explained
 from tests.chaos.clients import MIX, PAUSE_S, PROMPTS, Clients, Models
 from tests.chaos.clock import Clock
 from tests.chaos.faults import Injector
-from tests.chaos.history import LOAD, ROUTES, UNLOAD, History, View, text_key
+from tests.chaos.history import LOAD, ROUTES, UNLOAD, History, Op, View, text_key
 from tests.chaos.plan import Plan
 from tests.chaos.store import Store, store
 from tests.chaos.system import SETTLED, System, left_of
@@ -28,6 +27,7 @@ from tests.chaos.system import SETTLED, System, left_of
 MODELS = Models(("소월", "동주", "steady"), ("봄", "여름", "moving"), 3)
 GROUP_MIB = 4096
 LOST_S = 90  # after the limit of a load, until an answer is lost
+Beside = Callable[[System], contextlib.AbstractContextManager[object]]
 
 
 @dataclass(frozen=True)
@@ -54,10 +54,6 @@ class Size:
     load_s: int = 60
 
 
-def nothing(system: System) -> contextlib.AbstractContextManager[object]:
-    return contextlib.nullcontext()
-
-
 @dataclass
 class Result:
     history: History
@@ -70,7 +66,7 @@ def run(
     plan: Plan,
     size: Size | None = None,
     say: Callable[[str], None] = print,
-    beside: Callable[[System], contextlib.AbstractContextManager[object]] = nothing,
+    beside: Beside = lambda system: contextlib.nullcontext(),
 ) -> Result:
     """Carries out a plan on a server of its own and checks the history. `beside` is entered before
     the clients start and left after they have ended."""
@@ -148,9 +144,7 @@ class _Run:
         if model in self.size.models.moving:
             self.clients.replace(-1, f"{self.plan.seed}-change-{time.monotonic_ns()}", model)
 
-    def carry_out(
-        self, beside: Callable[[System], contextlib.AbstractContextManager[object]]
-    ) -> History:
+    def carry_out(self, beside: Beside) -> History:
         history, clients, system = self.history, self.clients, self.system
         history.empty.append(system.held())
         history.texts = learn_texts(clients, self._put, [*self.archives])
@@ -243,10 +237,8 @@ def learn_texts(
         _must(clients, LOAD, model)
         for route in ("predictions", "completions"):
             for prompt in range(len(PROMPTS)):
-                op = clients.ask(-1, route, model, prompt)
-                if op.status != 200:
-                    raise Failed(f"{model} does not answer: {op.status} {op.message}{op.lost}")
-                texts[text_key(model, version, route, prompt)] = op.text
+                key = text_key(model, version, route, prompt)
+                texts[key] = _must(clients, route, model, prompt).text
         _must(clients, UNLOAD, model)
     first = [text for key, text in texts.items() if key.endswith("predictions\n0")]
     if len(set(first)) < len(first):
@@ -254,10 +246,11 @@ def learn_texts(
     return texts
 
 
-def _must(clients: Clients, kind: str, model: str) -> None:
-    op = clients.ask(-1, kind, model)
+def _must(clients: Clients, kind: str, model: str, prompt: int = 0) -> Op:
+    op = clients.ask(-1, kind, model, prompt)
     if op.status != 200:
         raise Failed(f"{kind} of {model}: {op.status} {op.message}{op.lost}")
+    return op
 
 
 def _open_files(system: System, kind: str) -> dict[int, int]:
@@ -282,10 +275,7 @@ def archives(models: Models, folder: Path) -> dict[tuple[str, int], Path]:
 
 
 def _packed(folder: Path) -> Path:
-    """Replaces the folder by an archive, without compressing random numbers."""
-    packed = folder.with_suffix(".tar.gz")
-    with tarfile.open(packed, mode="w:gz", compresslevel=0) as tar:
-        for file in sorted(folder.iterdir()):
-            tar.add(file, file.name)
+    """Replaces the folder by an archive."""
+    packed = random_model.pack(folder, folder.with_suffix(".tar.gz"))
     shutil.rmtree(folder)
     return packed

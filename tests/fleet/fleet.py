@@ -10,6 +10,7 @@ from pathlib import Path
 import psutil
 import requests
 
+from testbed import random_model
 from testbed.haproxy import Proxy
 from tests.e2e.server import Server
 from tests.e2e.stores import ENDLESS, FAST, small
@@ -19,7 +20,7 @@ from tests.fleet.envoy import Envoy
 from tests.fleet.haproxy import HAProxy
 from tests.fleet.network import Host, Network
 from tests.fleet.upstream import SERVED_BY, names
-from tests.serving.store.s3 import BUCKET, S3Server, archive
+from tests.serving.store.s3 import BUCKET, S3Server
 
 MODELS, FITTING = 40, 10
 LENGTHY = "긴시"
@@ -41,8 +42,8 @@ def fill(s3: S3Server, folder: Path) -> None:
 
 
 def _put(s3: S3Server, name: str, artifact: Path) -> None:
-    packed = archive({file.name: file.read_bytes() for file in artifact.iterdir()}, 0)
-    s3.put(f"{name}.tar.gz", packed)
+    packed = random_model.pack(artifact, artifact.with_suffix(".tar.gz"))
+    s3.put(f"{name}.tar.gz", packed.read_bytes())
 
 
 def environment(s3: S3Server, models: int) -> dict[str, str]:
