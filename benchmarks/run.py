@@ -9,6 +9,7 @@ import json
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
@@ -17,7 +18,7 @@ from tqdm import tqdm
 from benchmarks.report.tables import Goal, Results, judge
 from command.errors import Problem
 from common.errors import EngineError
-from testbed import machine
+from testbed import machine, random_model
 from testbed.process import ROOT, ProgramError
 
 K = TypeVar("K")
@@ -78,6 +79,15 @@ class Run:
 
     def prepare(self) -> None:
         """Makes what the parts need; `self.opened` is closed after the last one."""
+
+    @cached_property
+    def tiny(self) -> Path:
+        return random_model.make(self.store, random_model.TINY, 0)
+
+    @cached_property
+    def text(self) -> str:
+        """A prompt of 16 tokens. The tiny model's pieces are the full-size one's, too."""
+        return random_model.text_of(random_model.prompts(random_model.TINY, 1, 16)[0])
 
     def parts(self) -> Iterable[str]:
         return (name for name in self.PARTS if name in self.wanted)

@@ -16,7 +16,7 @@ from tqdm import tqdm
 from benchmarks.adapters import peers, tables
 from benchmarks.report.tables import Results
 from benchmarks.run import Run, in_turns, seconds_of
-from benchmarks.switching.clients import Clients
+from benchmarks.switching.clients import Budgeted, Clients
 from command.model_writer import write_adapter
 from common.memory import MIB
 from engine.artifacts.config import GPT2Config
@@ -47,11 +47,8 @@ UNIFORM = Kind(zipf=0.0, bursts=0, scans=0, moves=False)
 
 
 @dataclass(frozen=True)
-class Plan:
-    """Sizes of a measurement of adapters.
-
-    container_mib: of a control group, or 0: then the budget is `engine_mib`
-    """
+class Plan(Budgeted):
+    """Sizes of a measurement of adapters."""
 
     config: GPT2Config = random_model.FULL
     models: int = 1000
@@ -63,11 +60,6 @@ class Plan:
     container_mib: int = 0
     engine_mib: int = budget_bytes(2048 * MIB) // MIB  # as in a container of 2 GiB
     seed: int = 0
-
-    @property
-    def budget_mib(self) -> int:
-        container = self.container_mib * MIB
-        return budget_bytes(container) // MIB if container else self.engine_mib
 
 
 class AdaptersRun(Run):

@@ -27,15 +27,15 @@ EOS = 3  # ends nothing
 class OpenRequest:
     """A request under way; `poll` after each step."""
 
-    def __init__(self, handle: Any, answers: int) -> None:
+    def __init__(self, handle: Any) -> None:
         self.ids: list[int] = []
         self.tokens, self.first_s, self.all_begun_s = 0, 0.0, 0.0
         self.done = threading.Event()
-        self._handle, self._answers, self._requests = handle, answers, time.perf_counter()
+        self._handle, self._began = handle, time.perf_counter()
 
     def poll(self) -> None:
         """One answer comes as it is made, several together at their end."""
-        now = time.perf_counter() - self._requests
+        now = time.perf_counter() - self._began
         while self._handle.can_read():
             results = [out.generated_ids for out in self._handle.read().values()]
             self.tokens += sum(map(len, results))
@@ -77,7 +77,7 @@ class Pipeline:
         self, ids: list[int], new_tokens: int, sampled: bool = False, answers: int = 1
     ) -> OpenRequest:
         with self._more:
-            request = OpenRequest(self.add(ids, new_tokens, sampled, answers), answers)
+            request = OpenRequest(self.add(ids, new_tokens, sampled, answers))
             self._requests.append(request)
             self._more.notify()
         request.done.wait()

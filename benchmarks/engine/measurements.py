@@ -100,7 +100,6 @@ class EngineRun(Run):
         ]
         # Its files must leave the page cache, so nothing else may use it.
         self.alone = random_model.make(self.store, self.plan.config, 100, "float16")
-        self.tiny = random_model.make(self.store, random_model.TINY, 0)
         with contextlib.ExitStack() as started:
             steps = self._start(started)
             for name, step in tqdm([*steps.items()] * self.plan.rounds, "measuring", disable=None):

@@ -91,8 +91,6 @@ class FleetRun(Run):
 
     def prepare(self) -> None:
         self.model = random_model.make(self.store, self.plan.config, 0)
-        self.tiny = random_model.make(self.store, random_model.TINY, 0)
-        self.text = random_model.text_of(random_model.prompts(random_model.TINY, 1, 16)[0])
 
     def proxy(self) -> Results:
         """Milliseconds of a call, past the proxy and through it in turns."""

@@ -136,10 +136,7 @@ class GatewayRun(Run):
 
     def prepare(self) -> None:
         self.full = random_model.make(self.store, self.plan.config, 0)
-        self.tiny = random_model.make(self.store, random_model.TINY, 0)
         self.names = {"tiny": self.tiny.name, "full": self.full.name}
-        # The tiny model's pieces are the full-size one's, too.
-        self.text = random_model.text_of(random_model.prompts(random_model.TINY, 1, 16)[0])
         self.grpc_port = free_port() if importlib.util.find_spec("grpc") else 0
 
     @cached_property

@@ -10,6 +10,7 @@ import json
 import re
 import statistics
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 from benchmarks.engine import tables
@@ -81,7 +82,31 @@ def _goals(results: Results, missed: bool = False) -> list[Results]:
     return [goal for goal in every if "met" in goal and not (missed and goal["met"])]
 
 
-def _headline(results: Results, text: str, peer: str, missed: str) -> str:
+HEADLINES = {
+    "headline": (
+        "On two cores it makes {b1:.0f} tokens a second for one client and {b8:.0f} for eight"
+        " (in the same run {peers}), {guides:.0f} times as fast as the AWS guides' loop, and a"
+        " full-size model that is not loaded yet gives its first token after {cold:.1f} s"
+        " ([how that was measured](docs/develop/benchmark.md)).",
+        "{name} {b1:.0f} and {b8:.0f}",
+        "Of {count} goals measured {missed} are missed"
+        " ([which, and why](docs/develop/benchmark.md#what-is-missed-and-why)).",
+    ),
+    "headline.ko": (
+        "코어 두 개에서 클라이언트가 하나일 때 초당 {b1:.0f}토큰, 여덟일 때 {b8:.0f}토큰을 만듭니다"
+        "(같은 측정에서 {peers}). AWS 가이드의 루프보다 {guides:.0f}배 빠르고, 아직 로드하지 않은"
+        " 전체 크기 모델도 {cold:.1f}초면 첫 토큰이 나옵니다"
+        "([측정 방법](docs/develop/benchmark.md)).",
+        "{name} {b1:.0f}/{b8:.0f}",
+        "측정한 목표 {count}개 가운데 {missed}개에는 아직 못 미칩니다"
+        "([어떤 것이고 왜 그런지](docs/develop/benchmark.md#what-is-missed-and-why)).",
+    ),
+}
+
+
+def _headline(results: Results, texts: tuple[str, str, str]) -> str:
+    text, peer, missed = texts
+
     def rates(name: str) -> dict[str, float]:
         return {f"b{rows}": statistics.median(tokens_per_s(results, name, rows)) for rows in (1, 8)}
 
@@ -102,39 +127,12 @@ def _headline(results: Results, text: str, peer: str, missed: str) -> str:
     return f"{headline} {missed.format(**counts)}"
 
 
-def _english(results: Results) -> str:
-    return _headline(
-        results,
-        "On two cores it makes {b1:.0f} tokens a second for one client and {b8:.0f} for eight"
-        " (in the same run {peers}), {guides:.0f} times as fast as the AWS guides' loop, and a"
-        " full-size model that is not loaded yet gives its first token after {cold:.1f} s"
-        " ([how that was measured](docs/develop/benchmark.md)).",
-        "{name} {b1:.0f} and {b8:.0f}",
-        "Of {count} goals measured {missed} are missed"
-        " ([which, and why](docs/develop/benchmark.md#what-is-missed-and-why)).",
-    )
-
-
-def _korean(results: Results) -> str:
-    return _headline(
-        results,
-        "코어 두 개에서 클라이언트가 하나일 때 초당 {b1:.0f}토큰, 여덟일 때 {b8:.0f}토큰을 만듭니다"
-        "(같은 측정에서 {peers}). AWS 가이드의 루프보다 {guides:.0f}배 빠르고, 아직 로드하지 않은"
-        " 전체 크기 모델도 {cold:.1f}초면 첫 토큰이 나옵니다"
-        "([측정 방법](docs/develop/benchmark.md)).",
-        "{name} {b1:.0f}/{b8:.0f}",
-        "측정한 목표 {count}개 가운데 {missed}개에는 아직 못 미칩니다"
-        "([어떤 것이고 왜 그런지](docs/develop/benchmark.md#what-is-missed-and-why)).",
-    )
-
-
 def _table(of: Callable[[Results], Table], none: str = "Not measured.") -> Callable[[Results], str]:
     return lambda results: "\n".join(table(*of(results))) or none
 
 
 BLOCKS: dict[str, Callable[[Results], str]] = {
-    "headline": _english,
-    "headline.ko": _korean,
+    **{name: partial(_headline, texts=texts) for name, texts in HEADLINES.items()},
     "conditions": _conditions,
     "speeds": _table(tables.speeds),
     "uses": _table(tables.uses),

@@ -16,6 +16,8 @@ from typing import Any
 from benchmarks.contenders.llama_server import LlamaServer
 from benchmarks.report.tables import FAULTS, Results, quantiles
 from common.eviction import Held
+from common.memory import MIB
+from engine.budget import budget_bytes
 from testbed import process_tree
 from testbed.process import ProgramError
 from testbed.server import Server, Streamed
@@ -26,6 +28,18 @@ ALONE_S = 30.0
 
 Trace = Sequence[tuple[str, int]]  # names of models, and numbers of prompts
 Expected = Mapping[tuple[str, int], str]  # what a model alone answers
+
+
+class Budgeted:
+    """A plan with memory for models: `engine_mib`, or what an engine takes in a container."""
+
+    engine_mib: int
+    container_mib: int  # of a control group, or 0
+
+    @property
+    def budget_mib(self) -> int:
+        container = self.container_mib * MIB
+        return budget_bytes(container) // MIB if container else self.engine_mib
 
 
 @dataclass(frozen=True)

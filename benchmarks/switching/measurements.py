@@ -22,7 +22,7 @@ from benchmarks.engine.process import Engine
 from benchmarks.report.tables import Results
 from benchmarks.run import Run
 from benchmarks.switching import tables
-from benchmarks.switching.clients import Clients, joined
+from benchmarks.switching.clients import Budgeted, Clients, joined
 from common.memory import MIB
 from engine.artifacts.config import GPT2Config
 from engine.budget import budget_bytes
@@ -51,12 +51,11 @@ SWEEP_S = 90.0  # for the trace in one size
 
 
 @dataclass(frozen=True)
-class Plan:
+class Plan(Budgeted):
     """Sizes of a measurement of switching.
 
     engine_mib: the engine's budget; five of the default models fit into it in int8
     two_mib: a budget into which two fit
-    container_mib: 0, or a control group's memory; the budget is then that of such a container
     minutes: 0, or how long the trace runs, instead of `requests`
     sizes: of memory in a sweep, about
     against: a commit that is measured, too
@@ -77,11 +76,6 @@ class Plan:
     sizes: int = 8
     seed: int = 0
     against: str | None = None
-
-    @property
-    def budget_mib(self) -> int:
-        container = self.container_mib * MIB
-        return budget_bytes(container) // MIB if container else self.engine_mib
 
     def trace(self, folders: Sequence[Path]) -> list[tuple[str, int]]:
         requests = self.requests

@@ -11,23 +11,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import boto3
 import requests
 from moto.core import DEFAULT_ACCOUNT_ID
 from moto.s3.models import s3_backends
 from moto.server import ThreadedMotoServer
 
 from serving.store import StoreSettings
+from testbed.s3 import ACCESS as ENVIRONMENT
+from testbed.s3 import client
 
 BUCKET = "models"
-ENVIRONMENT = {
-    "AWS_ACCESS_KEY_ID": "test",
-    "AWS_SECRET_ACCESS_KEY": "test",
-    "AWS_REGION": "us-east-1",
-    "AWS_CONFIG_FILE": "/dev/null",
-    "AWS_SHARED_CREDENTIALS_FILE": "/dev/null",
-    "AWS_EC2_METADATA_DISABLED": "true",
-}
 
 
 class S3Server:
@@ -36,13 +29,7 @@ class S3Server:
     def __init__(self, url: str) -> None:
         self.url = url
         self.environment = {**ENVIRONMENT, "AWS_ENDPOINT_URL_S3": url}
-        self.client = boto3.client(
-            "s3",
-            endpoint_url=url,
-            region_name="us-east-1",
-            aws_access_key_id="test",
-            aws_secret_access_key="test",  # noqa: S106
-        )
+        self.client = client(url)
 
     def put(self, key: str, data: bytes) -> None:
         self.client.put_object(Bucket=BUCKET, Key=key, Body=data)
