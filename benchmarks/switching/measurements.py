@@ -15,10 +15,9 @@ from typing import Any
 
 from tqdm import tqdm
 
-from benchmarks import page_cache
 from benchmarks.contenders import peers
 from benchmarks.contenders.llama_server import Router
-from benchmarks.engine.process import Engine
+from benchmarks.engine.process import Engine, drop_pages
 from benchmarks.report.tables import Results
 from benchmarks.run import Run
 from benchmarks.switching import tables
@@ -258,7 +257,7 @@ class SwitchingRun(Run):
 
     def _drop_pages(self) -> None:
         for folder in self.folders:
-            page_cache.drop(folder)
+            drop_pages(folder)
 
     # Alone
 

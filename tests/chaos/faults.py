@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import signal
 import socket
 import threading
 import time
@@ -53,22 +52,24 @@ class Injector:
 
     def _inject(self, fault: Fault) -> None:
         word, _, name = fault.kind.partition(" ")
-        ways: dict[str, Callable[[str, Fault], contextlib.AbstractContextManager[None]]] = {
-            "kill": self._killed,
-            "stop": self._stopped,
-            "store": self._broken_store,
-            "disk": self._full_disk,
-            "memory": self._less_memory,
-            "slow": self._slow_connections,
-            "clock": self._other_time,
+        ways: dict[str, Callable[[contextlib.ExitStack, str, Fault], None]] = {
+            "kill": self._kill,
+            "stop": self._suspend,
+            "store": self._break_store,
+            "disk": self._fill_disk,
+            "memory": self._take_memory,
+            "slow": self._connect_slowly,
+            "clock": self._set_clock,
         }
         began, skipped = time.monotonic(), ""
-        try:
-            with ways[word](name, fault):
+        with contextlib.ExitStack() as undo:
+            try:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    ways[word](undo, name, fault)
                 if word != "kill":
                     self._stop.wait(fault.seconds)
-        except NotHere as error:
-            skipped = str(error)
+            except NotHere as error:
+                skipped = str(error)
         self.done.append(Done(fault.kind, began, time.monotonic(), skipped))
 
     def _process(self, name: str, fault: Fault) -> psutil.Process:
@@ -77,74 +78,50 @@ class Injector:
             raise NotHere(f"no {name} at this time")
         return found[fault.pick % len(found)]
 
-    @contextlib.contextmanager
-    def _killed(self, name: str, fault: Fault) -> Iterator[None]:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            self._process(name, fault).kill()
-        yield
+    def _kill(self, undo: contextlib.ExitStack, name: str, fault: Fault) -> None:
+        self._process(name, fault).kill()
 
-    @contextlib.contextmanager
-    def _stopped(self, name: str, fault: Fault) -> Iterator[None]:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            process = self._process(name, fault)
-            process.send_signal(signal.SIGSTOP)
-            try:
-                yield
-            finally:
-                with contextlib.suppress(psutil.NoSuchProcess):
-                    process.send_signal(signal.SIGCONT)
-            return
-        yield
+    def _suspend(self, undo: contextlib.ExitStack, name: str, fault: Fault) -> None:
+        process = self._process(name, fault)
+        process.suspend()
+        undo.enter_context(contextlib.suppress(psutil.NoSuchProcess))
+        undo.callback(process.resume)
 
-    @contextlib.contextmanager
-    def _broken_store(self, mode: str, fault: Fault) -> Iterator[None]:
+    def _break_store(self, undo: contextlib.ExitStack, mode: str, fault: Fault) -> None:
         self._store.mode = mode
-        try:
-            yield
-        finally:
-            if self._store.mode == mode:
-                self._store.mode = ""
+        undo.callback(self._mend_store, mode)
 
-    @contextlib.contextmanager
-    def _full_disk(self, name: str, fault: Fault) -> Iterator[None]:
+    def _mend_store(self, mode: str) -> None:
+        if self._store.mode == mode:  # another fault's may have begun
+            self._store.mode = ""
+
+    def _fill_disk(self, undo: contextlib.ExitStack, name: str, fault: Fault) -> None:
         disks = self._system.disks
         if not disks.mounted:
             raise NotHere("mounts are not allowed")
+        undo.callback(disks.empty, name)
         disks.fill(name)
-        try:
-            yield
-        finally:
-            disks.empty(name)
 
-    @contextlib.contextmanager
-    def _less_memory(self, name: str, fault: Fault) -> Iterator[None]:
+    def _take_memory(self, undo: contextlib.ExitStack, name: str, fault: Fault) -> None:
         """Less memory for the whole server, or for the engine without control groups."""
         group = self._system.group
         engine = self._process("engine", fault)
-        with group.limited(LEFT_BYTES) if group else limited(engine, LEFT_BYTES):
-            yield
+        undo.enter_context(group.limited(LEFT_BYTES) if group else limited(engine, LEFT_BYTES))
 
-    @contextlib.contextmanager
-    def _other_time(self, name: str, fault: Fault) -> Iterator[None]:
+    def _set_clock(self, undo: contextlib.ExitStack, name: str, fault: Fault) -> None:
         clock = self._system.clock
         if clock is None or not clock.environment:
             raise NotHere("no libfaketime that works here: requirements/test.txt has one")
         clock.set(AHEAD_S[fault.pick % len(AHEAD_S)])
-        try:
-            yield
-        finally:
-            clock.set(0)
+        undo.callback(clock.set, 0)
 
-    @contextlib.contextmanager
-    def _slow_connections(self, name: str, fault: Fault) -> Iterator[None]:
+    def _connect_slowly(self, undo: contextlib.ExitStack, name: str, fault: Fault) -> None:
         """Connections that send half a request's head, and no more."""
-        with contextlib.ExitStack() as stack:
-            for _ in range(SLOW_CONNECTIONS):
-                with contextlib.suppress(OSError):  # the gateway may be away
-                    address = ("127.0.0.1", self._system.port)
-                    slow = stack.enter_context(socket.create_connection(address, timeout=5))
-                    slow.sendall(b"POST /predictions/a HTTP/1.1\r\nHost: localhost\r\nX-")
-            yield
+        for _ in range(SLOW_CONNECTIONS):
+            with contextlib.suppress(OSError):  # the gateway may be away
+                address = ("127.0.0.1", self._system.port)
+                slow = undo.enter_context(socket.create_connection(address, timeout=5))
+                slow.sendall(b"POST /predictions/a HTTP/1.1\r\nHost: localhost\r\nX-")
 
 
 @contextlib.contextmanager

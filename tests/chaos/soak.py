@@ -148,11 +148,11 @@ def judged(samples: Sequence[Sample], history: History) -> dict[str, Any]:
         found[key] = {"first": before, "last": after, "drift": after / max(before, 1) - 1}
     answered = sum(op.status > 0 for op in history.ops)
     found["log_bytes_a_request"] = (samples[-1].log_bytes - samples[0].log_bytes) / max(answered, 1)
-    found["first_token_p99_s"] = dict(_first_tokens(history, part_s, last_s))
+    found["first_token_p99_s"] = dict(_first_tokens(history, part_s))
     return found
 
 
-def _first_tokens(history: History, part_s: float, last_s: float) -> Iterator[tuple[str, float]]:
+def _first_tokens(history: History, part_s: float) -> Iterator[tuple[str, float]]:
     ops = [op for op in history.ops if op.status == 200 and op.first_s is not None]
     if not ops:
         return

@@ -138,10 +138,6 @@ def text_request(data: bytes) -> None:
         text_v2.answer(found, body, "시")
 
 
-def plain_text(data: bytes) -> None:
-    payload.parse(data, "text/plain")
-
-
 def types(data: bytes) -> None:
     header = data.decode("latin-1")
     with contextlib.suppress(ServiceError):
@@ -169,10 +165,6 @@ def tgi_body(data: bytes) -> None:
     body = json_object(data)
     if tgi.is_meant(body, tgi.CLIENT):
         tgi.parse(body)
-
-
-def generate(data: bytes) -> None:
-    parse_generate("시", json_object(data), stream=b"\x01" in data)
 
 
 def model_settings(data: bytes) -> None:
@@ -336,7 +328,7 @@ TARGETS: dict[str, Target] = {
     "archive": archive,
     "config.json": in_artifact("config.json"),
     "csv": tensors(CSV, FLOATS, TEXTS),
-    "generate": generate,
+    "generate": lambda data: parse_generate("시", json_object(data), stream=b"\x01" in data),
     "generation.json": in_artifact("generation.json"),
     "grpc": grpc_infer,
     "json": tensors("application/json", FLOATS, SEVERAL, TEXTS, ROWS),
@@ -349,7 +341,7 @@ TARGETS: dict[str, Target] = {
     "settings": model_settings,
     "stops": stops,
     "template": template,
-    "text": plain_text,
+    "text": lambda data: payload.parse(data, "text/plain"),
     "text-json": text_request,
     "tgi": tgi_body,
     "torch": in_file("any.bin", index_torch),
