@@ -26,8 +26,12 @@ def rollup(pid: int) -> dict[str, int]:
 
 
 def processes(pid: int) -> list[psutil.Process]:
-    parent = psutil.Process(pid)
-    return [parent, *parent.children(recursive=True)]
+    """The process and all below it; none if it has ended."""
+    try:
+        parent = psutil.Process(pid)
+        return [parent, *parent.children(recursive=True)]
+    except psutil.NoSuchProcess:
+        return []
 
 
 def kind_of(command: str) -> str:

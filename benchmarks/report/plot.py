@@ -16,7 +16,8 @@ from matplotlib import pyplot
 from benchmarks.engine.speeds import floor_ms, tokens_per_s
 
 OURS, THEIRS = "#1f6fb2", "#9aa5b1"
-COLORS = (OURS, THEIRS, "#c44e52")
+GOAL = "#c44e52"
+COLORS = (OURS, THEIRS, GOAL)
 QUANTILES = {"p50": ":", "p90": "--", "p99": "-"}
 POLICIES = {"measured": "-", "LRU": ":", "Belady": "--"}
 
@@ -24,12 +25,14 @@ POLICIES = {"measured": "-", "LRU": ":", "Belady": "--"}
 def main() -> None:
     source, target = map(Path, sys.argv[1:])
     results = json.loads(source.read_text(encoding="utf-8"))
-    plan, machine = results["plan"], results["machine"]
+    plan = results["plan"]
     draw, what = (_sweep, _sweep_of(plan)) if "sweep" in results else (_speeds, _speeds_of(plan))
-    figure = draw(results)
+    save(draw(results), results["machine"], what, target)
+
+
+def save(figure: Any, machine: dict[str, Any], what: str, target: Path | str) -> None:
     for axis in figure.axes:
-        for side in ("top", "right"):
-            axis.spines[side].set_visible(False)
+        axis.spines[["top", "right"]].set_visible(False)
     figure.suptitle(f"{machine['cores']} cores of {machine['cpu']}; {what}", fontsize=10)
     figure.savefig(target, dpi=150)
 

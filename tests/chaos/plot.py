@@ -8,12 +8,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import matplotlib
-
-matplotlib.use("Agg")
 from matplotlib import pyplot
 
-OURS, GOAL = "#1f6fb2", "#c44e52"
+from benchmarks.report.plot import GOAL, OURS, save
 
 
 def main() -> None:
@@ -21,11 +18,7 @@ def main() -> None:
     figure, axis = pyplot.subplots(figsize=(9, 4), layout="constrained")
     (soak if "samples" in results else recovery)(axis, results)
     axis.legend(frameon=False, fontsize=8, ncols=2)
-    axis.spines[["top", "right"]].set_visible(False)
-    machine = results["machine"]
-    title = f"{machine['cores']} cores of {machine['cpu']}, {results['commit']}"
-    figure.suptitle(title, fontsize=10)
-    figure.savefig(sys.argv[2], dpi=150)
+    save(figure, results["machine"], results["commit"], sys.argv[2])
 
 
 def recovery(axis: Any, results: dict[str, Any]) -> None:

@@ -18,6 +18,7 @@ import psutil
 from common.errors import EngineError
 from engine.http.client import UnixConnection
 from serving.mms.worker_processes import has_process
+from testbed import process_tree
 from testbed.control_group import ControlGroup
 from testbed.server import Server
 from tests.chaos.clock import Clock
@@ -118,7 +119,7 @@ class System(Server):
     # Processes
 
     def everything(self) -> list[psutil.Process]:
-        return _below(self.pid)
+        return process_tree.processes(self.pid)[1:]
 
     def processes(self, kind: str) -> list[psutil.Process]:
         return processes_of(self.pid, kind)
@@ -212,17 +213,10 @@ def _sizes(folder: Path) -> Iterator[int]:
                 yield 512 * path.stat().st_blocks
 
 
-def _below(pid: int) -> list[psutil.Process]:
-    try:
-        return list(psutil.Process(pid).children(recursive=True))
-    except psutil.NoSuchProcess:
-        return []
-
-
 def processes_of(pid: int, kind: str) -> list[psutil.Process]:
     """The living processes of a kind below a server, the oldest first."""
     found = []
-    for process in _below(pid):
+    for process in process_tree.processes(pid)[1:]:
         with contextlib.suppress(psutil.Error):
             line = " ".join([*process.cmdline(), ""])
             if process.status() == psutil.STATUS_ZOMBIE or COMMANDS[kind] not in line:

@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import requests
 
-from testbed import random_model
+from testbed import process_tree, random_model
 from testbed.haproxy import Proxy
 from tests.e2e.server import Server
 from tests.e2e.stores import ENDLESS, FAST, small
@@ -132,8 +132,7 @@ class Fleet:
         self.proxy.wait_for(*self.nodes)
 
     def processes(self, name: str) -> list[psutil.Process]:
-        process = psutil.Process(self.nodes[name].process.pid)
-        return [process, *process.children(recursive=True)]
+        return process_tree.processes(self.nodes[name].process.pid)
 
     def kill(self, name: str) -> None:
         """Kills every process at once: suspended first, so that none reports the end of another."""
