@@ -61,19 +61,17 @@ class HAProxy(Proxy):
             raise ProgramError("haproxy is not installed")
         environment = {"BIND": f"{self.host}:{self.port}", "INSIDE": f"{self.host}:{self._inside}"}
         environment |= {f"NODE{number}": node for number, node in enumerate(nodes, 1)}
-        self._configure(range(1, len(nodes[:3]) + 1))
-        return [program, "-W", "-db", "-f", self._file], environment
+        file = self._configure(range(1, len(nodes[:3]) + 1))
+        return [program, "-W", "-db", "-f", file], environment
 
-    @property
-    def _file(self) -> Path:
-        return self._folder / "haproxy.cfg"
-
-    def _configure(self, nodes: Iterable[int]) -> None:
+    def _configure(self, nodes: Iterable[int]) -> Path:
         """As deployed, with the lines of these servers."""
         text = CONFIGURATION.read_text("utf-8")
         lines = re.findall(r"^  server node\d .*\n", text, re.MULTILINE)
         made = [lines[0].replace("1", str(number)) for number in nodes]
-        self._file.write_text(text.replace("".join(lines), "".join(made)), "utf-8")
+        file = self._folder / "haproxy.cfg"
+        file.write_text(text.replace("".join(lines), "".join(made)), "utf-8")
+        return file
 
     def reload(self, *nodes: int) -> None:
         """Has it read its configuration again, with these servers; returns once it has."""

@@ -22,7 +22,7 @@ def write(folder: Path, plan: Plan, result: Result) -> None:
 
 def lines(result: Result) -> list[str]:
     history = result.history
-    found = [*_requests(history), ""]
+    found = [_requests(history), ""]
     done = Counter(fault.kind for fault in history.faults if not fault.skipped)
     found.append("faults: " + ", ".join(f"{n} {kind}" for kind, n in sorted(done.items())))
     skipped = Counter(fault.skipped for fault in history.faults if fault.skipped)
@@ -60,7 +60,7 @@ def _reasons(found: Counter[tuple[int, str]]) -> str:
     return table(["errors explained by", *map(str, statuses)], rows)
 
 
-def _requests(history: History) -> list[str]:
+def _requests(history: History) -> str:
     kinds = list(dict.fromkeys(op.kind for op in history.ops if op.kind != PUT))
     statuses = sorted({op.status for op in history.ops if not op.hung_up})
     rows = []
@@ -70,7 +70,7 @@ def _requests(history: History) -> list[str]:
         gone = sum(op.hung_up for op in ops)
         rows.append([kind, *(str(counts[status] or "") for status in statuses), str(gone or "")])
     shown = [str(status) if status else "lost" for status in statuses]
-    return [table(["", *shown, "hung up"], rows)]
+    return table(["", *shown, "hung up"], rows)
 
 
 def retries(history: History) -> tuple[int, int]:

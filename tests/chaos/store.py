@@ -92,10 +92,8 @@ class _Handler(BaseHTTPRequestHandler):
             return
         answer, body = self._of_moto()
         whole = self.command == "GET" and answer.status in (200, 206) and ENDING in self.path
-        if mode == "stall" and not whole:
-            self._wait_for_other("stall")
-            return
-        if mode == "gone":
+        if mode == "gone" or (mode == "stall" and not whole):
+            self._stall()
             return
         self.send_response_only(answer.status, answer.reason)
         for name, value in answer.getheaders():
@@ -105,15 +103,14 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
         half = len(body) // 2 if whole else len(body)
         self.wfile.write(body[:half])
-        if not whole:
-            return
-        if mode == "truncate":
+        if not whole or mode == "truncate":
             return
         if mode == "stall":
-            self._wait_for_other("stall")
+            self._stall()
             return
         if mode == "change":
-            store.changing(_model(self.path))
+            path = unquote(self.path.partition("?")[0])
+            store.changing(path.partition(PREFIX)[2].removesuffix(ENDING))
         self.wfile.write(body[half:])
 
     do_HEAD = do_GET
@@ -137,13 +134,10 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(data)
 
-    def _wait_for_other(self, mode: str) -> None:
-        while self.server.store.mode == mode:
+    def _stall(self) -> None:
+        """Until the mode is another."""
+        while self.server.store.mode == "stall":
             time.sleep(0.05)
 
     def log_message(self, *_: object) -> None:
         pass
-
-
-def _model(path: str) -> str:
-    return unquote(path.partition("?")[0]).partition(PREFIX)[2].removesuffix(ENDING)
