@@ -40,7 +40,7 @@ TESTS = {
         "test_a_script_finds_no_credentials "
         "test_a_script_around_the_built_in_model_reaches_no_other"
     ),
-    "Its processes end with it: at an unload, a": (
+    "Its processes end with it, at an unload, a": (
         "test_a_daemon_that_it_has_started_goes_with_it "
         "test_processes_of_a_program_that_ended_by_itself_end "
         "test_a_daemon_goes_with_the_worker_of_its_model_which_comes_back "
@@ -83,7 +83,7 @@ TESTS = {
         "test_the_size_is_bounded_before_more_is_written "
         "test_what_the_engine_trusts_cannot_be_brought"
     ),
-    "A refused one leaves nothing, and no": (
+    "A refused one leaves nothing.": (
         "test_a_refused_archive_leaves_nothing_and_is_told_by_its_size "
         "test_no_leftover_stops_a_start"
     ),
@@ -130,7 +130,7 @@ TESTS = {
         "test_a_token_is_compared_whole_whatever_was_sent"
     ),
     "`INFERENCE_TOKEN` alone also closes": "test_the_token_for_calls_alone_closes_all",
-    "A page of another site cannot use its": (
+    "A page of another site gets 403 on": (
         "test_a_page_of_another_site_has_no_effect test_no_route_with_an_effect_is_left_out "
         "test_an_image_of_another_site_loads_nothing_by_plain_http"
     ),
@@ -173,7 +173,7 @@ TESTS = {
         "test_a_stream_holds_its_place_until_its_end "
         "test_a_place_is_given_back_however_a_request_ends"
     ),
-    "The file has hashes of long random tokens,": (
+    "The file has hashes of tokens; neither": (
         "test_a_token_is_found_by_its_bytes_alone "
         "test_the_log_has_the_name_of_the_token_and_not_the_token "
         "test_what_a_team_used_is_counted_under_its_name "
