@@ -151,7 +151,7 @@ TESTS = {
         "test_a_call_is_copied_as_code_that_works test_what_it_shows_needs_a_token "
         "test_the_token_is_asked_for_and_kept_nowhere"
     ),
-    "Models, and adapters of one base, share no": (
+    "*Not prevented*: response times and `cached_tokens`": (
         "test_prefixes_are_shared_among_the_rows_of_one_adapter_only "
         "test_texts_are_those_without_the_cache"
     ),
