@@ -53,8 +53,8 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as work:
             for directory in DIRECTORIES:
                 answers[directory.name] = continue_texts(directory.make(Path(work)), PROMPTS)
-    text = json.dumps(answers, ensure_ascii=False, indent=1) + "\n"
-    out.write_text(text, encoding="utf-8")
+    lines = (f"{json.dumps(n)}: {json.dumps(a, ensure_ascii=False)}" for n, a in answers.items())
+    out.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
 
 
 if __name__ == "__main__":
