@@ -19,7 +19,6 @@ from scripts import (
     fine_tune,
     invoke,
     latency_table,
-    load,
     load_test,
     logs,
     models,
@@ -28,7 +27,6 @@ from scripts import (
     settings,
     status,
     teardown,
-    unload,
     upload,
 )
 
@@ -37,9 +35,9 @@ app = program.application("Serves many KoGPT2 fine-tunes at once, and manages th
 PANELS: dict[str, dict[str, Callable[[Any], int | None]]] = {
     "A server's models": {
         "ask": ask.run,
-        "models": models.run,
-        "load": load.run,
-        "unload": unload.run,
+        "models": models.show,
+        "load": models.load,
+        "unload": models.unload,
     },
     "Fine-tunes": {
         "fine-tune": fine_tune.run,

@@ -10,7 +10,9 @@ import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
+
+from tqdm.utils import CallbackIOWrapper
 
 from command.errors import Problem
 from common.errors import EngineError
@@ -170,23 +172,4 @@ def _write_tar(checked: Checked, packed: gzip.GzipFile, progress: Callable[[int]
             member.size = status.st_size
             member.mode = 0o755 if status.st_mode & 0o100 else 0o644
             with path.open("rb") as file:
-                tar.addfile(member, _Counted(file, progress))
-
-
-class _Counted:
-    """A file that reports the bytes read; `seek` back takes them off again."""
-
-    def __init__(self, file: IO[bytes], progress: Callable[[int], object]) -> None:
-        self._file, self._progress = file, progress
-        self.tell = file.tell
-
-    def read(self, size: int = -1) -> bytes:
-        data = self._file.read(size)
-        self._progress(len(data))
-        return data
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        before = self._file.tell()
-        after = self._file.seek(offset, whence)
-        self._progress(after - before)
-        return after
+                tar.addfile(member, CallbackIOWrapper(progress, file))

@@ -32,7 +32,6 @@ class Instance:
     vcpus: int
     memory_gib: float
     usd_per_hour: float
-    gpu_gib: float = 0
 
     def holds(self, model: Needs, settings: Settings) -> int:
         """Such models in memory beside the keys and values of ENGINE_MAX_ROWS requests."""
@@ -137,7 +136,7 @@ def choose(
     holding: Instance | None = None
     known = (Instance(**row) for row in data()["instances"] if row["type"] in now.usd)
     for instance in sorted(known, key=lambda i: (now.usd[i.type], -i.vcpus)):
-        if instance.gpu_gib or is_arm(instance.type) != arm:
+        if has_gpu(instance.type) or is_arm(instance.type) != arm:
             continue
         cost, holds = now.usd[instance.type] * instances, instance.holds(model, settings)
         why = ""

@@ -50,13 +50,10 @@ def read_prompt(text: str | None) -> str:
 
 def send(options: Prompt, model: str | None, text: str | None, *, stream: bool) -> None:
     """Sends the prompt and prints the answer. Raises `CallFailed`, `Problem`."""
-    from scripts.client import answers
     from scripts.client.targets import Call, open_target
 
     parameters, prompt = options.parameters_given(), read_prompt(text)
-    body = request_body(prompt, parameters, stream=stream)
-    accept = answers.ACCEPT_STREAM if stream else "application/json"
-    call = Call(model, body, accept=accept, stream=stream)
+    call = Call(model, request_body(prompt, parameters, stream=stream), stream)
     target = open_target(options)
     if options.dry_run:
         print(target.describe(call))

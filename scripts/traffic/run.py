@@ -70,7 +70,7 @@ def run(plan: Plan, target: Target, loads: Loads, web: int | None = None) -> dic
         "started": started.isoformat(timespec="seconds"),
         "plan": plan.describe(),
         **samples.results(measured, plan.models, plan.shares(), measured_s),
-        "loads": loads.end(),
+        "loads": loads(),
     }
 
 

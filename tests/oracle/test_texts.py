@@ -7,6 +7,7 @@ import json
 import os
 import random
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -31,11 +32,10 @@ SEED = os.environ.get("ORACLE_SEED", "1")  # another one gives other directories
 
 @pytest.fixture(params=BACKENDS)
 def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
-    engine = Engine(Settings(backend=request.param, precision="fp32", memory_mib=512))
-    try:
+    with closing(
+        Engine(Settings(backend=request.param, precision="fp32", memory_mib=512))
+    ) as engine:
         yield engine
-    finally:
-        engine.close()
 
 
 @pytest.mark.parametrize("directory", DIRECTORIES, ids=lambda directory: directory.name)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import subprocess
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -52,16 +53,13 @@ def refused(*arguments: str | Path) -> str:
 
 def texts(*folders: Path) -> list[list[str]]:
     """What the engine answers to some sentences, for each folder."""
-    engine = Engine(Settings(backend="native", precision="fp32", memory_mib=256))
-    try:
+    with closing(Engine(Settings(backend="native", precision="fp32", memory_mib=256))) as engine:
         found = []
         for i, folder in enumerate(folders):
             engine.load(str(i), str(folder))
             requests = [Request(engine, str(i), s, max_new_tokens=16) for s in SENTENCES]
             found.append([request.wait().text() for request in requests])
         return found
-    finally:
-        engine.close()
 
 
 def test_v1_becomes_a_hugging_face_directory_and_v1_again(tmp_path: Path) -> None:
@@ -117,12 +115,9 @@ def test_a_prepared_model_is_found_by_its_first_load(tmp_path: Path, backend: st
     output = convert(source, tmp_path / "ready", *to)
     assert "the likeliest token is the same" in output
     files = {p.name: p.stat().st_ino for p in (tmp_path / "ready" / ".prepared").iterdir()}
-    engine = Engine(Settings(backend=backend, precision="int8", memory_mib=256))
-    try:
+    with closing(Engine(Settings(backend=backend, precision="int8", memory_mib=256))) as engine:
         engine.load("m", str(tmp_path / "ready"))
         assert Request(engine, "m", SENTENCES[0], max_new_tokens=4).wait().error is None
-    finally:
-        engine.close()
     after = {p.name: p.stat().st_ino for p in (tmp_path / "ready" / ".prepared").iterdir()}
     blobs = {n: t for n, t in files.items() if not n.endswith(".json")}
     assert blobs.items() <= after.items()

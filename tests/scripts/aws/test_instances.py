@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import tarfile
-from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -30,13 +29,8 @@ KOGPT2_SIZES = (
 )
 
 
-@contextlib.contextmanager
-def engine(precision: str) -> Iterator[Engine]:
-    running = Engine(Settings(backend="native", precision=precision, memory_mib=512))
-    try:
-        yield running
-    finally:
-        running.close()
+def engine(precision: str) -> closing[Engine]:
+    return closing(Engine(Settings(backend="native", precision=precision, memory_mib=512)))
 
 
 def counted(running: Engine, name: str, folder: Path, **options: str) -> Needs:
