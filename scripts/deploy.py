@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from dataclasses import dataclass, make_dataclass
 from typing import Any
@@ -117,9 +118,11 @@ def run(options: Deploy) -> None:
         return
     show(options, account, plan)
     print(f"  costs {prices.cost(values)}")
-    if options.dry_run or not agreed(options, stack, plan):
-        stack.drop(plan)
-        return
+    with contextlib.ExitStack() as otherwise:  # also where there is no terminal, and by Ctrl-C
+        otherwise.callback(stack.drop, plan)
+        if options.dry_run or not confirm(options, "Go on?"):
+            return
+        otherwise.pop_all()
     stack.carry_out(plan)
     print(f"{options.name} is in service; it costs {prices.cost(values)}")
     print(f"remove it with: kogpt2 teardown {options.name} --region {account.region}")
@@ -141,14 +144,6 @@ def show(options: Deploy, account: Account, plan: dict[str, Any]) -> None:
         again = " (replaced)" if change.get("Replacement") == "True" else ""
         kind = change["ResourceType"].removeprefix("AWS::")
         print(f"  {change['Action'].lower():<7} {change['LogicalResourceId']}, {kind}{again}")
-
-
-def agreed(options: Deploy, stack: Stack, plan: dict[str, Any]) -> bool:
-    try:
-        return confirm(options, "Go on?")
-    except (Problem, KeyboardInterrupt):
-        stack.drop(plan)
-        raise
 
 
 def call_once(options: Deploy, account: Account, place: Location, models: list[Artifact]) -> None:
@@ -198,9 +193,7 @@ def pick(
         model = Needs(weights, backends.row_bytes(KOGPT2, precision))
     else:
         model = instances.typical(all_needs(account, place, models, precision), wanted)
-    most = int(values["MaxInstances"])
-    many = most or int(values["Instances"])
-    return instances.choose(model, settings, wanted, many, options.budget, bool(most), arm, prices)
+    return instances.choose(model, settings, wanted, values, options.budget, arm, prices)
 
 
 def wanted_kind(given: dict[str, str]) -> str:

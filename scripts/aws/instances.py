@@ -59,9 +59,8 @@ class Prices:
     def cost(self, values: Mapping[str, str], count: int | None = None) -> str:
         """The cost of an endpoint with these parameters, in one sentence."""
         if values["ServerlessMemory"] != "0":
-            second = (
-                int(values["ServerlessMemory"]) / 1024 * data()["serverless_usd_per_gib_second"]
-            )
+            gib = int(values["ServerlessMemory"]) / 1024
+            second = gib * data()["serverless_usd_per_gib_second"]
             return f"nothing while idle, ${second:.5f} for each second of a call ({file_source()})"
         kind, most = values["InstanceType"], int(values["MaxInstances"])
         many = int(values["Instances"]) if count is None else count
@@ -121,9 +120,8 @@ def choose(
     model: Needs,
     settings: Settings,
     wanted: int,
-    instances: int,
+    values: Mapping[str, str],
     budget: float | None,
-    autoscaled: bool,
     arm: bool,
     now: Prices,
 ) -> str:
@@ -131,6 +129,8 @@ def choose(
 
     With `arm` all are Graviton's, without it none is. Raises `Problem` if there is none.
     """
+    autoscaled = values["MaxInstances"] != "0"
+    instances = int(values["MaxInstances" if autoscaled else "Instances"])
     rows: list[tuple[str, ...]] = []
     chosen: Instance | None = None
     holding: Instance | None = None
