@@ -39,11 +39,7 @@ PANELS: dict[str, dict[str, Callable[[Any], int | None]]] = {
         "load": models.load,
         "unload": models.unload,
     },
-    "Fine-tunes": {
-        "fine-tune": fine_tune.run,
-        "package": package.run,
-        "convert": convert.run,
-    },
+    "Fine-tunes": {"fine-tune": fine_tune.run, "package": package.run, "convert": convert.run},
     "SageMaker": {
         "push": push.run,
         "upload": upload.run,

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -83,10 +83,7 @@ def to_hugging_face(
             if (source.path / name).exists():
                 shutil.copyfile(source.path / name, target / name)
         theirs = read_json(target / CONFIG_FILE)
-        sizes = {
-            "tie_word_embeddings": config.tie_word_embeddings,
-            "vocab_size": config.vocab_size,
-        }
+        sizes = {"tie_word_embeddings": config.tie_word_embeddings, "vocab_size": config.vocab_size}
         if {"tie_word_embeddings": True, **theirs} != {**theirs, **sizes}:
             _write_json(target / CONFIG_FILE, {**theirs, **sizes})
         for spiece in source.path.glob("*.spiece"):
@@ -146,11 +143,7 @@ def to_v1(
     write_params(target / "kogpt2.params", weights, dtype, progress)
     _write_json(
         target / CONFIG_FILE,
-        {
-            "num_heads": c.num_heads,
-            "activation": c.activation,
-            "layer_norm_eps": c.layer_norm_eps,
-        },
+        {"num_heads": c.num_heads, "activation": c.activation, "layer_norm_eps": c.layer_norm_eps},
     )
     return lines + _copy_templates(source, target)
 
@@ -169,16 +162,14 @@ def _copy_templates(source: Artifact, target: Path) -> list[str]:
     shutil.copyfile(file, target / GENERATION_FILE)
     if source.generation.template is None:
         return []
-    try:
-        for text in ("안녕", "오늘 날씨 어때?"):
-            inputs = dict.fromkeys(source.generation.template.fields, text)
-            before, after = (Prompts(a).encode(inputs) for a in (source, open_artifact(target)))
-            if before != after:
-                break
-        else:
+    texts = [
+        dict.fromkeys(source.generation.template.fields, text)
+        for text in ("안녕", "오늘 날씨 어때?")
+    ]
+    with contextlib.suppress(EngineError):
+        before, after = (Prompts(a) for a in (source, open_artifact(target)))
+        if all(before.encode(inputs) == after.encode(inputs) for inputs in texts):
             return []
-    except EngineError:
-        pass
     (target / GENERATION_FILE).unlink()
     return [f"{GENERATION_FILE} is left out: the other tokenizer gives its template other ids"]
 
@@ -241,7 +232,9 @@ def logits(
     """Computes the logits (CHECKS, V) of the token after each of the prompts."""
     packed = load_adapter(adapter, artifact, precision, cache_dir) if adapter else None
     rows = []
-    with closing(backends.load(artifact, BACKEND, precision, cache_dir=cache_dir)) as model:
+    with contextlib.closing(
+        backends.load(artifact, BACKEND, precision, cache_dir=cache_dir)
+    ) as model:
         for ids in prompts(artifact.config):
             row = model.open_row()
             rows.append(model.run([Piece(row, ids.tolist(), adapter=packed)])[0].copy())

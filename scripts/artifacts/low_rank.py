@@ -85,10 +85,7 @@ def _factors(delta: NDArray[np.float64]) -> tuple[Floats, Floats]:
 
 
 def compare(
-    whole: Artifact,
-    base: Artifact,
-    texts: Sequence[str],
-    adapters: Iterable[dict[Module, LowRank]],
+    whole: Artifact, base: Artifact, texts: Sequence[str], adapters: Iterable[dict[Module, LowRank]]
 ) -> Iterator[dict[str, float]]:
     """Compares a fine-tune with its base and each of these adapters, in fp32.
 

@@ -186,10 +186,7 @@ def test_mms_has_the_library_for_unix_sockets_that_java_sh_names_by_the_processo
     ("kind", "own"),
     [
         ("cpu", {"RUN_DIR", "RUN_AS_USER", "ENGINE_BACKEND"}),
-        (
-            "gpu",
-            {"RUN_DIR", "RUN_AS_USER", "ENGINE_DEVICE", "ENGINE_BACKEND", "START_TIMEOUT_S"},
-        ),
+        ("gpu", {"RUN_DIR", "RUN_AS_USER", "ENGINE_DEVICE", "ENGINE_BACKEND", "START_TIMEOUT_S"}),
     ],
 )
 def test_an_image_has_a_numeric_user_and_sets_no_settings_but_its_own(

@@ -71,10 +71,7 @@ class Docker:
         self.has()
 
     def has(
-        self,
-        image: dict[str, Any] | None = None,
-        fails: str | None = None,
-        kind: str = "manifest",
+        self, image: dict[str, Any] | None = None, fails: str | None = None, kind: str = "manifest"
     ) -> None:
         known = {"Id": ID, "Architecture": "amd64", "Config": {"Labels": {LABEL: "true"}}}
         state = {"image": known | (image or {}), "fails": fails, "kind": kind}
