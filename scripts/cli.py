@@ -13,7 +13,6 @@ import typer
 from command import program
 from command.errors import Problem
 from scripts import (
-    ask,
     convert,
     deploy,
     fine_tune,
@@ -34,7 +33,7 @@ ROOT = Path(__file__).resolve().parent.parent
 app = program.application("Serves many KoGPT2 fine-tunes at once, and manages them.")
 PANELS: dict[str, dict[str, Callable[[Any], int | None]]] = {
     "A server's models": {
-        "ask": ask.run,
+        "ask": invoke.ask,
         "models": models.show,
         "load": models.load,
         "unload": models.unload,

@@ -19,7 +19,7 @@ from scripts.aws.memory import Needs, all_needs, text_model
 from scripts.aws.refusals import refuse, refuse_update
 from scripts.aws.stack import Stack
 from scripts.aws.template import body, option_name, template, with_defaults
-from scripts.push import ARM, CPU, GPU, REPOSITORY
+from scripts.push import ARM, CPU, GPU, REPOSITORY, in_ecr
 
 PROMPT, TOKENS = "안녕하세요", 16  # of the call in the end
 BUCKETS = {"Models", "Model", "AsyncOutput", "DataCapture"}  # parameters that name a place in S3
@@ -236,11 +236,10 @@ def resolve_image(account: Account, image: str | None, kind: str) -> str:
     if owner != account.id:
         return image  # another account's, such as AWS's own containers: no permission to read
     key = "imageDigest" if version.startswith("@") else "imageTag"
-    wanted = [{key: version[1:] or "latest"}]
-    result = account.find("ecr", "describe_images", repositoryName=name, imageIds=wanted)
-    if not result:
+    details = in_ecr(account, name, **{key: version[1:] or "latest"})
+    if details is None:
         raise Problem(f"ECR has no {image}: kogpt2 push puts it there")
-    tags = result["imageDetails"][0].get("imageTags", ())
+    tags = details.get("imageTags", ())
     if arm and any(tag.startswith((CPU, GPU)) for tag in tags):
         raise Problem(
             f"{image} is for x86-64, which Graviton instances do not run: push the one that"
@@ -250,4 +249,4 @@ def resolve_image(account: Account, image: str | None, kind: str) -> str:
         raise Problem(
             f"{image} is for arm64: give a Graviton --instance-type, such as ml.m6g.large"
         )
-    return f"{image[: len(image) - len(version)]}@{result['imageDetails'][0]['imageDigest']}"
+    return f"{image[: len(image) - len(version)]}@{details['imageDigest']}"

@@ -206,10 +206,7 @@ is_base() {
 
 # A stamp is written after its installation, so an interrupted one has none.
 stamp_of() { # DIR GROUP
-  case $2 in
-    test | java | grpc | store | tracing) echo "$1/.setup-stamp-$2" ;;
-    *) echo "$1/.setup-stamp" ;;
-  esac
+  if is_base "$2"; then echo "$1/.setup-stamp"; else echo "$1/.setup-stamp-$2"; fi
 }
 
 is_complete() { # DIR GROUP

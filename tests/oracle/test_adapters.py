@@ -183,9 +183,6 @@ class Made:
     losses: dict[str, list[float]]
     logprobs: dict[str, NDArray[Any]]
 
-    def folder(self, name: str) -> Path:
-        return folder_of(self.root, name)
-
 
 def folder_of(root: Path, name: str) -> Path:
     """Of an adapter: PEFT saves one with a name of its own in a folder of that name."""
@@ -241,7 +238,7 @@ def found(made: Made) -> dict[str, list[Request]]:
     with closing(new_engine()) as engine:
         engine.load(BASE, str(made.base))
         for name in [TRAINED, *ADAPTERS]:
-            engine.load(name, str(made.folder(name)), base=str(made.base))
+            engine.load(name, str(folder_of(made.root, name)), base=str(made.base))
         with Pause(engine):
             requests = {name: ask(engine, name) for name in [BASE, TRAINED, *ADAPTERS]}
         return {name: [r.wait() for r in each] for name, each in requests.items()}
@@ -299,7 +296,7 @@ def test_what_is_compared_is_of_many_adapters_that_change_the_text(made: Made) -
 def test_what_cannot_be_served_is_refused_as_peft_saves_it(made: Made, reason: str) -> None:
     with closing(new_engine()) as engine:
         with pytest.raises(ArtifactError) as caught:
-            engine.load("bad", str(made.folder(reason)), base=str(made.base))
+            engine.load("bad", str(folder_of(made.root, reason)), base=str(made.base))
         assert reason in caught.value.message
         assert not engine.models()
 
@@ -328,7 +325,7 @@ def test_peft_answers_with_a_converted_adapter_as_we_do(made: Made, tmp_path: Pa
 
 @pytest.mark.parametrize("name", MERGED)
 def test_a_merged_adapter_is_what_peft_makes_of_it(made: Made, tmp_path: Path, name: str) -> None:
-    convert(made.folder(name), tmp_path / "whole", "whole", "--base", made.base)
+    convert(folder_of(made.root, name), tmp_path / "whole", "whole", "--base", made.base)
     ours = open_artifact(tmp_path / "whole")
     theirs = open_artifact(made.root / f"merged-{MERGED.index(name)}")
     before = open_artifact(made.base)
