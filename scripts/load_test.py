@@ -114,7 +114,7 @@ def measure(options: LoadTest, models: tuple[str, ...] | None, prompts: tuple[st
         place = (options.endpoint, options.region, options.profile)
         count_loads = loads.CloudWatch(*place, run.sleep_with_bar).end
     else:
-        count_loads = lambda: {"source": None, "unknown": "--cloudwatch reads them"}  # noqa: E731
+        count_loads = loads.not_counted
     made = plan.Plan(
         where=options.where,
         models=models or ("",),

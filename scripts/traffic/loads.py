@@ -124,6 +124,10 @@ class CloudWatch:
         }
 
 
+def not_counted() -> dict[str, Any]:
+    return {"source": None, "unknown": "--cloudwatch reads them"}
+
+
 def models_of(url: str) -> tuple[str, ...]:
     """The models in a server's store. Raises `Problem`."""
     try:

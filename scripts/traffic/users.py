@@ -32,15 +32,11 @@ class Load:
     samples: list[Sample] = field(default_factory=list)
     running: dict[int, tuple[str, float]] = field(default_factory=dict)
     users: int = 0
-    interrupted: bool = False
+    over: bool = False
 
-    def interrupt(self) -> None:
-        """Handles Ctrl-C: ends the run; what was measured is reported."""
-        self.interrupted = self.stopped = True
-
-    @property
-    def over(self) -> bool:
-        return self.interrupted or self.problem is not None
+    def end(self) -> None:
+        """Ends the run, by Ctrl-C, after which a report follows, or by a problem."""
+        self.over = self.stopped = True
 
     def chooser(self) -> Chooser:
         self.users += 1
@@ -61,7 +57,7 @@ class Load:
             error = failed
         except Problem as problem:  # every request of this run would fail
             self.problem = self.problem or problem
-            self.stopped = True
+            self.end()
             return
         finally:
             self.running.pop(key, None)

@@ -148,13 +148,8 @@ def test_mistakes_are_explained_before_training(text: Path, tmp_path: Path) -> N
 
 
 def test_a_base_that_is_no_model_is_explained(text: Path, tmp_path: Path) -> None:
-    for base, message in (
-        (text.parent, r"cannot be read as a model: .* holds no model"),
-        (text, "cannot be unpacked, it is damaged: Not a gzipped file"),
-        (tmp_path / "none.tar.gz", "does not exist"),
-    ):
-        with pytest.raises(Problem, match=message):
-            fine_tune(base, text, tmp_path / "out.tar.gz", FineTune(seed=1))
+    with pytest.raises(Problem, match=r"cannot be read as a model: .* holds no model"):
+        fine_tune(text.parent, text, tmp_path / "out.tar.gz", FineTune(seed=1))
 
 
 @pytest.fixture(scope="module")
