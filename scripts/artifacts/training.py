@@ -30,7 +30,7 @@ from engine.artifacts.artifact import shapes
 from engine.artifacts.config import GPT2Config
 from engine.artifacts.open import open_artifact
 from engine.backends.mxnet.gpt2 import GPT2
-from scripts.artifacts.archive import SUFFIX, check, write_archive
+from scripts.artifacts.archive import SUFFIX, write_tar
 from scripts.artifacts.folder import model_folder
 from scripts.artifacts.training_options import FineTune
 
@@ -197,12 +197,14 @@ def pack(config: GPT2Config, weights: dict[str, Any], spiece: bytes, out: Path) 
     # KoGPT2 v1 has the default of each flag.
     sizes = {n: v for n, v in dataclasses.asdict(config).items() if not isinstance(v, bool)}
     with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{name}-") as work:
-        folder, archive = Path(work, name), Path(work, out.name)
+        folder, archive = Path(work, name), Path(work, "archive")
         folder.mkdir()
         (folder / "config.json").write_text(json.dumps(sizes, indent=2) + "\n", encoding="utf-8")
         (folder / f"{name}.spiece").write_bytes(spiece)
         mx.nd.save(str(folder / f"{name}.params"), weights)
-        write_archive(check(folder), archive)
+        with archive.open("wb") as file:
+            write_tar(folder, sorted(folder.iterdir()), file)
+        archive.chmod(0o644)
         archive.replace(out)
 
 
