@@ -120,11 +120,11 @@ def compare(
 
 
 def _windows(artifact: Artifact, texts: Sequence[str]) -> Iterator[list[int]]:
-    """Yields the texts' ids in rows of at most `WINDOW`; random ids if there is no text."""
+    """Yields the texts' ids in rows of at most `WINDOW`; random ids without a text of two."""
     c, left = artifact.config, MAX_TOKENS
     size = min(WINDOW, c.max_length - NEW)
     encode = Prompts(artifact).encode
-    rows = [encode(text) for text in texts if text.strip()]
+    rows = [ids for text in texts if text.strip() and len(ids := encode(text)) > 1]
     if not rows:
         rng = np.random.default_rng(0)
         rows = [rng.integers(0, c.vocab_size, size).tolist() for _ in range(PROMPTS)]

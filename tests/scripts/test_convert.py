@@ -114,6 +114,14 @@ def test_a_prepared_model_is_found_by_its_first_load(tmp_path: Path, backend: st
     assert after.keys() == files.keys()
 
 
+def test_an_adapter_is_compared_without_a_text_of_two_tokens(tmp_path: Path) -> None:
+    """Lines of one token each were no texts and no reason for random ones: a division by zero."""
+    model, base = (make_hugging_face(tmp_path / str(i), kind="byte-level", seed=i) for i in (1, 2))
+    (tmp_path / "lines.txt").write_text("a\nb\n", encoding="utf-8")
+    options = ("--to", "adapter", "--base", base, "--text", tmp_path / "lines.txt")
+    assert "greedy texts" in convert(model, tmp_path / "lora", *options)
+
+
 # Refusals
 
 
