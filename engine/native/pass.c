@@ -1,4 +1,4 @@
-/* A pass of GPT-2: tokens of any rows of one model through all layers.
+/* A pass of GPT-2 through all layers, in which no token depends on the other rows.
 
    Tokens are rows of matrices here: T of them, in the order of their pieces. Everything but attention
    treats each token by itself, and attention looks only at the pages of the token's own row. So a
