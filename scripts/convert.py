@@ -123,13 +123,13 @@ def _progress(source: Artifact) -> Iterator[Callable[[int], object]]:
 @contextmanager
 def _complete(target: Path) -> Iterator[Path]:
     """A temporary folder that is renamed to `target` unless an error is raised."""
-    from scripts.artifacts import conversion
-
     target.parent.mkdir(parents=True, exist_ok=True)
     folder = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
     try:
         yield folder
-        conversion.let_others_read(folder)
+        # For the server's user, too: the package safetensors makes its files private.
+        for path in (folder, *folder.rglob("*")):
+            path.chmod(0o755 if path.is_dir() else 0o644)
         folder.rename(target)
     finally:
         shutil.rmtree(folder, ignore_errors=True)

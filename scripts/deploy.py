@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from dataclasses import dataclass, make_dataclass
 from typing import Any
@@ -18,7 +19,7 @@ from scripts.aws.memory import Needs, all_needs, text_model
 from scripts.aws.refusals import refuse, refuse_update
 from scripts.aws.stack import Stack
 from scripts.aws.template import body, option_name, template, with_defaults
-from scripts.push import ARM, CPU, GPU, REPOSITORY
+from scripts.push import ARM, CPU, GPU, REPOSITORY, in_ecr
 
 PROMPT, TOKENS = "안녕하세요", 16  # of the call in the end
 BUCKETS = {"Models", "Model", "AsyncOutput", "DataCapture"}  # parameters that name a place in S3
@@ -117,9 +118,11 @@ def run(options: Deploy) -> None:
         return
     show(options, account, plan)
     print(f"  costs {prices.cost(values)}")
-    if options.dry_run or not agreed(options, stack, plan):
-        stack.drop(plan)
-        return
+    with contextlib.ExitStack() as otherwise:  # also where there is no terminal, and by Ctrl-C
+        otherwise.callback(stack.drop, plan)
+        if options.dry_run or not confirm(options, "Go on?"):
+            return
+        otherwise.pop_all()
     stack.carry_out(plan)
     print(f"{options.name} is in service; it costs {prices.cost(values)}")
     print(f"remove it with: kogpt2 teardown {options.name} --region {account.region}")
@@ -141,14 +144,6 @@ def show(options: Deploy, account: Account, plan: dict[str, Any]) -> None:
         again = " (replaced)" if change.get("Replacement") == "True" else ""
         kind = change["ResourceType"].removeprefix("AWS::")
         print(f"  {change['Action'].lower():<7} {change['LogicalResourceId']}, {kind}{again}")
-
-
-def agreed(options: Deploy, stack: Stack, plan: dict[str, Any]) -> bool:
-    try:
-        return confirm(options, "Go on?")
-    except (Problem, KeyboardInterrupt):
-        stack.drop(plan)
-        raise
 
 
 def call_once(options: Deploy, account: Account, place: Location, models: list[Artifact]) -> None:
@@ -198,9 +193,7 @@ def pick(
         model = Needs(weights, backends.row_bytes(KOGPT2, precision))
     else:
         model = instances.typical(all_needs(account, place, models, precision), wanted)
-    most = int(values["MaxInstances"])
-    many = most or int(values["Instances"])
-    return instances.choose(model, settings, wanted, many, options.budget, bool(most), arm, prices)
+    return instances.choose(model, settings, wanted, values, options.budget, arm, prices)
 
 
 def wanted_kind(given: dict[str, str]) -> str:
@@ -243,11 +236,10 @@ def resolve_image(account: Account, image: str | None, kind: str) -> str:
     if owner != account.id:
         return image  # another account's, such as AWS's own containers: no permission to read
     key = "imageDigest" if version.startswith("@") else "imageTag"
-    wanted = [{key: version[1:] or "latest"}]
-    result = account.find("ecr", "describe_images", repositoryName=name, imageIds=wanted)
-    if not result:
+    details = in_ecr(account, name, **{key: version[1:] or "latest"})
+    if details is None:
         raise Problem(f"ECR has no {image}: kogpt2 push puts it there")
-    tags = result["imageDetails"][0].get("imageTags", ())
+    tags = details.get("imageTags", ())
     if arm and any(tag.startswith((CPU, GPU)) for tag in tags):
         raise Problem(
             f"{image} is for x86-64, which Graviton instances do not run: push the one that"
@@ -257,4 +249,4 @@ def resolve_image(account: Account, image: str | None, kind: str) -> str:
         raise Problem(
             f"{image} is for arm64: give a Graviton --instance-type, such as ml.m6g.large"
         )
-    return f"{image[: len(image) - len(version)]}@{result['imageDetails'][0]['imageDigest']}"
+    return f"{image[: len(image) - len(version)]}@{details['imageDigest']}"

@@ -109,13 +109,12 @@ def measure(options: LoadTest, models: tuple[str, ...] | None, prompts: tuple[st
     target = open_target(options)
     if options.url is not None:
         models = models or loads.models_of(options.url)
-        counter: loads.Loads = loads.Prometheus(options.url)
+        count_loads: loads.Loads = loads.Prometheus(options.url).end
     elif options.cloudwatch and options.endpoint:
-        counter = loads.CloudWatch(
-            options.endpoint, options.region, options.profile, run.sleep_with_bar
-        )
+        place = (options.endpoint, options.region, options.profile)
+        count_loads = loads.CloudWatch(*place, run.sleep_with_bar).end
     else:
-        counter = loads.Unknown("--cloudwatch reads them")
+        count_loads = loads.not_counted
     made = plan.Plan(
         where=options.where,
         models=models or ("",),
@@ -133,7 +132,7 @@ def measure(options: LoadTest, models: tuple[str, ...] | None, prompts: tuple[st
     if options.dry_run:
         print("\n".join(report.plan_lines(made, target)))
         return 0
-    results = run.run(made, target, counter, options.web)
+    results = run.run(made, target, count_loads, options.web)
     print("\n".join(report.lines(results)))
     try:
         if options.json:

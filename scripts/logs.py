@@ -6,12 +6,13 @@ import re
 import time
 from dataclasses import dataclass
 from datetime import datetime, timezone
+from typing import Any
 
 import typer
 
 from command.errors import Problem
 from command.options import argument, option
-from scripts.aws.account import Account, Aws, log_group
+from scripts.aws.account import Account, Aws
 
 UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 POLL_S = 3.0
@@ -64,11 +65,11 @@ def run(options: Logs) -> None:
 
 def show(account: Account, options: Logs, start_ms: int, seen: set[str]) -> int:
     """Prints the lines that are not in `seen`; returns how many."""
-    # Quoted, because unquoted patterns are in CloudWatch's own syntax.
-    quoted = '"{}"'.format(options.filter.replace('"', '\\"')) if options.filter else ""
-    pattern = {"filterPattern": quoted} if quoted else {}
-    group = {"logGroupName": log_group(options.name), "startTime": start_ms, **pattern}
-    events = account.all("logs", "filter_log_events", "events", **group)
+    group = f"/aws/sagemaker/Endpoints/{options.name}"
+    query: dict[str, Any] = {"logGroupName": group, "startTime": start_ms}
+    if options.filter:  # quoted, because unquoted patterns are in CloudWatch's own syntax
+        query["filterPattern"] = '"{}"'.format(options.filter.replace('"', '\\"'))
+    events = account.all("logs", "filter_log_events", "events", **query)
     new = [event for event in events if event["eventId"] not in seen]
     for event in sorted(new, key=lambda event: event["timestamp"]):
         seen.add(event["eventId"])

@@ -88,10 +88,10 @@ def run(options: Push) -> None:
     if labels.get(CAPABILITY) != "true":
         print(f"note: {options.image} has no label {CAPABILITY}=true: single-model endpoints only")
     uri = repository(account, options.repository)
-    result = in_ecr(account, options.repository, tag)
+    result = in_ecr(account, options.repository, imageTag=tag)
     if result is None:
         send(account, image["Id"], f"{uri}:{tag}")
-        result = in_ecr(account, options.repository, tag)
+        result = in_ecr(account, options.repository, imageTag=tag)
         if result is None:
             raise Problem(f"docker pushed {uri}:{tag}, but ECR does not have it")
     elif options.tag and result["imageDigest"] not in pushed(image["Id"], f"{uri}:{tag}"):
@@ -119,10 +119,9 @@ def repository(account: Account, name: str) -> str:
     return str(made["repository"]["repositoryUri"])
 
 
-def in_ecr(account: Account, name: str, tag: str) -> dict[str, Any] | None:
-    """Returns ECR's image with this tag, or None."""
-    wanted = [{"imageTag": tag}]
-    result = account.find("ecr", "describe_images", repositoryName=name, imageIds=wanted)
+def in_ecr(account: Account, name: str, **identity: str) -> dict[str, Any] | None:
+    """Returns ECR's image with this `imageTag` or `imageDigest`, or None."""
+    result = account.find("ecr", "describe_images", repositoryName=name, imageIds=[identity])
     return result["imageDetails"][0] if result else None
 
 

@@ -176,15 +176,6 @@ wanted_stamp() {
   echo "$version $(cd "$ROOT" && cat -- "$@" | sha256sum | cut -d' ' -f1) $dir"
 }
 
-# operator_sources prints what is compiled of our own, by the installation of this folder.
-operator_sources() {
-  local file
-  for file in "$ROOT"/engine/native/*.{c,h,cc} \
-    "$ROOT"/scripts/mxnet_operator; do
-    echo "${file#"$ROOT"/}"
-  done
-}
-
 # venv_version prints the Python version of a virtual environment that runs, or fails.
 venv_version() {
   local version
@@ -204,7 +195,8 @@ requirements_of() { # GROUP
 # The files by which an installation is out of date when they change.
 stamped_of() { # GROUP
   requirements_of "$1"
-  [ "$1" != run ] || operator_sources
+  # What is compiled of our own, by the installation of this folder.
+  [ "$1" != run ] || (cd "$ROOT" && echo engine/native/*.{c,h,cc} scripts/mxnet_operator)
 }
 
 # A base group makes its environment; the others add to one that is complete.
@@ -214,10 +206,7 @@ is_base() {
 
 # A stamp is written after its installation, so an interrupted one has none.
 stamp_of() { # DIR GROUP
-  case $2 in
-    test | java | grpc | store | tracing) echo "$1/.setup-stamp-$2" ;;
-    *) echo "$1/.setup-stamp" ;;
-  esac
+  if is_base "$2"; then echo "$1/.setup-stamp"; else echo "$1/.setup-stamp-$2"; fi
 }
 
 is_complete() { # DIR GROUP

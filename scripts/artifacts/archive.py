@@ -7,10 +7,12 @@ import os
 import stat
 import tarfile
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
+
+from tqdm.utils import CallbackIOWrapper
 
 from command.errors import Problem
 from common.errors import EngineError
@@ -150,8 +152,7 @@ def write_archive(
         raise Problem(f"{target} exists: remove it or choose another name")
     try:
         with tempfile.NamedTemporaryFile(dir=target.parent, prefix=f".{target.name}.") as file:
-            with gzip.GzipFile("", "wb", COMPRESSION, file, mtime=0) as packed:
-                _write_tar(checked, packed, progress)
+            write_tar(checked.folder, checked.files, file, progress)
             file.flush()
             os.fsync(file.fileno())
             os.chmod(file.name, 0o644)
@@ -162,31 +163,20 @@ def write_archive(
         raise Problem(f"cannot write {target}: {error.strerror}") from None
 
 
-def _write_tar(checked: Checked, packed: gzip.GzipFile, progress: Callable[[int], object]) -> None:
-    with tarfile.open(fileobj=packed, mode="w", format=tarfile.PAX_FORMAT) as tar:
-        for path in checked.files:
-            member = tarfile.TarInfo(path.relative_to(checked.folder).as_posix())
+def write_tar(
+    folder: Path,
+    files: Iterable[Path],
+    target: IO[bytes],
+    progress: Callable[[int], object] = lambda size: None,
+) -> None:
+    with (
+        gzip.GzipFile("", "wb", COMPRESSION, target, mtime=0) as packed,
+        tarfile.open(fileobj=packed, mode="w", format=tarfile.PAX_FORMAT) as tar,
+    ):
+        for path in files:
+            member = tarfile.TarInfo(path.relative_to(folder).as_posix())
             status = path.stat()
             member.size = status.st_size
             member.mode = 0o755 if status.st_mode & 0o100 else 0o644
             with path.open("rb") as file:
-                tar.addfile(member, _Counted(file, progress))
-
-
-class _Counted:
-    """A file that reports the bytes read; `seek` back takes them off again."""
-
-    def __init__(self, file: IO[bytes], progress: Callable[[int], object]) -> None:
-        self._file, self._progress = file, progress
-        self.tell = file.tell
-
-    def read(self, size: int = -1) -> bytes:
-        data = self._file.read(size)
-        self._progress(len(data))
-        return data
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        before = self._file.tell()
-        after = self._file.seek(offset, whence)
-        self._progress(after - before)
-        return after
+                tar.addfile(member, CallbackIOWrapper(progress, file))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 import tempfile
@@ -27,6 +28,7 @@ from engine.artifacts.generation_config import HUGGING_FACE_FILE
 from engine.artifacts.merged import merge
 from engine.artifacts.open import open_artifact
 from engine.backends.interface import Piece
+from engine.native.adapter import load_adapter
 from engine.prepared.folder import NAME as PREPARED
 from engine.prepared.manifest import Manifests
 from engine.text.chat_template import find_chat_template
@@ -81,10 +83,7 @@ def to_hugging_face(
             if (source.path / name).exists():
                 shutil.copyfile(source.path / name, target / name)
         theirs = read_json(target / CONFIG_FILE)
-        sizes = {
-            "tie_word_embeddings": config.tie_word_embeddings,
-            "vocab_size": config.vocab_size,
-        }
+        sizes = {"tie_word_embeddings": config.tie_word_embeddings, "vocab_size": config.vocab_size}
         if {"tie_word_embeddings": True, **theirs} != {**theirs, **sizes}:
             _write_json(target / CONFIG_FILE, {**theirs, **sizes})
         for spiece in source.path.glob("*.spiece"):
@@ -144,11 +143,7 @@ def to_v1(
     write_params(target / "kogpt2.params", weights, dtype, progress)
     _write_json(
         target / CONFIG_FILE,
-        {
-            "num_heads": c.num_heads,
-            "activation": c.activation,
-            "layer_norm_eps": c.layer_norm_eps,
-        },
+        {"num_heads": c.num_heads, "activation": c.activation, "layer_norm_eps": c.layer_norm_eps},
     )
     return lines + _copy_templates(source, target)
 
@@ -167,16 +162,14 @@ def _copy_templates(source: Artifact, target: Path) -> list[str]:
     shutil.copyfile(file, target / GENERATION_FILE)
     if source.generation.template is None:
         return []
-    try:
-        for text in ("안녕", "오늘 날씨 어때?"):
-            inputs = dict.fromkeys(source.generation.template.fields, text)
-            before, after = (Prompts(a).encode(inputs) for a in (source, open_artifact(target)))
-            if before != after:
-                break
-        else:
+    texts = [
+        dict.fromkeys(source.generation.template.fields, text)
+        for text in ("안녕", "오늘 날씨 어때?")
+    ]
+    with contextlib.suppress(EngineError):
+        before, after = (Prompts(a) for a in (source, open_artifact(target)))
+        if all(before.encode(inputs) == after.encode(inputs) for inputs in texts):
             return []
-    except EngineError:
-        pass
     (target / GENERATION_FILE).unlink()
     return [f"{GENERATION_FILE} is left out: the other tokenizer gives its template other ids"]
 
@@ -201,8 +194,6 @@ def to_whole(adapter: Path, base: Artifact, target: Path) -> list[str]:
 
     Returns lines for the user.
     """
-    from scripts.artifacts import low_rank
-
     try:
         opened = adapters.read(adapter)
         merged = merge(base, opened)
@@ -215,17 +206,9 @@ def to_whole(adapter: Path, base: Artifact, target: Path) -> list[str]:
                 shutil.copyfile(adapter / name, target / name)
     with tempfile.TemporaryDirectory(prefix="convert-") as work:
         after = logits(open_artifact(target), "fp32", Path(work) / "after")
-        if opened.is_thin:
-            before = low_rank.last_logits(adapter, base, prompts(base.config))
-        else:
-            before = logits(merged, "fp32", Path(work) / "before")
+        source, beside = (base, opened) if opened.is_thin else (merged, None)
+        before = logits(source, "fp32", Path(work) / "before", beside)
     return [*lines, _distance(before, after)]
-
-
-def let_others_read(folder: Path) -> None:
-    """Makes files readable by the server's user; the package safetensors makes them private."""
-    for path in (folder, *folder.rglob("*")):
-        path.chmod(0o755 if path.is_dir() else 0o644)
 
 
 def _write_json(path: Path, value: dict[str, Any]) -> None:
@@ -243,15 +226,19 @@ def prompts(config: GPT2Config) -> Iterator[NDArray[np.int64]]:
         yield rng.integers(0, config.vocab_size, length)
 
 
-def logits(artifact: Artifact, precision: str, cache_dir: Path) -> Logits:
+def logits(
+    artifact: Artifact, precision: str, cache_dir: Path, adapter: adapters.Adapter | None = None
+) -> Logits:
     """Computes the logits (CHECKS, V) of the token after each of the prompts."""
-    model = backends.load(artifact, BACKEND, precision, cache_dir=cache_dir)
+    packed = load_adapter(adapter, artifact, precision, cache_dir) if adapter else None
     rows = []
-    for ids in prompts(artifact.config):
-        row = model.open_row()
-        rows.append(model.run([Piece(row, ids.tolist())])[0].copy())
-        model.close_row(row)
-    model.close()
+    with contextlib.closing(
+        backends.load(artifact, BACKEND, precision, cache_dir=cache_dir)
+    ) as model:
+        for ids in prompts(artifact.config):
+            row = model.open_row()
+            rows.append(model.run([Piece(row, ids.tolist(), adapter=packed)])[0].copy())
+            model.close_row(row)
     return np.stack(rows)
 
 

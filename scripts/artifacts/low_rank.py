@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,11 +17,10 @@ from numpy.typing import NDArray
 
 from command.errors import Problem
 from command.model_writer import write_adapter
-from engine.artifacts import adapter as adapters
 from engine.artifacts.adapter import BASE_NAMES
 from engine.artifacts.artifact import Artifact
 from engine.backends.interface import Piece
-from engine.native.adapter import LowRank, NativeAdapter, load_adapter
+from engine.native.adapter import LowRank, NativeAdapter
 from engine.native.model import NativeModel
 from engine.native.prepared import prepared
 from engine.text.prompts import Prompts
@@ -84,55 +84,47 @@ def _factors(delta: NDArray[np.float64]) -> tuple[Floats, Floats]:
     return up.astype(np.float32), down.astype(np.float32)
 
 
-class Comparison:
-    """A fine-tune beside its base with adapters of several ranks, in fp32."""
+def compare(
+    whole: Artifact, base: Artifact, texts: Sequence[str], adapters: Iterable[dict[Module, LowRank]]
+) -> Iterator[dict[str, float]]:
+    """Compares a fine-tune with its base and each of these adapters, in fp32.
 
-    def __init__(self, whole: Artifact, base: Artifact, texts: Sequence[str], work: Path) -> None:
-        self._base = base
-        self._whole_model = NativeModel(prepared(whole, "fp32", work))
-        self._base_model = NativeModel(prepared(base, "fp32", work))
-        self._windows = list(_windows(whole, texts))
-        self._wanted = [_logits(self._whole_model, ids) for ids in self._windows]
-        self._greedy = [_greedy(self._whole_model, ids) for ids in self._windows[:PROMPTS]]
-
-    def of(self, matrices: dict[Module, LowRank]) -> dict[str, float]:
-        """Compares an adapter with the fine-tune.
-
-        Returns `bytes` in fp16, `same` (share of equal likeliest tokens), `kl` in nats, and
-        `texts`, the number of equal greedy texts of `of`.
-        """
-        adapter = NativeAdapter.of(self._base.config, "fp32", matrices)
-        same = kl = tokens = 0.0
-        for ids, wanted in zip(self._windows, self._wanted, strict=True):
-            logits = _logits(self._base_model, ids, adapter)
-            same += float((logits.argmax(1) == wanted.argmax(1)).sum())
-            p, q = _log_softmax(wanted), _log_softmax(logits)
-            kl += float((np.exp(p) * (p - q)).sum())
-            tokens += len(ids)
-        texts = sum(
-            _greedy(self._base_model, ids, adapter) == wanted
-            for ids, wanted in zip(self._windows, self._greedy, strict=False)
-        )
-        size = sum(2 * (m.down.size + m.up.size) for m in matrices.values())
-        return {
-            "bytes": size,
-            "same": same / tokens,
-            "kl": kl / tokens,
-            "texts": texts,
-            "of": len(self._greedy),
-        }
-
-    def close(self) -> None:
-        self._whole_model.close()
-        self._base_model.close()
+    Yields `bytes` in fp16, `same` (share of equal likeliest tokens), `kl` in nats, and `texts`, the
+    number of equal greedy texts of `of`.
+    """
+    with (
+        tempfile.TemporaryDirectory(prefix="convert-") as work,
+        closing(NativeModel(prepared(whole, "fp32", Path(work)))) as whole_model,
+        closing(NativeModel(prepared(base, "fp32", Path(work)))) as base_model,
+    ):
+        windows = list(_windows(whole, texts))
+        expected = [_logits(whole_model, ids) for ids in windows]
+        greedy = [_greedy(whole_model, ids) for ids in windows[:PROMPTS]]
+        tokens = sum(map(len, windows))
+        for matrices in adapters:
+            adapter = NativeAdapter.of(base.config, "fp32", matrices)
+            same = kl = 0.0
+            for ids, wanted in zip(windows, expected, strict=True):
+                logits = _logits(base_model, ids, adapter)
+                same += float((logits.argmax(1) == wanted.argmax(1)).sum())
+                p, q = _log_softmax(wanted), _log_softmax(logits)
+                kl += float((np.exp(p) * (p - q)).sum())
+            continuations = (_greedy(base_model, ids, adapter) for ids in windows[:PROMPTS])
+            yield {
+                "bytes": sum(2 * (m.down.size + m.up.size) for m in matrices.values()),
+                "same": same / tokens,
+                "kl": kl / tokens,
+                "texts": sum(a == b for a, b in zip(continuations, greedy, strict=True)),
+                "of": len(greedy),
+            }
 
 
 def _windows(artifact: Artifact, texts: Sequence[str]) -> Iterator[list[int]]:
-    """Yields the texts' ids in rows of at most `WINDOW`; random ids if there is no text."""
+    """Yields the texts' ids in rows of at most `WINDOW`; random ids without a text of two."""
     c, left = artifact.config, MAX_TOKENS
     size = min(WINDOW, c.max_length - NEW)
     encode = Prompts(artifact).encode
-    rows = [encode(text) for text in texts if text.strip()]
+    rows = [ids for text in texts if text.strip() and len(ids := encode(text)) > 1]
     if not rows:
         rng = np.random.default_rng(0)
         rows = [rng.integers(0, c.vocab_size, size).tolist() for _ in range(PROMPTS)]
@@ -186,16 +178,13 @@ def to_adapter(
     delta = difference(whole, base, progress)
     write_adapter(target, base.path.name, delta.of_rank(rank), rank)
     lines = ["rank       size  likeliest token  KL, nats  greedy texts"]
-    with tempfile.TemporaryDirectory(prefix="convert-") as work:
-        comparison = Comparison(whole, base, texts, Path(work))
-        ranks = sorted({rank, *(r for r in RANKS if r <= base.config.units)})
-        for each in [0, *ranks]:
-            row = comparison.of(delta.of_rank(each) if each else {})
-            lines.append(
-                f"{each or 'base':>4} {row['bytes'] / 1e6:>7.1f} MB  {row['same']:>15.1%}"
-                f"  {row['kl']:>8.3g}  {row['texts']:>6.0f} of {row['of']:.0f}"
-            )
-        comparison.close()
+    ranks = [0, *sorted({rank, *(r for r in RANKS if r <= base.config.units)})]
+    adapters = (delta.of_rank(each) if each else {} for each in ranks)
+    for each, row in zip(ranks, compare(whole, base, texts, adapters), strict=True):
+        lines.append(
+            f"{each or 'base':>4} {row['bytes'] / 1e6:>7.1f} MB  {row['same']:>15.1%}"
+            f"  {row['kl']:>8.3g}  {row['texts']:>6.0f} of {row['of']:.0f}"
+        )
     outside = {name: change for name, change in delta.others.items() if change > 1e-6}
     if outside:
         worst = max(outside, key=outside.__getitem__)
@@ -204,13 +193,3 @@ def to_adapter(
             f" {worst} most, by {outside[worst]:.1%} of its norm"
         )
     return lines
-
-
-def last_logits(adapter: Path, base: Artifact, prompts: Iterable[NDArray[np.int64]]) -> Floats:
-    """Computes the logits (N, V) after each prompt, of the base with an adapter, in fp32."""
-    with tempfile.TemporaryDirectory(prefix="convert-") as work:
-        model = NativeModel(prepared(base, "fp32", Path(work)))
-        packed = load_adapter(adapters.read(adapter), base, "fp32", Path(work))
-        result = [_logits(model, ids.tolist(), packed)[-1] for ids in prompts]
-        model.close()
-    return np.stack(result)

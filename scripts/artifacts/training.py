@@ -6,14 +6,12 @@ Shapes: B examples, T tokens, V vocabulary.
 from __future__ import annotations
 
 import dataclasses
-import gzip
 import io
 import itertools
 import json
 import math
 import re
 import sys
-import tarfile
 import tempfile
 import time
 from collections.abc import Iterator
@@ -32,6 +30,7 @@ from engine.artifacts.artifact import shapes
 from engine.artifacts.config import GPT2Config
 from engine.artifacts.open import open_artifact
 from engine.backends.mxnet.gpt2 import GPT2
+from scripts.artifacts.archive import SUFFIX, write_tar
 from scripts.artifacts.folder import model_folder
 from scripts.artifacts.training_options import FineTune
 
@@ -194,24 +193,17 @@ def random_weights(config: GPT2Config, seed: int) -> dict[str, Any]:
 
 def pack(config: GPT2Config, weights: dict[str, Any], spiece: bytes, out: Path) -> None:
     """Writes the archive; the same files give the same bytes."""
-    name = out.name.removesuffix(".tar.gz")
+    name = out.name.removesuffix(SUFFIX)
     # KoGPT2 v1 has the default of each flag.
     sizes = {n: v for n, v in dataclasses.asdict(config).items() if not isinstance(v, bool)}
-    description = json.dumps(sizes, indent=2) + "\n"
-    files = {"config.json": description.encode(), f"{name}.spiece": spiece}
     with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{name}-") as work:
-        params, archive = Path(work, "params"), Path(work, "archive")
-        mx.nd.save(str(params), weights)
-        files[f"{name}.params"] = params.read_bytes()
-        with (
-            archive.open("wb") as file,
-            gzip.GzipFile("", "wb", mtime=0, fileobj=file) as packed,
-            tarfile.open(fileobj=packed, mode="w") as tar,
-        ):
-            for file_name, data in sorted(files.items()):
-                member = tarfile.TarInfo(file_name)
-                member.size = len(data)
-                tar.addfile(member, io.BytesIO(data))
+        folder, archive = Path(work, name), Path(work, "archive")
+        folder.mkdir()
+        (folder / "config.json").write_text(json.dumps(sizes, indent=2) + "\n", encoding="utf-8")
+        (folder / f"{name}.spiece").write_bytes(spiece)
+        mx.nd.save(str(folder / f"{name}.params"), weights)
+        with archive.open("wb") as file:
+            write_tar(folder, sorted(folder.iterdir()), file)
         archive.chmod(0o644)
         archive.replace(out)
 

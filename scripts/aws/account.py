@@ -96,8 +96,3 @@ def confirm(options: Change, question: str) -> bool:
         return input(f"{question} [y/N] ").strip().lower() in ("y", "yes")
     except EOFError:
         return False
-
-
-def log_group(deployment: str) -> str:
-    """The CloudWatch log group of an endpoint."""
-    return f"/aws/sagemaker/Endpoints/{deployment}"

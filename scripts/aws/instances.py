@@ -32,7 +32,6 @@ class Instance:
     vcpus: int
     memory_gib: float
     usd_per_hour: float
-    gpu_gib: float = 0
 
     def holds(self, model: Needs, settings: Settings) -> int:
         """Such models in memory beside the keys and values of ENGINE_MAX_ROWS requests."""
@@ -60,9 +59,8 @@ class Prices:
     def cost(self, values: Mapping[str, str], count: int | None = None) -> str:
         """The cost of an endpoint with these parameters, in one sentence."""
         if values["ServerlessMemory"] != "0":
-            second = (
-                int(values["ServerlessMemory"]) / 1024 * data()["serverless_usd_per_gib_second"]
-            )
+            gib = int(values["ServerlessMemory"]) / 1024
+            second = gib * data()["serverless_usd_per_gib_second"]
             return f"nothing while idle, ${second:.5f} for each second of a call ({file_source()})"
         kind, most = values["InstanceType"], int(values["MaxInstances"])
         many = int(values["Instances"]) if count is None else count
@@ -122,9 +120,8 @@ def choose(
     model: Needs,
     settings: Settings,
     wanted: int,
-    instances: int,
+    values: Mapping[str, str],
     budget: float | None,
-    autoscaled: bool,
     arm: bool,
     now: Prices,
 ) -> str:
@@ -132,12 +129,14 @@ def choose(
 
     With `arm` all are Graviton's, without it none is. Raises `Problem` if there is none.
     """
+    autoscaled = values["MaxInstances"] != "0"
+    instances = int(values["MaxInstances" if autoscaled else "Instances"])
     rows: list[tuple[str, ...]] = []
     chosen: Instance | None = None
     holding: Instance | None = None
     known = (Instance(**row) for row in data()["instances"] if row["type"] in now.usd)
     for instance in sorted(known, key=lambda i: (now.usd[i.type], -i.vcpus)):
-        if instance.gpu_gib or is_arm(instance.type) != arm:
+        if has_gpu(instance.type) or is_arm(instance.type) != arm:
             continue
         cost, holds = now.usd[instance.type] * instances, instance.holds(model, settings)
         why = ""

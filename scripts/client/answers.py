@@ -15,13 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from scripts.client.errors import CallFailed
-from scripts.client.targets import Answer, message_of
-
-EVENTS = "text/event-stream"
-LINES = ("application/x-ndjson", "application/jsonlines", "application/jsonl")
-STREAMS = (EVENTS, *LINES)
-# Prefers a stream and accepts a whole answer.
-ACCEPT_STREAM = f"{EVENTS}, {LINES[0]};q=0.9, application/json;q=0.5"
+from scripts.client.targets import EVENTS, LINES, Answer, message_of
 
 
 @dataclass
@@ -45,7 +39,7 @@ class Completion:
 
 
 def is_stream(content_type: str) -> bool:
-    return content_type.split(";")[0].strip().lower() in STREAMS
+    return content_type.split(";")[0].strip().lower() in (EVENTS, *LINES)
 
 
 def read(answer: Answer) -> Completion:

@@ -23,6 +23,8 @@ from scripts.client.options import Target as Options
 SUFFIX = ".tar.gz"
 CONNECT_S = 5.0
 CONNECTIONS = 1000
+JSON, EVENTS = "application/json", "text/event-stream"
+LINES = ("application/x-ndjson", "application/jsonlines", "application/jsonl")
 THIS_MACHINE = ("localhost", "127.0.0.1", "::1")
 
 
@@ -32,9 +34,12 @@ class Call:
 
     model: str | None
     body: bytes
-    content_type: str = "application/json"
-    accept: str = "application/json"
     stream: bool = False
+
+    @property
+    def accept(self) -> str:
+        """Prefers a stream and accepts a whole answer, or accepts that alone."""
+        return f"{EVENTS}, {LINES[0]};q=0.9, {JSON};q=0.5" if self.stream else JSON
 
 
 @dataclass(frozen=True)
@@ -81,7 +86,7 @@ class Local:
         path = "/invocations"
         if call.model is not None:
             path = "/predictions/" + quote(call.model.removesuffix(SUFFIX), safe="/")
-        return self._url + path, {"Content-Type": call.content_type, "Accept": call.accept}
+        return self._url + path, {"Content-Type": JSON, "Accept": call.accept}
 
     def describe(self, call: Call) -> str:
         url, headers = self._request(call)
@@ -143,7 +148,7 @@ class SageMaker:
 
     def _arguments(self, call: Call) -> tuple[str, dict[str, Any]]:
         arguments: dict[str, Any] = {"EndpointName": self._endpoint, "Body": call.body}
-        arguments |= {"ContentType": call.content_type, "Accept": call.accept}
+        arguments |= {"ContentType": JSON, "Accept": call.accept}
         if call.model is not None:
             arguments["TargetModel"] = call.model.removesuffix(SUFFIX) + SUFFIX
         # The API's streaming call takes no TargetModel.

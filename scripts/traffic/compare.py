@@ -38,31 +38,23 @@ def read(path: Path) -> dict[str, Any]:
 
 def lines(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
     """Formats both reports' numbers and the ratio of the second to the first."""
+    names = dict.fromkeys([*before["models"], *after["models"]])
+    models = [
+        (f"{name or '-'}: latency p50 ms", ("models", name, "seconds", "p50"), True)
+        for name in names
+    ]
     rows = []
-    for label, path, in_ms in ROWS:
-        a, b = lookup(before, *path), lookup(after, *path)
-        if a is None and b is None:
-            continue
-        rows.append([label, _shown(a, in_ms), _shown(b, in_ms), ratio(a, b)])
-    for name in dict.fromkeys([*before["models"], *after["models"]]):
-        path = ("models", name, "seconds", "p50")
+    for label, path, in_ms in [*ROWS, *models]:
         a, b = lookup(before, *path), lookup(after, *path)
         if a is not None or b is not None:
-            rows.append([f"{name or '-'}: latency p50 ms", ms(a), ms(b), ratio(a, b)])
+            rows.append([label, _shown(a, in_ms), _shown(b, in_ms), ratio(a, b)])
     output = [table(["", "first", "second", "ratio"], rows)]
-    differences = plan_differences(before["plan"], after["plan"])
+    a, b = before["plan"], after["plan"]
+    differences = [name for name in dict.fromkeys([*a, *b]) if a.get(name) != b.get(name)]
     if differences:
         output += ["", "The plans differ:"]
-        output += [f"  {name}: {_plain(a)} and {_plain(b)}" for name, a, b in differences]
+        output += [f"  {n}: {_plain(a.get(n))} and {_plain(b.get(n))}" for n in differences]
     return output
-
-
-def plan_differences(before: dict[str, Any], after: dict[str, Any]) -> list[tuple[str, Any, Any]]:
-    return [
-        (name, before.get(name), after.get(name))
-        for name in dict.fromkeys([*before, *after])
-        if before.get(name) != after.get(name)
-    ]
 
 
 def ratio(a: float | None, b: float | None) -> str:

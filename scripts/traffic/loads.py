@@ -7,7 +7,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable
 from datetime import datetime, timedelta, timezone
-from typing import Any, Protocol
+from typing import Any
 
 import boto3
 import botocore.exceptions
@@ -19,13 +19,9 @@ from scripts.client.targets import session
 
 CLOUDWATCH_DELAY_S = 90.0
 METRICS_S = 2.0
+# `{"source", "count", ...}`, or `{"source", "unknown": reason}`
+Loads = Callable[[], dict[str, Any]]
 SUMS = ("kogpt2_model_fetch_seconds_sum", "kogpt2_model_load_seconds_sum")
-
-
-class Loads(Protocol):
-    """`end` returns `{"source", "count", ...}`, or `{"source", "unknown": reason}`."""
-
-    def end(self) -> dict[str, Any]: ...
 
 
 class Prometheus:
@@ -57,15 +53,14 @@ class Prometheus:
         return {model: (count, seconds[model]) for model, count in counts.items()}
 
     def end(self) -> dict[str, Any]:
-        after = self._read()
-        for read in (self._before, after):
-            if isinstance(read, str):
-                return {"source": "/metrics", "unknown": read}
-        assert isinstance(self._before, dict)
-        assert isinstance(after, dict)
+        before, after = self._before, self._read()
+        if isinstance(before, str):
+            return {"source": "/metrics", "unknown": before}
+        if isinstance(after, str):
+            return {"source": "/metrics", "unknown": after}
         models = {}
         for name, (count, seconds) in after.items():
-            count_before, seconds_before = self._before.get(name, (0.0, 0.0))
+            count_before, seconds_before = before.get(name, (0.0, 0.0))
             if count > count_before:
                 mean = (seconds - seconds_before) / (count - count_before)
                 models[name] = {"count": int(count - count_before), "mean_s": mean}
@@ -129,12 +124,8 @@ class CloudWatch:
         }
 
 
-class Unknown:
-    def __init__(self, reason: str) -> None:
-        self._reason = reason
-
-    def end(self) -> dict[str, Any]:
-        return {"source": None, "unknown": self._reason}
+def not_counted() -> dict[str, Any]:
+    return {"source": None, "unknown": "--cloudwatch reads them"}
 
 
 def models_of(url: str) -> tuple[str, ...]:

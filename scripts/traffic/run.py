@@ -36,7 +36,7 @@ def run(plan: Plan, target: Target, loads: Loads, web: int | None = None) -> dic
     logging.getLogger("locust").setLevel(logging.ERROR)
     sys.argv[1:] = []  # Locust's page reads them as its own
     load = Load(plan, target)
-    gevent.signal_handler(signal.SIGINT, load.interrupt)
+    gevent.signal_handler(signal.SIGINT, load.end)
     environment = Environment(user_classes=[user_class(load)], stop_timeout=1)
     runner = environment.create_local_runner()
     page = None
@@ -70,7 +70,7 @@ def run(plan: Plan, target: Target, loads: Loads, web: int | None = None) -> dic
         "started": started.isoformat(timespec="seconds"),
         "plan": plan.describe(),
         **samples.results(measured, plan.models, plan.shares(), measured_s),
-        "loads": loads.end(),
+        "loads": loads(),
     }
 
 

@@ -32,15 +32,11 @@ class Load:
     samples: list[Sample] = field(default_factory=list)
     running: dict[int, tuple[str, float]] = field(default_factory=dict)
     users: int = 0
-    interrupted: bool = False
+    over: bool = False
 
-    def interrupt(self) -> None:
-        """Handles Ctrl-C: ends the run; what was measured is reported."""
-        self.interrupted = self.stopped = True
-
-    @property
-    def over(self) -> bool:
-        return self.interrupted or self.problem is not None
+    def end(self) -> None:
+        """Ends the run, by Ctrl-C, after which a report follows, or by a problem."""
+        self.over = self.stopped = True
 
     def chooser(self) -> Chooser:
         self.users += 1
@@ -48,8 +44,7 @@ class Load:
 
     def send(self, environment: Environment, model: str, body: bytes, due: float) -> None:
         """Sends one request and measures it from when it was due, not from when it was sent."""
-        accept = answers.ACCEPT_STREAM if self.plan.stream else "application/json"
-        call = Call(model or None, body, accept=accept, stream=self.plan.stream)
+        call = Call(model or None, body, self.plan.stream)
         completion = answers.Completion()
         error: CallFailed | None = None
         key = id(call)
@@ -62,20 +57,10 @@ class Load:
             error = failed
         except Problem as problem:  # every request of this run would fail
             self.problem = self.problem or problem
-            self.stopped = True
+            self.end()
             return
         finally:
             self.running.pop(key, None)
-        self._record(environment, model, due, completion, error)
-
-    def _record(
-        self,
-        environment: Environment,
-        model: str,
-        due: float,
-        completion: answers.Completion,
-        error: CallFailed | None,
-    ) -> None:
         now = time.monotonic()
         first = completion.first_at
         sample = Sample(
@@ -108,11 +93,8 @@ class Load:
 
 
 def user_class(load: Load) -> type[User]:
-    """For `Environment(user_classes=[...])`."""
-    return _arrivals(load) if load.plan.rate is not None else _clients(load)
+    """For `Environment(user_classes=[...])`: one user for all arrivals, or a user a client."""
 
-
-def _clients(load: Load) -> type[User]:
     class Client(User):  # type: ignore[misc]
         """Sends the next request after the answer."""
 
@@ -129,10 +111,6 @@ def _clients(load: Load) -> type[User]:
             model, body = self.chooser.next()
             load.send(self.environment, model, body, time.monotonic())
 
-    return Client
-
-
-def _arrivals(load: Load) -> type[User]:
     class Arrivals(User):  # type: ignore[misc]
         """Sends at a rate, independent of answers."""
 
@@ -157,4 +135,4 @@ def _arrivals(load: Load) -> type[User]:
         def on_stop(self) -> None:
             self.pool.kill(block=False)
 
-    return Arrivals
+    return Client if load.plan.rate is None else Arrivals

@@ -20,12 +20,14 @@ def documents(*path: str) -> dict[str, dict[str, Any]]:
     return {d["kind"]: d for d in yaml.safe_load_all(file.read_text("utf-8"))}
 
 
-RUNTIME = documents("kserve", "serving-runtime.yaml")["ServingRuntime"]["spec"]
+SERVING_RUNTIME = documents("kserve", "serving-runtime.yaml")["ServingRuntime"]
+RUNTIME = SERVING_RUNTIME["spec"]
 KSERVE = documents("kserve", "inference-service.yaml")
 SERVICE = KSERVE["InferenceService"]["spec"]["predictor"]
 MODEL = SERVICE["model"]
 CONFIG = documents("seldon", "server-config.yaml")["ServerConfig"]["spec"]
 SELDON = documents("seldon", "model.yaml")
+REPLICAS = ("minReplicas", "maxReplicas", "scale")
 PODS = {
     # The runtime's, and what the InferenceService says of it.
     "kserve": {
@@ -34,15 +36,7 @@ PODS = {
             for container in RUNTIME["containers"]
         ],
         "volumes": RUNTIME["volumes"],
-        **{
-            name: SERVICE[name]
-            for name in (
-                "securityContext",
-                "serviceAccountName",
-                "terminationGracePeriodSeconds",
-                "topologySpreadConstraints",
-            )
-        },
+        **{k: v for k, v in SERVICE.items() if k != "model" and not k.startswith(REPLICAS)},
     },
     # The operator mounts the claims.
     "seldon": {
@@ -104,10 +98,7 @@ def test_the_server_runs_as_in_the_base(pod: str) -> None:
 def test_kserve_serves_a_store_by_the_runtime() -> None:
     own = server("kserve")
     assert own["ports"] == [{"containerPort": Settings().port, "protocol": "TCP"}]
-    assert (
-        MODEL["runtime"]
-        == documents("kserve", "serving-runtime.yaml")["ServingRuntime"]["metadata"]["name"]
-    )
+    assert MODEL["runtime"] == SERVING_RUNTIME["metadata"]["name"]
     assert MODEL["modelFormat"].items() <= RUNTIME["supportedModelFormats"][0].items()
     assert MODEL["protocolVersion"] in RUNTIME["protocolVersions"]
     assert "multiModel" not in RUNTIME
@@ -137,11 +128,8 @@ def test_seldons_agent_finds_the_server_where_it_looks() -> None:
     said = {variable["name"]: variable.get("value") for variable in agent["env"]}
     ports = {port["name"]: port["containerPort"] for port in server("seldon")["ports"]}
     assert said["SELDON_SERVER_HTTP_PORT"] == str(ports["server-http"]) == str(Settings().port)
-    assert (
-        said["SELDON_SERVER_GRPC_PORT"]
-        == str(ports["server-grpc"])
-        == settings("seldon")["GRPC_PORT"]
-    )
+    grpc_port = str(ports["server-grpc"])
+    assert said["SELDON_SERVER_GRPC_PORT"] == grpc_port == settings("seldon")["GRPC_PORT"]
     assert settings("seldon")["MODEL_STORE"] == "/mnt/agent/models"
     assert said["SELDON_SERVER_CAPABILITIES"] in SELDON["Model"]["spec"]["requirements"]
     assert SELDON["Server"]["spec"]["serverConfig"] == "kogpt2"

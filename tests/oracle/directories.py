@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -16,54 +15,36 @@ PROMPTS = (
     "The quick 갈색 여우",
 )
 NEW_TOKENS = 40
+ADDED = {"additional_special_tokens": ["<unused0>", "<extra>"]}
+SCALED = {
+    "scale_attn_weights": False,
+    "scale_attn_by_inverse_layer_idx": True,
+    "reorder_and_upcast_attn": True,
+}
+UNTIED = {"tie_word_embeddings": False, "layer_norm_epsilon": 1e-4}
+ENDS = {"eos_token_id": [1, *range(300, 320)], "repetition_penalty": 1.3}
+
+# What `make_hugging_face` is given, by name: every way in which such directories differ, which are
+# tokenizer, activation, precision, flags, shards, ends.
+DIRECTORIES: dict[str, dict[str, Any]] = {
+    "kogpt2-v2": {"kind": "metaspace", "seed": 1, "tokenizer_config": ADDED},
+    "byte-level": {"kind": "byte-level", "activation": "gelu", "seed": 2},
+    "char-bpe": {"kind": "char-bpe", "dtype": "float16", "heads": 2, "seed": 3},
+    "byte-fallback": {"kind": "byte-fallback", "dtype": "bfloat16", "seed": 4},
+    "untied": {
+        **{"kind": "byte-level", "activation": "gelu_pytorch_tanh", "hidden": 96, "seed": 5},
+        "config": UNTIED,
+    },
+    "scaled": {
+        **{"layers": 3, "units": 40, "heads": 5, "activation": "gelu_fast", "shards": 3, "seed": 6},
+        "config": SCALED,
+    },
+    "ends": {
+        **{"kind": "byte-level", "begins": True, "generation_config": ENDS, "seed": 7},
+        "tokenizer_config": {"add_bos_token": False},
+    },
+}
 
 
-@dataclass(frozen=True)
-class Directory:
-    name: str
-    options: dict[str, Any] = field(default_factory=dict)  # of `make_hugging_face`
-
-    def make(self, folder: Path) -> Path:
-        return make_hugging_face(folder / self.name, **self.options)
-
-
-# Every way in which such directories differ: tokenizer, activation, precision, flags, shards, ends.
-DIRECTORIES = (
-    Directory(
-        "kogpt2-v2",
-        {
-            **{"kind": "metaspace", "seed": 1},
-            "tokenizer_config": {"additional_special_tokens": ["<unused0>", "<extra>"]},
-        },
-    ),
-    Directory("byte-level", {"kind": "byte-level", "activation": "gelu", "seed": 2}),
-    Directory("char-bpe", {"kind": "char-bpe", "dtype": "float16", "heads": 2, "seed": 3}),
-    Directory("byte-fallback", {"kind": "byte-fallback", "dtype": "bfloat16", "seed": 4}),
-    Directory(
-        "untied",
-        {
-            "config": {"tie_word_embeddings": False, "layer_norm_epsilon": 1e-4},
-            **{"kind": "byte-level", "activation": "gelu_pytorch_tanh", "hidden": 96, "seed": 5},
-        },
-    ),
-    Directory(
-        "scaled",
-        {
-            "config": {
-                "scale_attn_weights": False,
-                "scale_attn_by_inverse_layer_idx": True,
-                "reorder_and_upcast_attn": True,
-            },
-            **{"layers": 3, "units": 40, "heads": 5, "activation": "gelu_fast"},
-            **{"shards": 3, "seed": 6},
-        },
-    ),
-    Directory(
-        "ends",
-        {
-            "generation_config": {"eos_token_id": [1, *range(300, 320)], "repetition_penalty": 1.3},
-            "tokenizer_config": {"add_bos_token": False},
-            **{"kind": "byte-level", "begins": True, "seed": 7},
-        },
-    ),
-)
+def make(name: str, folder: Path) -> Path:
+    return make_hugging_face(folder / name, **DIRECTORIES[name])

@@ -13,7 +13,6 @@ log-probabilities (T, V) after each token of the text.
 
 from __future__ import annotations
 
-import copy
 import json
 import sys
 import warnings
@@ -167,31 +166,23 @@ def with_adapter(model: Any, path: Path) -> Any:
         return peft.PeftModel.from_pretrained(model, path)
 
 
-class Asked:
-    """The base, with each adapter in turn."""
+def opened(base: Path, path: Path, kind: str) -> Any:
+    """A "whole" model, or the base with an adapter of it or of its "transformer"."""
+    if kind == "whole":
+        return load(path)
+    model = load(base)
+    if kind != "transformer":
+        return with_adapter(model, path).eval()
+    with_adapter(model.transformer, path)  # puts it there
+    return model.eval()
 
-    def __init__(self, base: Path, prompts: list[str], text: str) -> None:
-        self._tokenizer = AutoTokenizer.from_pretrained(base)
-        self._prompts, self._text = prompts, text
-        self._base = load(base)
 
-    def ask(self, path: Path, kind: str) -> tuple[dict[str, Any], Any]:
-        """An answer, and the log-probabilities: of a "whole" model, or of the base with an adapter
-        of it or of its "transformer"."""
-        if kind == "whole":
-            model = load(path)
-        elif kind == "transformer":
-            model = copy.deepcopy(self._base)
-            with_adapter(model.transformer, path)  # puts it there
-        else:
-            model = with_adapter(copy.deepcopy(self._base), path)
-        model.eval()
-        prompts = [self._tokenizer(text, return_tensors="pt").input_ids for text in self._prompts]
-        new, margins = zip(*(greedy(model, ids, NEW_TOKENS) for ids in prompts), strict=True)
-        ids = self._tokenizer(self._text, return_tensors="pt").input_ids
-        with torch.no_grad():
-            logprobs = model(input_ids=ids).logits[0].log_softmax(-1).numpy()
-        return {"ids": ids[0].tolist(), "new": new, "margins": margins}, logprobs
+def answer(model: Any, prompts: list[Any], text: Any) -> tuple[dict[str, Any], Any]:
+    """An answer, and the log-probabilities; prompts and text are ids (1, T)."""
+    new, margins = zip(*(greedy(model, ids, NEW_TOKENS) for ids in prompts), strict=True)
+    with torch.no_grad():
+        logprobs = model(input_ids=text).logits[0].log_softmax(-1).numpy()
+    return {"ids": text[0].tolist(), "new": new, "margins": margins}, logprobs
 
 
 def main() -> None:
@@ -209,10 +200,13 @@ def main() -> None:
         route(base, Path(path), adapters)
     for path, target in plan.get("merge", {}).values():
         save_whole(with_adapter(load(base), Path(path)).merge_and_unload(), base, Path(target))
-    asked = Asked(base, plan["prompts"], plan["text"])
+    tokenizer = AutoTokenizer.from_pretrained(base)
+    *prompts, text = (
+        tokenizer(each, return_tensors="pt").input_ids for each in (*plan["prompts"], plan["text"])
+    )
     answers, logprobs = {}, {}
     for name, (path, kind) in plan["ask"].items():
-        answers[name], logprobs[name] = asked.ask(Path(path), kind)
+        answers[name], logprobs[name] = answer(opened(base, Path(path), kind), prompts, text)
     said = json.dumps({"answers": answers, "losses": losses}, ensure_ascii=False)
     file.with_name("answers.json").write_text(said, encoding="utf-8")
     np.savez(file.with_name("logprobs.npz"), **logprobs)

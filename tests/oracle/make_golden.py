@@ -20,17 +20,7 @@ import numpy as np
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from engine.artifacts.artifact import (
-    ATTENTION_NORM,
-    ATTENTION_OUT,
-    EMBEDDING,
-    FFN_HIDDEN,
-    FFN_NORM,
-    FFN_OUT,
-    FINAL_NORM,
-    POSITIONS,
-    QKV,
-)
+from engine.artifacts import hugging_face
 from tests.oracle.generate import greedy
 from tests.oracle.weights import CASES, Case, read_cases
 
@@ -57,39 +47,16 @@ def build(case: Case) -> GPT2LMHeadModel:
         )
     ).eval()
     theirs = dict(model.named_parameters())
+    names = {ours: rest for ours, *rest in hugging_face.names(c)}
     with torch.no_grad():
         for name, weight in case.weights():
-            their_name, transposed = foreign_name(name, c.num_layers)
+            their_name, transposed = names[name]
             given = torch.from_numpy(weight.T if transposed else weight)
             target = theirs.pop(their_name)
             assert target.shape == given.shape, (name, target.shape, given.shape)
             target.copy_(given)
     assert not theirs, f"left random: {list(theirs)}"
     return model
-
-
-def foreign_name(name: str, num_layers: int) -> tuple[str, bool]:
-    """transformers' name of a parameter, and whether it is a Conv1D matrix [in, out]."""
-    if name == EMBEDDING:
-        return "transformer.wte.weight", False
-    if name == POSITIONS:
-        return "transformer.wpe.weight", False
-    block, kind = name.rsplit(".", 1)
-    kind = {"gamma": "weight", "beta": "bias"}.get(kind, kind)
-    if block == FINAL_NORM:
-        return f"transformer.ln_f.{kind}", False
-    norms = {ATTENTION_NORM: "ln_1", FFN_NORM: "ln_2"}
-    products = {
-        QKV: "attn.c_attn",
-        ATTENTION_OUT: "attn.c_proj",
-        FFN_HIDDEN: "mlp.c_fc",
-        FFN_OUT: "mlp.c_proj",
-    }
-    for i in range(num_layers):
-        for ours, theirs in (norms | products).items():
-            if block == ours.format(i):
-                return f"transformer.h.{i}.{theirs}.{kind}", ours in products and kind == "weight"
-    raise ValueError(name)
 
 
 def answer(case: Case) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tests.oracle.directories import DIRECTORIES, NEW_TOKENS, PROMPTS
+from tests.oracle.directories import DIRECTORIES, NEW_TOKENS, PROMPTS, make
 from tests.oracle.generate import greedy
 
 GOLDEN = Path(__file__).with_name("texts.json")
@@ -51,10 +51,10 @@ def main() -> None:
         answers = continue_texts(folder, json.loads(prompts.read_text(encoding="utf-8")))
     else:
         with tempfile.TemporaryDirectory() as work:
-            for directory in DIRECTORIES:
-                answers[directory.name] = continue_texts(directory.make(Path(work)), PROMPTS)
-    text = json.dumps(answers, ensure_ascii=False, indent=1) + "\n"
-    out.write_text(text, encoding="utf-8")
+            for name in DIRECTORIES:
+                answers[name] = continue_texts(make(name, Path(work)), PROMPTS)
+    lines = (f"{json.dumps(n)}: {json.dumps(a, ensure_ascii=False)}" for n, a in answers.items())
+    out.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

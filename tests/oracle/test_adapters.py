@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -40,12 +41,18 @@ ALL = {"target_modules": [*MODULES]}
 
 
 def lora(r: int = 8, **config: Any) -> dict[str, Any]:
-    return {"task_type": "CAUSAL_LM", "r": r, "target_modules": [*MODULES], **config}
+    """What `make_adapters.make` is given; with `|` more than the configuration of PEFT."""
+    return {"config": {"task_type": "CAUSAL_LM", "r": r, "target_modules": [*MODULES], **config}}
 
 
 BIN: dict[str, Any] = {"save": {"safe_serialization": False}}
 EMBEDDINGS: dict[str, Any] = {"save": {"save_embedding_layers": True}}
+LATER = {"^transformer.h.1.mlp.c_fc": 31}
 ORDER = {"mlp.c_proj": 64, "c_proj": 3}  # saved and read by the alphabet: `c_proj` is for both
+SHORT_PATTERNS: dict[str, Any] = {
+    "rank_pattern": {"c_attn": 3, "mlp.c_proj": 20},
+    "alpha_pattern": {"c_fc": 40, "attn.c_proj": 1},
+}
 LONG_PATTERNS: dict[str, Any] = {
     "rank_pattern": {r"h\.[02]\..*c_proj": 5, r".*\.1\.attn\.c_attn": 1, "0.mlp.c_fc": 33},
     "alpha_pattern": {
@@ -59,119 +66,87 @@ OF_THE_TRANSFORMER: dict[str, Any] = {
     "alpha_pattern": {r"^h.0.attn.c_attn": 50, r"transformer.h.1.attn.c_attn": 900},
     "rank_pattern": {r"^h\.\d\.mlp": 900, r"^h\.\d\.mlp.c_fc": 2},
 }
+TRANSFORMER, CONVERTED = {"over": "transformer"}, {"converted": True}
 FEW: dict[str, Any] = {"target_modules": ["c_attn", "c_fc"], "layers_to_transform": [1, 2]}
 PISSA: dict[str, Any] = {"rank_pattern": {"c_fc": 6}, "alpha_pattern": {r"h.[01].mlp.c_fc": 3}}
-# By name PEFT's configuration, and what else `make_adapters.make` is given.
-CONFIGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+ADAPTERS: dict[str, dict[str, Any]] = {
     **{
-        f"{r} {' '.join(modules)}": (lora(r, lora_alpha=1 + 5 * i, target_modules=[*modules]), {})
+        f"{r} {' '.join(modules)}": lora(r, lora_alpha=1 + 5 * i, target_modules=[*modules])
         for i, (r, modules) in enumerate(zip(RANKS, SUBSETS, strict=True))
     },
-    "rslora": (lora(9, lora_alpha=11, use_rslora=True), {}),
-    "fraction": (lora(6, lora_alpha=0.75, fan_in_fan_out=True, lora_dropout=0.1), {}),
-    "one layer": (lora(lora_alpha=32, layers_to_transform=1), {}),
-    "layers": (lora(lora_alpha=4, layers_to_transform=[0, 2], layers_pattern="h"), {}),
-    "all linear": (lora(4, target_modules="all-linear", exclude_modules=["mlp.c_proj"]), {}),
-    "expression": (lora(5, target_modules=r".*\.h\.[01]\.mlp\.c_(fc|proj)"), {}),
-    "no task": (lora(task_type=None), {}),
-    "short patterns": (
-        lora(
-            lora_alpha=12,
-            rank_pattern={"c_attn": 3, "mlp.c_proj": 20},
-            alpha_pattern={"c_fc": 40, "attn.c_proj": 1},
-        ),
-        {},
-    ),
-    "long patterns": (lora(lora_alpha=10, use_rslora=True, **LONG_PATTERNS), {}),
-    "patterns in order": (lora(alpha_pattern=ORDER), {}),
-    "biases": (lora(3, bias="lora_only"), {}),
-    "biases of a few": (
-        lora(5, bias="lora_only", use_rslora=True, **FEW),
-        {"name": "polite"},
-    ),
-    "biases that are added": (lora(4, lora_alpha=12, lora_bias=True), {}),
-    "float16": (lora(7, bias="lora_only"), {"dtype": "float16"}),
-    "bfloat16": (lora(7, bias="lora_only"), {"dtype": "bfloat16"}),
-    "bin": (lora(6, bias="lora_only"), BIN),
-    "bin in float16": (lora(12, lora_bias=True), {"dtype": "float16", **BIN}),
-    "bin in bfloat16": (lora(12, lora_alpha=3), {"dtype": "bfloat16", "name": "bfloat", **BIN}),
-    "named": (lora(2), {"name": "lora_A"}),
-    "two": (
-        lora(2, bias="lora_only"),
-        {"beside": {"other": lora(3, target_modules=["c_attn"])}},
-    ),
-    "sum": (
-        lora(3, lora_alpha=7),
-        {"beside": {"other": lora(4, use_rslora=True)}, "sum": True, "name": "first"},
-    ),
-    "of the transformer": (lora(task_type=None, **OF_THE_TRANSFORMER), {"over": "transformer"}),
-    "without peft's model": (
-        lora(5, bias="lora_only", alpha_pattern={"^transformer.h.1.mlp.c_fc": 31}),
-        {"over": "mixin"},
-    ),
+    "rslora": lora(9, lora_alpha=11, use_rslora=True),
+    "fraction": lora(6, lora_alpha=0.75, fan_in_fan_out=True, lora_dropout=0.1),
+    "one layer": lora(lora_alpha=32, layers_to_transform=1),
+    "layers": lora(lora_alpha=4, layers_to_transform=[0, 2], layers_pattern="h"),
+    "all linear": lora(4, target_modules="all-linear", exclude_modules=["mlp.c_proj"]),
+    "expression": lora(5, target_modules=r".*\.h\.[01]\.mlp\.c_(fc|proj)"),
+    "no task": lora(task_type=None),
+    "short patterns": lora(lora_alpha=12, **SHORT_PATTERNS),
+    "long patterns": lora(lora_alpha=10, use_rslora=True, **LONG_PATTERNS),
+    "patterns in order": lora(alpha_pattern=ORDER),
+    "biases": lora(3, bias="lora_only"),
+    "biases of a few": lora(5, bias="lora_only", use_rslora=True, **FEW) | {"name": "polite"},
+    "biases that are added": lora(4, lora_alpha=12, lora_bias=True),
+    "float16": lora(7, bias="lora_only") | {"dtype": "float16"},
+    "bfloat16": lora(7, bias="lora_only") | {"dtype": "bfloat16"},
+    "bin": lora(6, bias="lora_only") | BIN,
+    "bin in float16": lora(12, lora_bias=True) | {"dtype": "float16", **BIN},
+    "bin in bfloat16": lora(12, lora_alpha=3) | {"dtype": "bfloat16", "name": "bfloat", **BIN},
+    "named": lora(2) | {"name": "lora_A"},
+    "two": lora(2, bias="lora_only")
+    | {"beside": {"other": lora(3, target_modules=["c_attn"])["config"]}},
+    "sum": lora(3, lora_alpha=7)
+    | {"beside": {"other": lora(4, use_rslora=True)["config"]}, "sum": True, "name": "first"},
+    "of the transformer": lora(task_type=None, **OF_THE_TRANSFORMER) | TRANSFORMER,
+    "without peft's model": lora(5, bias="lora_only", alpha_pattern=LATER) | {"over": "mixin"},
     # These are merged.
-    "dora": (lora(6, use_dora=True, bias="lora_only"), {}),
-    "dora with rslora": (lora(4, use_dora=True, use_rslora=True, lora_alpha=3), {}),
-    "a head": (lora(modules_to_save=["lm_head"]), {}),
-    "an embedding": (lora(modules_to_save=["wte"]), {}),
-    "an embedding and a head": (lora(modules_to_save=["wte", "lm_head", "wpe"]), {}),
-    "norms": (lora(modules_to_save=["ln_f", "ln_1"], target_modules=["c_fc"]), {}),
-    "a layer": (lora(modules_to_save=["1.mlp"], target_modules=["c_attn"]), {}),
-    "all biases": (lora(bias="all", target_modules=["c_attn"]), {}),
-    "embeddings beside it": (lora(), EMBEDDINGS),
-    "tokens": (lora(trainable_token_indices=[7, 499, 30]), {}),
-    "tokens of the transformer": (
-        lora(task_type=None, trainable_token_indices={"wte": [40, 5]}),
-        {"over": "transformer"},
-    ),
-    "tokens of the head": (lora(trainable_token_indices={"lm_head": [9, 100, 11]}), {}),
-    "the same tokens of both": (
-        lora(trainable_token_indices={"wte": [9, 10], "lm_head": [9, 10]}),
-        {},
-    ),
-    "tokens of each": (
-        lora(trainable_token_indices={"wte": [9, 10], "lm_head": [11]}),
-        {"dtype": "float16", **BIN},
-    ),
-    "tokens beside an embedding that is saved": (lora(trainable_token_indices=[7, 8]), EMBEDDINGS),
-    "gaussian": (lora(4, init_lora_weights="gaussian"), {}),
-    "random": (lora(4, init_lora_weights=False), {}),
-    "orthogonal": (lora(4, init_lora_weights="orthogonal"), {}),
-    "mica": (lora(4, init_lora_weights="mica"), {}),
-    "pissa, converted": (lora(4, init_lora_weights="pissa", **PISSA), {"converted": True}),
-    "pissa with rslora, converted": (
-        lora(4, init_lora_weights="pissa_niter_2", use_rslora=True),
-        {"converted": True},
-    ),
+    "dora": lora(6, use_dora=True, bias="lora_only"),
+    "dora with rslora": lora(4, use_dora=True, use_rslora=True, lora_alpha=3),
+    "a head": lora(modules_to_save=["lm_head"]),
+    "an embedding": lora(modules_to_save=["wte"]),
+    "an embedding and a head": lora(modules_to_save=["wte", "lm_head", "wpe"]),
+    "norms": lora(modules_to_save=["ln_f", "ln_1"], target_modules=["c_fc"]),
+    "a layer": lora(modules_to_save=["1.mlp"], target_modules=["c_attn"]),
+    "all biases": lora(bias="all", target_modules=["c_attn"]),
+    "embeddings beside it": lora() | EMBEDDINGS,
+    "tokens": lora(trainable_token_indices=[7, 499, 30]),
+    "tokens of the transformer": lora(task_type=None, trainable_token_indices={"wte": [40, 5]})
+    | TRANSFORMER,
+    "tokens of the head": lora(trainable_token_indices={"lm_head": [9, 100, 11]}),
+    "the same tokens of both": lora(trainable_token_indices={"wte": [9, 10], "lm_head": [9, 10]}),
+    "tokens of each": lora(trainable_token_indices={"wte": [9, 10], "lm_head": [11]})
+    | {"dtype": "float16", **BIN},
+    "tokens beside an embedding that is saved": lora(trainable_token_indices=[7, 8]) | EMBEDDINGS,
+    "gaussian": lora(4, init_lora_weights="gaussian"),
+    "random": lora(4, init_lora_weights=False),
+    "orthogonal": lora(4, init_lora_weights="orthogonal"),
+    "mica": lora(4, init_lora_weights="mica"),
+    "pissa, converted": lora(4, init_lora_weights="pissa", **PISSA) | CONVERTED,
+    "pissa with rslora, converted": lora(4, init_lora_weights="pissa_niter_2", use_rslora=True)
+    | CONVERTED,
 }
-ADAPTERS = {name: {"config": config, **more} for name, (config, more) in CONFIGS.items()}
 TRAINED, ROUTER = "trained", "router"
 BASE, WHOLE = "base", "whole"  # the base itself, and a fine-tune of it without adapters
 MERGED = (TRAINED, "long patterns", "biases that are added", "bfloat16", "dora", "norms", "tokens")
 
 # By what the refusal says, what PEFT saves.
 REFUSED: dict[str, dict[str, Any]] = {
-    "holds base_model.model.transformer.wte.lora_embedding_A": {
-        "config": lora(target_modules=["c_attn", "wte"]),
-        "save": {"save_embedding_layers": False},
-    },
-    "holds base_model.model.lm_head.lora_A.weight": {
-        "config": lora(target_modules=["c_attn", "lm_head"])
-    },
-    "target_parameters is ['attn.c_attn.weight']": {
-        "config": lora(target_parameters=["attn.c_attn.weight"], target_modules=[])
-    },
-    "alora_invocation_tokens is [5, 6]": {"config": lora(alora_invocation_tokens=[5, 6])},
-    "init_lora_weights is 'pissa_niter_4'": {"config": lora(init_lora_weights="pissa_niter_4")},
-    "init_lora_weights is 'olora'": {"config": lora(init_lora_weights="olora")},
-    ".c_attn.lora_velora_embed, which is no LoRA matrix": {"config": lora(velora_config={})},
-    "lora_monteclora_sampler": {"config": lora(monteclora_config={})},
-    "rank 65 in layer 0, more than the 64 units": {"config": lora(65)},
-    "task_type is 'SEQ_CLS'": {"config": lora(task_type="SEQ_CLS"), "over": "classes"},
-    "task_type is 'FEATURE_EXTRACTION'": {
-        "config": lora(task_type="FEATURE_EXTRACTION"),
-        "over": "transformer",
-    },
+    "holds base_model.model.transformer.wte.lora_embedding_A": lora(
+        target_modules=["c_attn", "wte"]
+    )
+    | {"save": {"save_embedding_layers": False}},
+    "holds base_model.model.lm_head.lora_A.weight": lora(target_modules=["c_attn", "lm_head"]),
+    "target_parameters is ['attn.c_attn.weight']": lora(
+        target_parameters=["attn.c_attn.weight"], target_modules=[]
+    ),
+    "alora_invocation_tokens is [5, 6]": lora(alora_invocation_tokens=[5, 6]),
+    "init_lora_weights is 'pissa_niter_4'": lora(init_lora_weights="pissa_niter_4"),
+    "init_lora_weights is 'olora'": lora(init_lora_weights="olora"),
+    ".c_attn.lora_velora_embed, which is no LoRA matrix": lora(velora_config={}),
+    "lora_monteclora_sampler": lora(monteclora_config={}),
+    "rank 65 in layer 0, more than the 64 units": lora(65),
+    "task_type is 'SEQ_CLS'": lora(task_type="SEQ_CLS") | {"over": "classes"},
+    "task_type is 'FEATURE_EXTRACTION'": lora(task_type="FEATURE_EXTRACTION") | TRANSFORMER,
     **{
         f"peft_type is '{kind}'": {"kind": config, "config": {"task_type": "CAUSAL_LM", **more}}
         for kind, config, more in (
@@ -208,9 +183,6 @@ class Made:
     losses: dict[str, list[float]]
     logprobs: dict[str, NDArray[Any]]
 
-    def folder(self, name: str) -> Path:
-        return folder_of(self.root, name)
-
 
 def folder_of(root: Path, name: str) -> Path:
     """Of an adapter: PEFT saves one with a name of its own in a folder of that name."""
@@ -230,8 +202,8 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
         "train": {
             TRAINED: {
                 "path": root / TRAINED,
-                "config": lora(8, lora_alpha=16, lora_dropout=0.05, bias="lora_only"),
                 "rate": 1e-2,
+                **lora(8, lora_alpha=16, lora_dropout=0.05, bias="lora_only"),
                 **training,
             }
         },
@@ -263,16 +235,13 @@ def found(made: Made) -> dict[str, list[Request]]:
 
     It is closed then: one in idleness gives the library's memory back, which another may be using.
     """
-    engine = new_engine()
-    try:
+    with closing(new_engine()) as engine:
         engine.load(BASE, str(made.base))
         for name in [TRAINED, *ADAPTERS]:
-            engine.load(name, str(made.folder(name)), base=str(made.base))
+            engine.load(name, str(folder_of(made.root, name)), base=str(made.base))
         with Pause(engine):
             requests = {name: ask(engine, name) for name in [BASE, TRAINED, *ADAPTERS]}
         return {name: [r.wait() for r in each] for name, each in requests.items()}
-    finally:
-        engine.close()
 
 
 def new_engine() -> Engine:
@@ -325,14 +294,11 @@ def test_what_is_compared_is_of_many_adapters_that_change_the_text(made: Made) -
 
 @pytest.mark.parametrize("reason", REFUSED)
 def test_what_cannot_be_served_is_refused_as_peft_saves_it(made: Made, reason: str) -> None:
-    engine = new_engine()
-    try:
+    with closing(new_engine()) as engine:
         with pytest.raises(ArtifactError) as caught:
-            engine.load("bad", str(made.folder(reason)), base=str(made.base))
+            engine.load("bad", str(folder_of(made.root, reason)), base=str(made.base))
         assert reason in caught.value.message
         assert not engine.models()
-    finally:
-        engine.close()
 
 
 def test_a_router_of_adapters_is_refused(made: Made) -> None:
@@ -348,21 +314,18 @@ def test_peft_answers_with_a_converted_adapter_as_we_do(made: Made, tmp_path: Pa
         convert(made.root / WHOLE, adapter, "adapter", "--base", made.base, "--rank", rank)
     asked = {rank: (adapter, "") for rank, adapter in ranks.items()}
     said, logprobs = ask_peft(tmp_path / "work", {"base": made.base, "ask": asked})
-    engine = new_engine()
-    try:
+    with closing(new_engine()) as engine:
         for rank, adapter in ranks.items():
             engine.load(rank, str(adapter), base=str(made.base))
             requests = [request.wait() for request in ask(engine, rank)]
             agrees(requests, said["answers"][rank], logprobs[rank])
         np.testing.assert_allclose(logprobs["64"], made.logprobs[WHOLE], rtol=0, atol=TOLERANCE)
         assert np.abs(logprobs["8"] - made.logprobs[WHOLE]).max() > 10 * TOLERANCE
-    finally:
-        engine.close()
 
 
 @pytest.mark.parametrize("name", MERGED)
 def test_a_merged_adapter_is_what_peft_makes_of_it(made: Made, tmp_path: Path, name: str) -> None:
-    convert(made.folder(name), tmp_path / "whole", "whole", "--base", made.base)
+    convert(folder_of(made.root, name), tmp_path / "whole", "whole", "--base", made.base)
     ours = open_artifact(tmp_path / "whole")
     theirs = open_artifact(made.root / f"merged-{MERGED.index(name)}")
     before = open_artifact(made.base)

@@ -4,6 +4,7 @@ allows what a partial match of a regular expression does."""
 from __future__ import annotations
 
 import json
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -44,8 +45,7 @@ FORMS: list[tuple[dict[str, Any], str]] = [
 
 def test_greedy_answers_are_those_of_transformers_with_a_logits_processor(tmp_path: Path) -> None:
     folder = make_hugging_face(tmp_path / "model", kind="byte-level", seed=4)
-    engine = Engine(Settings(memory_mib=64, precision="fp32"))
-    try:
+    with closing(Engine(Settings(memory_mib=64, precision="fp32"))) as engine:
         table = engine.load("m", str(folder)).texts._table
         asked = [
             {"prompt": prompt, "pattern": pattern, "max_new_tokens": NEW, "form": form}
@@ -62,5 +62,3 @@ def test_greedy_answers_are_those_of_transformers_with_a_logits_processor(tmp_pa
             form: Any = one["form"]
             request = Request(engine, "m", str(one["prompt"]), max_new_tokens=NEW, **form).wait()
             assert request.ids() == expected, one
-    finally:
-        engine.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -31,9 +32,7 @@ def golden(case: Case) -> Iterator[Golden]:
 
 def test_the_uncached_model_gives_the_logits_of_the_oracle(case: Case, golden: Golden) -> None:
     model = GPT2(case.config, dict(case.weights()))
-
     logits = model(mx.nd.array(golden["ids"][None, :])).asnumpy()[0]
-
     np.testing.assert_allclose(logits, golden["logits"], rtol=0, atol=TOLERANCE)
 
 
@@ -41,11 +40,8 @@ def test_the_uncached_model_gives_the_logits_of_the_oracle(case: Case, golden: G
 def test_a_backend_gives_the_logits_and_the_continuation_of_the_oracle(
     case: Case, golden: Golden, backend: str, tmp_path: Path
 ) -> None:
-    model = load(case, tmp_path, backend)
-    try:
+    with closing(load(case, tmp_path, backend)) as model:
         agrees_with_oracle(model, golden)
-    finally:
-        model.close()
 
 
 def test_int8_is_close_to_the_oracle(case: Case, golden: Golden, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -42,12 +43,9 @@ def check(cases: list[Case], folder: Path) -> None:
     for case in cases:
         print(case)
         for backend in BACKENDS:
-            model = load(case, folder, backend)
-            try:
-                with np.load(folder / f"{case.name}.npz") as golden:
-                    agrees_with_oracle(model, golden)
-            finally:
-                model.close()
+            golden = np.load(folder / f"{case.name}.npz")
+            with closing(load(case, folder, backend)) as model, golden:
+                agrees_with_oracle(model, golden)
 
 
 def test_backends_agree_with_the_oracle_on_random_shapes(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import json
 import os
 import random
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,10 @@ from common.parameters import Parameters
 from engine.engine import Engine
 from engine.settings import Settings
 from tests.engine.engines import Request, make_talkative
-from tests.engine.hugging_face import KINDS
+from tests.engine.hugging_face import KINDS, make_hugging_face
 from tests.oracle import oracle
 from tests.oracle.comparison import BACKENDS, TOLERANCE
-from tests.oracle.directories import DIRECTORIES, NEW_TOKENS, PROMPTS, Directory
+from tests.oracle.directories import DIRECTORIES, NEW_TOKENS, PROMPTS, make
 from tests.scripts import command
 
 pytestmark = pytest.mark.slow
@@ -31,23 +32,20 @@ SEED = os.environ.get("ORACLE_SEED", "1")  # another one gives other directories
 
 @pytest.fixture(params=BACKENDS)
 def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
-    engine = Engine(Settings(backend=request.param, precision="fp32", memory_mib=512))
-    try:
+    with closing(
+        Engine(Settings(backend=request.param, precision="fp32", memory_mib=512))
+    ) as engine:
         yield engine
-    finally:
-        engine.close()
 
 
-@pytest.mark.parametrize("directory", DIRECTORIES, ids=lambda directory: directory.name)
-def test_texts_are_those_of_transformers(
-    engine: Engine, directory: Directory, tmp_path: Path
-) -> None:
-    agrees(engine, directory.make(tmp_path), GOLDEN[directory.name])
+@pytest.mark.parametrize("name", DIRECTORIES)
+def test_texts_are_those_of_transformers(engine: Engine, name: str, tmp_path: Path) -> None:
+    agrees(engine, make(name, tmp_path), GOLDEN[name])
 
 
 def test_the_golden_texts_are_of_these_directories_and_no_easy_ones() -> None:
     """Held-back characters, skipped special tokens, early ends, texts that do not stand still."""
-    assert {d.name: set(PROMPTS) for d in DIRECTORIES} == {n: set(t) for n, t in GOLDEN.items()}
+    assert {name: {*PROMPTS} for name in DIRECTORIES} == {n: set(t) for n, t in GOLDEN.items()}
     answers = [answer for texts in GOLDEN.values() for answer in texts.values()]
     assert all(answer["margin"] > 2 * TOLERANCE for answer in answers)
     assert any("\ufffd" in answer["text"] for answer in answers)
@@ -73,9 +71,10 @@ def agrees(engine: Engine, folder: Path, answers: dict[str, Any]) -> None:
     engine.unload(name)
 
 
-def random_directory(index: int, rng: random.Random) -> Directory:
+def random_options(rng: random.Random) -> dict[str, Any]:
+    """Of `make_hugging_face`."""
     heads = rng.randint(1, 6)
-    options = {
+    return {
         "kind": rng.choice(KINDS),
         "layers": rng.randint(1, 4),
         "heads": heads,
@@ -91,7 +90,6 @@ def random_directory(index: int, rng: random.Random) -> Directory:
             "scale_attn_by_inverse_layer_idx": rng.random() < 0.3,
         },
     }
-    return Directory(f"random-{index}", options)
 
 
 @pytest.mark.oracle
@@ -99,9 +97,9 @@ def random_directory(index: int, rng: random.Random) -> Directory:
 def test_texts_agree_with_transformers_on_random_directories(
     engine: Engine, index: int, tmp_path: Path
 ) -> None:
-    directory = random_directory(index, random.Random(f"{SEED}-{index}"))  # noqa: S311
-    print(directory)  # shown when the test fails
-    folder = directory.make(tmp_path)
+    options = random_options(random.Random(f"{SEED}-{index}"))  # noqa: S311
+    print(options)  # shown when the test fails
+    folder = make_hugging_face(tmp_path / "random", **options)
     agrees(engine, folder, ask_oracle(folder, PROMPTS, tmp_path))
 
 
@@ -118,7 +116,7 @@ def test_a_converted_v1_model_gives_the_same_text_in_transformers(
 
 @pytest.mark.oracle
 def test_a_model_that_torch_saved_is_read(engine: Engine, tmp_path: Path) -> None:
-    folder = Directory("torch", {"seed": 11}).make(tmp_path)
+    folder = make_hugging_face(tmp_path / "torch", seed=11)
     save = (
         "import sys, torch; from transformers import AutoModelForCausalLM as M;"
         "m = M.from_pretrained(sys.argv[1]); torch.save(m.state_dict(), sys.argv[2])"

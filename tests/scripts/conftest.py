@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -58,6 +59,13 @@ def run() -> Run:
     return run_script
 
 
+def refusal(done: subprocess.CompletedProcess[str], *statuses: int) -> str:
+    """The one line of a command that fails with one of these statuses and prints nothing else."""
+    assert done.returncode in statuses, done.stderr
+    assert (done.stdout, done.stderr.count("\n")) == ("", 1)
+    return done.stderr
+
+
 @pytest.fixture(scope="session")
 def model_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Small models as archives, by the names in `NAMES`."""
@@ -77,13 +85,18 @@ def served(model_store: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
         yield server
 
 
+def platform_of(served: Server, s3: Any, bucket: str, prefix: str) -> Agent:
+    """The platform that gives the server the models of an endpoint."""
+    folder = served.run_dir.parent / "ml" / "models"
+    return Agent(served.url(""), Disk(folder, s3, bucket, prefix), str(folder))
+
+
 @pytest.fixture(scope="session")
 def poets(served: Server, model_store: Path) -> Iterator[Poets]:
     with s3_server() as s3:
         for name in NAMES:
             s3.put(f"poets/{name}.tar.gz", (model_store / f"{name}.tar.gz").read_bytes())
-        folder = served.run_dir.parent / "ml" / "models"
-        agent = Agent(served.url(""), Disk(folder, s3.client, BUCKET, "poets/"), str(folder))
+        agent = platform_of(served, s3.client, BUCKET, "poets/")
         one = Endpoint("one", [SingleModel(served.url(""))])
         with runtime(Endpoint("poets", [agent]), one) as api:
             yield Poets(agent, {**api.environment, "AWS_ENDPOINT_URL_CLOUDWATCH": s3.url})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import subprocess
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +19,6 @@ from engine.engine import Engine
 from engine.settings import Settings
 from engine.text.prompts import Prompts
 from scripts.artifacts import tokenizer_json
-from scripts.artifacts.archive import check, write_archive
 from tests.engine.artifacts.test_hugging_face import TORCH_FILE
 from tests.engine.engines import Request, make_talkative
 from tests.engine.hugging_face import TINY, make_hugging_face, write_json
@@ -52,16 +52,13 @@ def refused(*arguments: str | Path) -> str:
 
 def texts(*folders: Path) -> list[list[str]]:
     """What the engine answers to some sentences, for each folder."""
-    engine = Engine(Settings(backend="native", precision="fp32", memory_mib=256))
-    try:
+    with closing(Engine(Settings(backend="native", precision="fp32", memory_mib=256))) as engine:
         found = []
         for i, folder in enumerate(folders):
             engine.load(str(i), str(folder))
             requests = [Request(engine, str(i), s, max_new_tokens=16) for s in SENTENCES]
             found.append([request.wait().text() for request in requests])
         return found
-    finally:
-        engine.close()
 
 
 def test_v1_becomes_a_hugging_face_directory_and_v1_again(tmp_path: Path) -> None:
@@ -80,15 +77,6 @@ def test_v1_becomes_a_hugging_face_directory_and_v1_again(tmp_path: Path) -> Non
     weights = read_params(tmp_path / "back" / "kogpt2.params")
     np.testing.assert_array_equal(weights[OUTPUT], weights[EMBEDDING])
     assert (tmp_path / "back" / "kogpt2.spiece").read_bytes() == spiece()
-
-
-def test_an_archive_is_a_source_as_its_folder_is(tmp_path: Path) -> None:
-    write_archive(check(make_artifact(tmp_path / "봄")), tmp_path / "봄.tar.gz")
-    for source in ("봄", "봄.tar.gz"):
-        convert(tmp_path / source, tmp_path / f"{source}-hf", "--to", "hf")
-    folders = (tmp_path / "봄-hf", tmp_path / "봄.tar.gz-hf")
-    made = [{p.name: p.read_bytes() for p in folder.iterdir()} for folder in folders]
-    assert made[0] == made[1]
 
 
 def test_half_precision_stays_half(tmp_path: Path) -> None:
@@ -117,16 +105,21 @@ def test_a_prepared_model_is_found_by_its_first_load(tmp_path: Path, backend: st
     output = convert(source, tmp_path / "ready", *to)
     assert "the likeliest token is the same" in output
     files = {p.name: p.stat().st_ino for p in (tmp_path / "ready" / ".prepared").iterdir()}
-    engine = Engine(Settings(backend=backend, precision="int8", memory_mib=256))
-    try:
+    with closing(Engine(Settings(backend=backend, precision="int8", memory_mib=256))) as engine:
         engine.load("m", str(tmp_path / "ready"))
         assert Request(engine, "m", SENTENCES[0], max_new_tokens=4).wait().error is None
-    finally:
-        engine.close()
     after = {p.name: p.stat().st_ino for p in (tmp_path / "ready" / ".prepared").iterdir()}
     blobs = {n: t for n, t in files.items() if not n.endswith(".json")}
     assert blobs.items() <= after.items()
     assert after.keys() == files.keys()
+
+
+def test_an_adapter_is_compared_without_a_text_of_two_tokens(tmp_path: Path) -> None:
+    """Lines of one token each were no texts and no reason for random ones: a division by zero."""
+    model, base = (make_hugging_face(tmp_path / str(i), kind="byte-level", seed=i) for i in (1, 2))
+    (tmp_path / "lines.txt").write_text("a\nb\n", encoding="utf-8")
+    options = ("--to", "adapter", "--base", base, "--text", tmp_path / "lines.txt")
+    assert "greedy texts" in convert(model, tmp_path / "lora", *options)
 
 
 # Refusals

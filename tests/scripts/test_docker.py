@@ -81,12 +81,20 @@ def test_the_slim_image_is_built_for_arm64(ask: Ask) -> None:
     assert values(ask("build", "slim"), "-t") == ["kogpt2-serving:slim"]
 
 
-def test_an_image_has_the_extras_that_are_asked_for(ask: Ask) -> None:
-    assert values(ask("build", "cpu"), "--build-arg") == []
-    assert values(ask("build", "cpu", "--tracing"), "--build-arg") == ["EXTRA=tracing"]
-    assert values(ask("build", "cpu", "--grpc", "--tracing"), "--build-arg") == [
-        "EXTRA=grpc tracing"
-    ]
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ("cpu", []),
+        ("cpu --tracing", ["EXTRA=tracing"]),
+        ("cpu --grpc --tracing", ["EXTRA=grpc tracing"]),
+        ("gpu", []),
+        ("gpu --backends mxnet", ["BACKENDS=mxnet"]),
+    ],
+)
+def test_what_is_asked_for_reaches_the_dockerfile(
+    ask: Ask, arguments: str, expected: list[str]
+) -> None:
+    assert values(ask("build", *arguments.split()), "--build-arg") == expected
 
 
 @pytest.mark.parametrize(
@@ -95,9 +103,12 @@ def test_an_image_has_the_extras_that_are_asked_for(ask: Ask) -> None:
         ("cpu --platform linux/arm64", "linked with libarmpl_lp64_mp.so, which no package has"),
         ("gpu --platform linux/arm64", "mxnet-cu117 has no wheel for aarch64"),
         ("slim --platform arm64", "must be linux/amd64 or linux/arm64"),
+        ("gpu --backends torch", "--backends is 'torch', must be onnxruntime, mxnet or both"),
+        ("gpu --backends", "--backends is '', must be"),
+        ("cpu --backends mxnet", "--backends is for the gpu image"),
     ],
 )
-def test_a_platform_without_an_image_is_refused(arguments: str, reason: str) -> None:
+def test_an_image_that_cannot_be_built_is_refused(arguments: str, reason: str) -> None:
     command = [ROOT / "scripts" / "build", *arguments.split()]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, reason in done.stderr) == (2, True), done.stderr
@@ -175,10 +186,7 @@ def test_mms_has_the_library_for_unix_sockets_that_java_sh_names_by_the_processo
     ("kind", "own"),
     [
         ("cpu", {"RUN_DIR", "RUN_AS_USER", "ENGINE_BACKEND"}),
-        (
-            "gpu",
-            {"RUN_DIR", "RUN_AS_USER", "ENGINE_DEVICE", "ENGINE_BACKEND", "START_TIMEOUT_S"},
-        ),
+        ("gpu", {"RUN_DIR", "RUN_AS_USER", "ENGINE_DEVICE", "ENGINE_BACKEND", "START_TIMEOUT_S"}),
     ],
 )
 def test_an_image_has_a_numeric_user_and_sets_no_settings_but_its_own(

@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
-import tarfile
+from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -13,15 +14,18 @@ import sentencepiece
 
 from command.documents import read_documents
 from command.errors import Problem
-from engine import backends
 from engine.artifacts.artifact import Artifact
 from engine.artifacts.open import open_artifact
-from engine.backends.interface import BackendModel, Piece
+from engine.engine import Engine
+from engine.settings import Settings
 from scripts.artifacts.archive import check, write_archive
 from scripts.artifacts.training import fine_tune, train_tokenizer
 from scripts.artifacts.training_options import FineTune
+from scripts.fine_tune import DEMO
+from tests.engine.engines import Request
 from tests.engine.hugging_face import make_hugging_face
 from tests.scripts import command
+from tests.serving.store.archives import unpack
 
 pytestmark = pytest.mark.slow
 
@@ -47,13 +51,8 @@ def run(*args: str | Path) -> subprocess.CompletedProcess[str]:
     return command.run("fine-tune", *args)
 
 
-def unpack(archive: Path, folder: Path) -> Artifact:
-    with tarfile.open(archive) as tar:
-        for member in tar:
-            source = tar.extractfile(member)
-            assert source is not None
-            folder.mkdir(exist_ok=True)
-            (folder / member.name).write_bytes(source.read())
+def unpacked(archive: Path, folder: Path) -> Artifact:
+    unpack(archive, folder)
     return open_artifact(folder)
 
 
@@ -81,7 +80,7 @@ def trained(text: Path) -> tuple[Path, str]:
 def test_a_model_is_trained_that_the_engine_opens(
     trained: tuple[Path, str], tmp_path: Path
 ) -> None:
-    artifact = unpack(trained[0], tmp_path / "model")
+    artifact = unpacked(trained[0], tmp_path / "model")
     names = sorted(p.name for p in artifact.path.iterdir())
     assert names == ["config.json", "model.params", "model.spiece"]
     config = artifact.config
@@ -109,12 +108,12 @@ def test_the_same_seed_gives_the_same_bytes(
 def test_a_base_is_trained_further_with_its_tokenizer(
     trained: tuple[Path, str], text: Path, tmp_path: Path
 ) -> None:
-    base = unpack(trained[0], tmp_path / "base")
+    base = unpacked(trained[0], tmp_path / "base")
     out = tmp_path / "more.tar.gz"
     done = run("--text", text, "--out", out, "--base", base.path, "--steps", "5", "--seed", "2")
     assert done.returncode == 0, done.stderr
     assert losses(done.stdout)[0][0] < losses(trained[1])[0][0]
-    artifact = unpack(out, tmp_path / "more")
+    artifact = unpacked(out, tmp_path / "more")
     assert artifact.tokenizer_file.read_bytes() == base.tokenizer_file.read_bytes()
     assert artifact.config == base.config
 
@@ -149,42 +148,24 @@ def test_mistakes_are_explained_before_training(text: Path, tmp_path: Path) -> N
 
 
 def test_a_base_that_is_no_model_is_explained(text: Path, tmp_path: Path) -> None:
-    for base, message in (
-        (text.parent, r"cannot be read as a model: .* holds no model"),
-        (text, "cannot be unpacked, it is damaged: Not a gzipped file"),
-        (tmp_path / "none.tar.gz", "does not exist"),
-    ):
-        with pytest.raises(Problem, match=message):
-            fine_tune(base, text, tmp_path / "out.tar.gz", FineTune(seed=1))
-
-
-class Demo:
-    """One of model_store/'s archives, loaded."""
-
-    def __init__(self, name: str, folder: Path) -> None:
-        artifact = unpack(STORE / f"{name}.tar.gz", folder / name)
-        self.model: BackendModel = backends.load(artifact, "native", "fp32")
-        self.tokenizer = sentencepiece.SentencePieceProcessor(
-            model_file=str(artifact.tokenizer_file)
-        )
-
-    def continuation(self, prompt: str) -> str:
-        """The text that greedy decoding adds, up to `</s>`."""
-        row = self.model.open_row()
-        ids = [self.tokenizer.bos_id(), *self.tokenizer.encode(prompt)]
-        most = self.model.config.max_length - len(ids)
-        found: list[int] = []
-        while found[-1:] != [self.tokenizer.eos_id()] and len(found) < most:
-            found.append(int(self.model.run([Piece(row, found[-1:] or ids)])[0].argmax()))
-        self.model.close_row(row)
-        text: str = self.tokenizer.decode(found)
-        return text
+    with pytest.raises(Problem, match=r"cannot be read as a model: .* holds no model"):
+        fine_tune(text.parent, text, tmp_path / "out.tar.gz", FineTune(seed=1))
 
 
 @pytest.fixture(scope="module")
-def demos(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Demo]:
+def demos(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+    """An engine with the archives of model_store/."""
     folder = tmp_path_factory.mktemp("demos")
-    return {name: Demo(name, folder) for name in ("sowol", "dongju")}
+    settings = Settings(backend="native", precision="fp32", memory_mib=256)
+    with closing(Engine(settings)) as engine:
+        for name in DEMO:
+            unpack(STORE / f"{name}.tar.gz", folder / name)
+            engine.load(name, str(folder / name))
+        yield engine
+
+
+def continuation(engine: Engine, name: str, prompt: str) -> str:
+    return Request(engine, name, prompt).wait().text().strip()
 
 
 @pytest.mark.parametrize(
@@ -198,17 +179,16 @@ def demos(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Demo]:
         ("dongju", "산모퉁이를 돌아", "논가 외딴 우물을 홀로 찾아가선 가만히 들여다봅니다."),
     ],
 )
-def test_a_demo_continues_its_poems(
-    demos: dict[str, Demo], name: str, line: str, rest: str
-) -> None:
-    assert demos[name].continuation(line).startswith(rest)
+def test_a_demo_continues_its_poems(demos: Engine, name: str, line: str, rest: str) -> None:
+    assert continuation(demos, name, line).startswith(rest)
 
 
-def test_the_demos_are_small_differ_and_end_where_a_poem_ends(demos: dict[str, Demo]) -> None:
-    assert all((STORE / f"{name}.tar.gz").stat().st_size <= 5_000_000 for name in demos)
-    assert demos["dongju"].continuation("오늘 밤에도 별이") == "바람에 스치운다."
+def test_the_demos_are_small_differ_and_end_where_a_poem_ends(demos: Engine) -> None:
+    assert all((STORE / f"{name}.tar.gz").stat().st_size <= 5_000_000 for name in DEMO)
+    assert continuation(demos, "dongju", "오늘 밤에도 별이") == "바람에 스치운다."
     for prompt in ("나 보기가 역겨워", "하늘", "바람이 불어"):
-        assert demos["sowol"].continuation(prompt) != demos["dongju"].continuation(prompt)
+        sowol, dongju = (continuation(demos, name, prompt) for name in DEMO)
+        assert sowol != dongju
 
 
 def test_a_base_of_hugging_faces_is_refused_with_what_to_do(tmp_path: Path) -> None:

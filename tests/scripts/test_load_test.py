@@ -25,7 +25,7 @@ from scripts.traffic import compare, loads, samples
 from scripts.traffic.plan import Chooser, Plan
 from scripts.traffic.samples import Sample
 from tests.e2e.server import Server, eventually, free_port
-from tests.scripts.conftest import NAMES, Poets, Run
+from tests.scripts.conftest import NAMES, Poets, Run, refusal
 
 pytestmark = pytest.mark.slow
 
@@ -46,22 +46,26 @@ def answered(server: Server, model: str) -> int:
     return sum(int(float(line.split()[-1])) for line in lines if line.startswith(start))
 
 
+def measured(run: Run, file: Path, *options: str | Path, **environment: str) -> dict[str, Any]:
+    """The report that a load test writes, with its `text` and `file`."""
+    done = run("load-test", *options, "--json", file, *SHORT, **environment)
+    assert done.returncode == 0, done.stdout + done.stderr
+    report = json.loads(file.read_text(encoding="utf-8"))
+    return {**report, "text": done.stdout, "file": file}
+
+
 @pytest.fixture(scope="module")
 def users(run: Run, served: Server, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """A run of clients against a server that has nothing loaded: its results and text."""
+    """A run of clients against a server that has nothing loaded."""
     folder = tmp_path_factory.mktemp("load")
     for name in {*served.loaded()} & {*NAMES}:
         assert served.unload(name).status_code == 200
     before = {name: answered(served, name) for name in NAMES}
     prompts = folder / "prompts.txt"
     prompts.write_text("나는 오늘\n\n비가 오는 날에는\n", encoding="utf-8")
-    files = ("--json", folder / "a.json", "--prompts", prompts)
     plan = ("--models", ",".join(NAMES), "--users", "3", "--seconds", "3", "--zipf", "1.5")
-    done = run("load-test", "--url", served.url(""), *plan, *files, *SHORT)
-    assert done.returncode == 0, done.stderr
-    counted = {name: answered(served, name) - before[name] for name in NAMES}
-    extra = {"text": done.stdout, "counted": counted, "file": folder / "a.json"}
-    return {**json.loads((folder / "a.json").read_text(encoding="utf-8")), **extra}
+    report = measured(run, folder / "a.json", "--url", served.url(""), *plan, "--prompts", prompts)
+    return {**report, "counted": {n: answered(served, n) - before[n] for n in NAMES}}
 
 
 def test_the_report_counts_what_the_server_counted(users: dict[str, Any]) -> None:
@@ -120,24 +124,19 @@ def test_requests_at_a_rate_with_the_first_token_of_streams(
     run: Run, served: Server, tmp_path: Path
 ) -> None:
     options = ("--rate", "20", "--seconds", "3", "--warm-up", "0.5", "--stream", "--models", "m0")
-    file = tmp_path / "a.json"
-    done = run("load-test", "--url", served.url(""), *options, "--json", file, *SHORT)
-    assert done.returncode == 0, done.stderr
-    found = json.loads(file.read_text(encoding="utf-8"))
+    found = measured(run, tmp_path / "a.json", "--url", served.url(""), *options)
     assert 30 <= found["all"]["requests"] <= 95  # 60 on average, Poisson
     first, whole = found["all"]["first_token_s"], found["all"]["seconds"]
     assert 0 < first["p50"] < whole["p50"]
     assert found["all"]["tokens"] > found["all"]["requests"]
-    assert "token 1 p50" in done.stdout
+    assert "token 1 p50" in found["text"]
 
 
 def test_an_endpoint_is_tested_through_the_platforms_api(
     run: Run, poets: Poets, tmp_path: Path
 ) -> None:
     options = ("--endpoint", "poets", "--models", "m0,시/봄", "--users", "2", "--seconds", "1")
-    done = run("load-test", *options, "--json", tmp_path / "a.json", *SHORT, **poets.environment)
-    assert done.returncode == 0, done.stdout + done.stderr
-    found = json.loads((tmp_path / "a.json").read_text(encoding="utf-8"))
+    found = measured(run, tmp_path / "a.json", *options, **poets.environment)
     assert found["all"]["requests"] > 4
     assert found["all"]["tokens_per_s"] > 0
     assert "--cloudwatch" in found["loads"]["unknown"]
@@ -227,10 +226,7 @@ def test_locusts_page_is_served_meanwhile(served: Server) -> None:
 def test_a_wrong_call_is_refused_before_anything_is_sent(
     run: Run, options: tuple[str, ...], message: str
 ) -> None:
-    done = run("load-test", *options)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert message in done.stderr
-    assert done.stderr.count("\n") == 1
+    assert message in refusal(run("load-test", *options), 2)
 
 
 # Numbers
@@ -280,12 +276,10 @@ def test_failed_requests_count_as_errors_and_not_as_latencies() -> None:
         Sample("b", 4.1, 60.0, error="timeout"),  # it was begun a little late
     ]
     found = samples.results(measured, ["a", "b"], [0.5, 0.5], 4.0)
-    assert found["all"]["requests"] == 5
-    assert found["all"]["errors"] == 3
-    assert found["all"]["requests_per_s"] == 0.5
-    assert found["all"]["seconds"]["max"] == 2.0
-    assert found["all"]["tokens_per_s"] == 10
-    assert found["all"]["outside_model_s"]["max"] == 1.5
+    every = found["all"]
+    assert (every["requests"], every["errors"], every["requests_per_s"]) == (5, 3, 0.5)
+    assert (every["tokens_per_s"], every["seconds"]["max"]) == (10, 2.0)
+    assert every["outside_model_s"]["max"] == 1.5
     assert found["models"]["a"]["first_call_s"] == 2.0
     assert found["models"]["b"]["first_call_s"] is None
     assert found["models"]["b"]["seconds"] is None

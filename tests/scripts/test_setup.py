@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
+import runpy
 import shutil
 import subprocess
 from importlib import metadata
-from importlib.machinery import SourceFileLoader
 from itertools import combinations
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 from packaging.requirements import Requirement
@@ -389,27 +387,21 @@ def test_help_shows_examples_and_installs_nothing(machine: Machine, name: str) -
     assert not machine.venv.exists()
 
 
-def lock() -> ModuleType:
-    loader = SourceFileLoader("lock", str(ROOT / "scripts" / "lock"))
-    spec = importlib.util.spec_from_loader("lock", loader)
-    assert spec
-    module = importlib.util.module_from_spec(spec)
-    loader.exec_module(module)
-    return module
+LOCK = runpy.run_path(str(ROOT / "scripts" / "lock"))
 
 
 def requirements(name: str) -> list[tuple[Requirement, list[str]]]:
     """Each with its hashes."""
     text = (ROOT / "requirements" / f"{name}.txt").read_text(encoding="utf-8")
-    found = [block.replace("\\\n", "").split(" --hash=") for block in lock().blocks(text)]
+    found = [block.replace("\\\n", "").split(" --hash=") for block in LOCK["blocks"](text)]
     return [(Requirement(first), hashes) for first, *hashes in found]
 
 
 @pytest.mark.parametrize("name", LISTS)
 def test_a_list_is_that_of_pyproject_toml_exact_hashed_and_from_no_index(name: str) -> None:
     text = (ROOT / "requirements" / f"{name}.txt").read_text(encoding="utf-8")
-    assert text.startswith(lock().header(name)), "stale: run scripts/lock"
-    assert name in lock().LISTS
+    assert text.startswith(LOCK["header"](name)), "stale: run scripts/lock"
+    assert name in LOCK["LISTS"]
     assert not re.search("://|-index-url|--find-links", text)
     for requirement, hashes in requirements(name):
         assert re.fullmatch(r"==[\w.]+", str(requirement.specifier)), requirement

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from scripts.aws.account import Account, Aws
 from tests.scripts.aws.cloud import Cloud, cloud
 
 
@@ -18,3 +19,13 @@ def aws(server: Cloud) -> Cloud:
     """An empty account."""
     server.reset()
     return server
+
+
+@pytest.fixture
+def account(aws: Cloud, monkeypatch: pytest.MonkeyPatch) -> Iterator[Account]:
+    """The account as commands have it."""
+    for name, value in aws.environment.items():
+        monkeypatch.setenv(name, value)
+    account = Account(Aws())
+    yield account
+    account.client("s3").close()

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import re
-import threading
 import time
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
 
 from tests.e2e.server import eventually
+from tests.fleet.upstream import upstreams
 from tests.scripts.aws.cloud import MODELS, WIDE_S, Cloud
 
 MIB = 1 << 20
@@ -134,24 +133,11 @@ def price_list() -> Iterator[str]:
         terms = {"OnDemand": {"A.B": {"priceDimensions": {"A.B.C": price}}}}
         return json.dumps({"product": {"attributes": {"instanceName": name}}, "terms": terms})
 
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            self.rfile.read(int(self.headers["content-length"]))
-            prices = [product("ml.m5.large", "0.141"), product("ml.new.large", "0.01")]
-            found = json.dumps({"FormatVersion": "aws_v1", "PriceList": prices}).encode()
-            self.send_response(200)
-            self.send_header("content-length", str(len(found)))
-            self.end_headers()
-            self.wfile.write(found)
-
-        def log_message(self, format: str, *args: object) -> None: ...
-
-    with HTTPServer(("127.0.0.1", 0), Handler) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        yield f"http://127.0.0.1:{server.server_port}"
-        server.shutdown()
-        thread.join()
+    prices = [product("ml.m5.large", "0.141"), product("ml.new.large", "0.01")]
+    found = json.dumps({"FormatVersion": "aws_v1", "PriceList": prices}).encode()
+    with upstreams(1) as [server]:
+        server.act = lambda handler: handler.answer(200, found)
+        yield f"http://127.0.0.1:{server.port}"
 
 
 def test_prices_are_those_of_the_pricing_api_where_it_answers(

@@ -12,11 +12,10 @@ import pytest
 
 from tests.e2e.server import REPOSITORY, Server
 from tests.e2e.stores import SHORT, small, text
-from tests.platform.agent import Agent
-from tests.platform.disk import Disk
 from tests.platform.endpoint import Endpoint
 from tests.platform.runtime import runtime
 from tests.scripts.aws.cloud import BUCKET, WIDE_S, Cloud
+from tests.scripts.conftest import platform_of
 
 pytestmark = pytest.mark.slow
 
@@ -51,10 +50,7 @@ def test_an_example_serves_a_fine_tune_and_leaves_no_endpoint(
         command = [str(REPOSITORY / "examples" / name), str(folder), BUCKET, image, ROLE]
     else:
         command = ["-c", cells()]
-    models = served.run_dir.parent / "ml" / "models"
-    agent = Agent(
-        served.url(""), Disk(models, aws.client("s3"), BUCKET, "fine-tunes/"), str(models)
-    )
+    agent = platform_of(served, aws.client("s3"), BUCKET, "fine-tunes/")
     with runtime(Endpoint("poems", [agent])) as api:
         given = {"FOLDER": str(folder), "BUCKET": BUCKET, "IMAGE": image}
         place = {"AWS_ENDPOINT_URL_SAGEMAKER_RUNTIME": api.url}

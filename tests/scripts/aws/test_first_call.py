@@ -9,11 +9,10 @@ import pytest
 from scripts.deploy import PROMPT, TOKENS
 from tests.e2e.server import Server
 from tests.e2e.stores import packed, small, text
-from tests.platform.agent import Agent
-from tests.platform.disk import Disk
 from tests.platform.endpoint import Endpoint
 from tests.platform.runtime import runtime
 from tests.scripts.aws.cloud import BUCKET, MODELS, Cloud
+from tests.scripts.conftest import platform_of
 
 pytestmark = pytest.mark.slow
 
@@ -32,9 +31,8 @@ def account(aws: Cloud, tmp_path: Path) -> Cloud:
 
 
 def test_a_text_model_is_called_and_its_answer_shown(account: Cloud, served: Server) -> None:
-    folder = served.run_dir.parent / "ml" / "models"
-    disk = Disk(folder, account.client("s3"), BUCKET, "kogpt2/")
-    with runtime(Endpoint("poems", [Agent(served.url(""), disk, str(folder))])) as api:
+    agent = platform_of(served, account.client("s3"), BUCKET, "kogpt2/")
+    with runtime(Endpoint("poems", [agent])) as api:
         url = {"AWS_ENDPOINT_URL_SAGEMAKER_RUNTIME": api.url}
         out = account.run("deploy", *BASIC, **url)
     body = {"inputs": PROMPT, "parameters": {"max_new_tokens": TOKENS}}

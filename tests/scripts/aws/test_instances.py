@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import tarfile
-from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -14,7 +13,7 @@ from engine.backends import row_bytes, weight_bytes
 from engine.engine import Engine
 from engine.settings import Settings
 from scripts.artifacts.archive import check, write_archive
-from scripts.aws.account import Account, Aws
+from scripts.aws.account import Account
 from scripts.aws.instances import MIB, Instance, typical
 from scripts.aws.locations import Location, artifacts
 from scripts.aws.memory import Needs, all_needs, first_files, of_model
@@ -30,13 +29,8 @@ KOGPT2_SIZES = (
 )
 
 
-@contextlib.contextmanager
-def engine(precision: str) -> Iterator[Engine]:
-    running = Engine(Settings(backend="native", precision=precision, memory_mib=512))
-    try:
-        yield running
-    finally:
-        running.close()
+def engine(precision: str) -> closing[Engine]:
+    return closing(Engine(Settings(backend="native", precision=precision, memory_mib=512)))
 
 
 def counted(running: Engine, name: str, folder: Path, **options: str) -> Needs:
@@ -47,15 +41,9 @@ def counted(running: Engine, name: str, folder: Path, **options: str) -> Needs:
     return Needs(running.budget.declared_bytes - before, model["row_bytes"])
 
 
-def account(aws: Cloud, monkeypatch: pytest.MonkeyPatch) -> Account:
-    for name, value in aws.environment.items():
-        monkeypatch.setenv(name, value)
-    return Account(Aws())
-
-
 @pytest.mark.parametrize("precision", ["int8", "fp32"])
 def test_models_in_s3_take_what_the_engine_counts_whatever_their_files_hold(
-    aws: Cloud, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, precision: str
+    aws: Cloud, account: Account, tmp_path: Path, precision: str
 ) -> None:
     base = make_hugging_face(tmp_path / "봄", units=128, vocab=2000)
     half = make_hugging_face(tmp_path / "half", units=128, vocab=2000, dtype="float16")
@@ -73,9 +61,8 @@ def test_models_in_s3_take_what_the_engine_counts_whatever_their_files_hold(
         packed = tmp_path / f"{name}.tar.gz"
         write_archive(check(tmp_path / name), packed)
         aws.client("s3").upload_file(str(packed), BUCKET, f"{PREFIX.key}{name}.tar.gz")
-    reader = account(aws, monkeypatch)
-    stored = artifacts(reader, PREFIX)
-    needs = all_needs(reader, PREFIX, stored, precision)
+    stored = artifacts(account, PREFIX)
+    needs = all_needs(account, PREFIX, stored, precision)
     found = {one.name: of_one for one, of_one in zip(stored, needs, strict=True)}
     assert found["봄.tar.gz"] == found["half.tar.gz"] == expected["봄"]
     assert found["lora.tar.gz"].weights == expected["lora"].weights

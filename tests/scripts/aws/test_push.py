@@ -71,19 +71,11 @@ class Docker:
         self.has()
 
     def has(
-        self,
-        image: dict[str, Any] | None = None,
-        fails: str | None = None,
-        kind: str = "manifest",
+        self, image: dict[str, Any] | None = None, fails: str | None = None, kind: str = "manifest"
     ) -> None:
-        known = {
-            "Id": ID,
-            "Architecture": "amd64",
-            "Config": {"Labels": {LABEL: "true"}},
-        }
-        self.state.write_text(
-            json.dumps({"image": known | (image or {}), "fails": fails, "kind": kind})
-        )
+        known = {"Id": ID, "Architecture": "amd64", "Config": {"Labels": {LABEL: "true"}}}
+        state = {"image": known | (image or {}), "fails": fails, "kind": kind}
+        self.state.write_text(json.dumps(state))
 
     def calls(self) -> list[tuple[str, ...]]:
         lines = self.log.read_text().splitlines()
@@ -135,15 +127,11 @@ def test_second_push_changes_nothing(aws: Cloud, docker: Docker) -> None:
 
 
 def test_a_tag_says_what_an_image_computes_on(aws: Cloud, docker: Docker) -> None:
-    docker.has({"Config": {"Labels": {LABEL: "true"}, "Env": ["PATH=/bin", "ENGINE_DEVICE=gpu"]}})
-    push(aws, docker)
-    assert ("push", f"{REGISTRY}/kogpt2-serving:gpu-0123456789ab") in docker.calls()
-
-
-def test_a_tag_says_that_an_image_is_for_graviton(aws: Cloud, docker: Docker) -> None:
-    docker.has({"Architecture": "arm64"})
-    push(aws, docker)
-    assert ("push", f"{REGISTRY}/kogpt2-serving:arm64-0123456789ab") in docker.calls()
+    on_gpu = {"Labels": {LABEL: "true"}, "Env": ["PATH=/bin", "ENGINE_DEVICE=gpu"]}
+    for image, kind in (({"Config": on_gpu}, "gpu"), ({"Architecture": "arm64"}, "arm64")):
+        docker.has(image)
+        push(aws, docker)
+        assert ("push", f"{REGISTRY}/kogpt2-serving:{kind}-0123456789ab") in docker.calls()
 
 
 def test_a_push_that_docker_refused_is_done_the_next_time(aws: Cloud, docker: Docker) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shlex
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,14 +18,13 @@ from moto.core import DEFAULT_ACCOUNT_ID
 
 from command.errors import Problem
 from scripts import cli
-from scripts.aws import account
 from scripts.aws.refusals import refuse, refuse_update
-from scripts.aws.template import FILE, body, option_name, template, with_defaults
+from scripts.aws.template import body, option_name, template, with_defaults
 from scripts.deploy import Options
 from tests.scripts.aws.cloud import REGION, Cloud
 
-# Of scripts/aws, what is no provisioning: the choice of an instance, and commands of their own.
-APART = {"instances", "logs", "memory", "push", "upload"}
+pytestmark = pytest.mark.usefixtures("aws")  # fills gaps of moto's reading of templates
+
 MANY = "x --models s3://b/p/"
 ONE = "x --model s3://b/p/m.tar.gz"
 IMAGE = f"123456789012.dkr.ecr.{REGION}.amazonaws.com/team/kogpt2-serving:v1"
@@ -54,11 +52,6 @@ def test_the_template_fits_the_schemas_of_aws() -> None:
     group = {"Type": "AWS::Logs::LogGroup", "Properties": {"RetentionInDays": 31}}
     found = lint(json.dumps({"Resources": {"Logs": group}}), config=config)
     assert "E3030" in {match.rule.id for match in found}
-
-
-def test_provisioning_is_the_template_and_a_thin_call() -> None:
-    files = [file for file in Path(account.__file__).parent.glob("*.py") if file.stem not in APART]
-    assert sum(len(file.read_text("utf-8").splitlines()) for file in [*files, FILE]) <= 1200
 
 
 def test_the_console_groups_every_parameter() -> None:
@@ -163,11 +156,6 @@ def rendered(options: str) -> dict[str, Any]:
         for name, resource in document["Resources"].items()
         if resources.lazy_condition_map.get("Condition" in resource and resource["Condition"], True)
     }
-
-
-@pytest.fixture(autouse=True)
-def gaps(aws: Cloud) -> None:
-    """Of moto's reading of templates."""
 
 
 BASIC = {"ExecutionRole", "Logs", "ServedModel", "Configuration", "Endpoint"}
