@@ -9,6 +9,7 @@ import pytest
 
 from command.errors import Problem
 from scripts.traffic.loads import Prometheus, models_of
+from testbed.process import fetch
 from tests.fleet.upstream import Handler, upstreams
 
 TOKEN = "infer-me"  # noqa: S105
