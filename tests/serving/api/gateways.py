@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import json
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
 from dataclasses import dataclass, field
@@ -21,8 +22,11 @@ from serving.mms.client import Answer
 from serving.models.model import Model, State
 from serving.settings import Settings
 from serving.store import Lookups, StoredModel, StoreSettings
+from serving.tokens import Tokens
 
 SAID = "가실 때에는"
+SECRET = "비밀-하나"  # noqa: S105
+BEARER = f"Bearer {SECRET}"
 TEXT = json.dumps({"generated_text": SAID}, ensure_ascii=False).encode()
 
 
@@ -38,15 +42,22 @@ def answered(
 Asked = Callable[[int], Coroutine[Any, Any, Answer]]
 
 
-async def at_once(number: int) -> Answer:
-    return answered()
+def always(answer: Answer, after: asyncio.Event | None = None) -> Asked:
+    """Gives this answer to each call, once `after` is set."""
+
+    async def answer_one(number: int) -> Answer:
+        if after is not None:
+            await after.wait()
+        return answer
+
+    return answer_one
 
 
 @dataclass
 class FakeMMS:
     """`answer` is called with the number of the call, from 0."""
 
-    answer: Asked = at_once
+    answer: Asked = field(default_factory=lambda: always(answered()))
     told_s: list[float] = field(default_factory=list)  # how long each had, by its header
     headers: list[dict[str, str]] = field(default_factory=list)  # of each
     listings: int = 0
@@ -161,10 +172,11 @@ def model(name: str = "봄", limit_s: float = 60.0, capacity: int = 1) -> Model:
 
 
 class World:
-    """A gateway that is ready, with one model."""
+    """A gateway that is ready, with one model, which the `engine` holds where there is one."""
 
-    def __init__(self, only: Model | None = None, **settings: Any) -> None:
+    def __init__(self, only: Model | None = None, engine: Any = None, **settings: Any) -> None:
         self.model = only or model()
+        self.model.in_engine = engine is not None
         self.registry, self.mms, self.engine = FakeRegistry(self.model), FakeMMS(), FakeEngine()
         self.recovery = FakeRecovery()
         parts: Any = {
@@ -172,7 +184,7 @@ class World:
             "on_demand": self.registry,
             "recovery": self.recovery,
             "mms": self.mms,
-            "engine": self.engine,
+            "engine": engine or self.engine,
         }
         self.gateway = Gateway(
             settings=Settings(**settings),
@@ -229,6 +241,17 @@ class World:
         start, *rest = messages
         found = {k.decode(): v.decode() for k, v in start["headers"]}
         return start["status"], found, b"".join(piece.get("body", b"") for piece in rest)
+
+
+async def with_token(world: World, folder: Path, **fields: Any) -> World:
+    """Gives a world a TOKENS_FILE with `SECRET`, the token of 가팀 for the model 봄."""
+    digest = hashlib.sha256(SECRET.encode()).hexdigest()
+    entry = {"name": "가팀", "sha256": digest, "models": ["봄"], **fields}
+    path = folder / "tokens.json"
+    path.write_text(json.dumps({"tokens": [entry]}), encoding="utf-8")
+    world.gateway.tokens = Tokens(str(path))
+    await world.gateway.tokens.refresh()
+    return world
 
 
 async def settle() -> None:

@@ -20,10 +20,8 @@ FIRST = {"index": 0, "token": 5, "text": TEXT, "prompt_tokens": 3, "cached_token
 
 
 def world(*items: Any, **settings: Any) -> tuple[World, RecordingEngine]:
-    made, engine = World(model(), **settings), RecordingEngine(streamed=items)
-    made.model.in_engine = True
-    made.gateway.engine = engine  # type: ignore[assignment]
-    return made, engine
+    engine = RecordingEngine(streamed=items)
+    return World(engine=engine, **settings), engine
 
 
 def call(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections import Counter
 from pathlib import Path
@@ -13,10 +12,8 @@ import pytest
 
 from serving.aliases import Aliases, parse
 from serving.api.sessions import NEW, NEW_SESSION_ID, SESSION_ID, Sessions
-from serving.tokens import Tokens
-from tests.serving.api.gateways import World, answered, model
+from tests.serving.api.gateways import BEARER, World, always, answered, model, with_token
 
-SECRET = "비밀-하나"  # noqa: S105
 SPLIT = {"고객": {"봄": 9, "여름": 1}, "시": "봄"}
 
 
@@ -194,14 +191,8 @@ async def test_an_alias_may_have_the_name_of_one_of_its_models() -> None:
 async def test_a_team_needs_an_aliass_name_and_all_of_its_models(
     patterns: list[str], allowed: bool, tmp_path: Path
 ) -> None:
-    world = world_of(sagemaker_multi_model=True)
-    digest = hashlib.sha256(SECRET.encode()).hexdigest()
-    file = tmp_path / "tokens.json"
-    entry = {"name": "가팀", "sha256": digest, "models": patterns}
-    file.write_text(json.dumps({"tokens": [entry]}), encoding="utf-8")
-    world.gateway.tokens = Tokens(str(file))
-    await world.gateway.tokens.refresh()
-    given = {"authorization": f"Bearer {SECRET}"}
+    world = await with_token(world_of(sagemaker_multi_model=True), tmp_path, models=patterns)
+    given = {"authorization": BEARER}
     for _ in range(3):  # by whatever model it would be answered
         status, _, said = await world.call("POST", "/predictions/고객", **given)
         assert (status == 200) == allowed, said
@@ -213,11 +204,7 @@ async def test_a_team_needs_an_aliass_name_and_all_of_its_models(
 
 async def test_a_script_does_not_say_which_model_it_was() -> None:
     world = world_of()
-
-    async def answer(number: int) -> Any:
-        return answered(**{"x-served-model": "forged"})
-
-    world.mms.answer = answer
+    world.mms.answer = always(answered(**{"x-served-model": "forged"}))
     _, headers, _ = await world.call("POST", "/predictions/봄")
     assert "x-served-model" not in headers
     assert await served(world, "시") == "봄"

@@ -26,7 +26,7 @@ from serving.errors import StartError
 from serving.gateway import _grpc_port
 from serving.mms.client import Answer
 from tests.e2e.server import free_port
-from tests.serving.api.gateways import World, answered, model
+from tests.serving.api.gateways import World, always, answered, model
 from tests.serving.api.grpc.clients import (
     PROMPT,
     WIDE_S,
@@ -71,13 +71,10 @@ class Engine:
 
 
 @contextlib.asynccontextmanager
-async def served(
-    engine: Engine | None = None, *, in_engine: bool = True, **settings: Any
-) -> AsyncIterator[tuple[Client, World]]:
+async def served(engine: Engine | None, **settings: Any) -> AsyncIterator[tuple[Client, World]]:
+    """Without an `engine` the model answers by a worker of its own."""
     port = free_port()
-    world = World(model(capacity=8), host="127.0.0.1", grpc_port=port, **settings)
-    world.model.in_engine = in_engine
-    world.gateway.engine = engine or Engine()  # type: ignore[assignment]
+    world = World(model(capacity=8), engine, host="127.0.0.1", grpc_port=port, **settings)
     channel = grpc.aio.insecure_channel(f"127.0.0.1:{port}")
     async with grpc_port(world.gateway, world.app, 1), channel:
         yield Client(channel), world
@@ -91,7 +88,7 @@ async def responses(client: Client, *requests: Any) -> list[Any]:
 
 
 async def test_each_token_is_a_response_and_the_last_one_says_so() -> None:
-    async with served() as (client, world):
+    async with served(Engine()) as (client, world):
         made = await responses(client, asked(id="요청 1", max_new_tokens=9, stream=True))
         assert [values(r) for r in made] == [
             {"generated_text": "나가실 ", "tokens": 1, "finish_reason": ""},
@@ -107,7 +104,7 @@ async def test_each_token_is_a_response_and_the_last_one_says_so() -> None:
 
 
 async def test_several_sequences_have_their_index_and_one_end() -> None:
-    async with served() as (client, _):
+    async with served(Engine()) as (client, _):
         made = await responses(
             client, asked(num_return_sequences=2, do_sample=True, return_full_text=True)
         )
@@ -120,7 +117,7 @@ async def test_several_sequences_have_their_index_and_one_end() -> None:
 
 
 async def test_only_the_outputs_that_are_asked_for_come() -> None:
-    async with served() as (client, _):
+    async with served(Engine()) as (client, _):
         request = asked()
         request.outputs.add(name="generated_text")
         made = await responses(client, request)
@@ -132,7 +129,7 @@ async def test_only_the_outputs_that_are_asked_for_come() -> None:
 
 async def test_requests_of_one_call_are_worked_on_at_once_and_not_mixed_up() -> None:
     count = 3 * AT_ONCE
-    async with served() as (client, world):
+    async with served(Engine()) as (client, world):
         engine: Any = world.gateway.engine
         world.model.line.capacity = count
         engine.go.clear()
@@ -173,7 +170,7 @@ async def test_a_stream_that_breaks_off_says_why_and_the_call_goes_on() -> None:
 
 
 async def test_a_cancelled_call_leaves_the_engine() -> None:
-    async with served() as (client, world):
+    async with served(Engine()) as (client, world):
         engine: Any = world.gateway.engine
         engine.go.clear()
         call = client("ModelStreamInfer", iter([asked(), asked("산에는")]))
@@ -191,41 +188,30 @@ async def test_a_cancelled_call_leaves_the_engine() -> None:
         assert world.model.line.running == 0
 
 
+async def number_of_the_call(number: int) -> Answer:
+    """A worker's tensor."""
+    await asyncio.sleep(0.01 if number == 0 else 0)  # the first takes longest
+    outputs = [{"name": "y", "datatype": "INT64", "shape": [1], "data": [number]}]
+    told = {"model_name": "표", "model_version": "1", "outputs": outputs}
+    return answered(body=json.dumps(told).encode())
+
+
 async def test_a_model_that_streams_nothing_answers_in_order() -> None:
-    async with served(in_engine=False) as (client, world):
-        waiting = asyncio.Event()
-
-        async def answer(number: int) -> Answer:
-            if number == 0:
-                waiting.set()
-                await asyncio.sleep(0)
-            outputs = [{"name": "y", "datatype": "INT64", "shape": [1], "data": [number]}]
-            told = {"model_name": "봄", "model_version": "1", "outputs": outputs}
-            return answered(body=json.dumps(told).encode())
-
-        world.mms.answer = answer
+    async with served(None) as (client, world):
+        world.mms.answer = number_of_the_call
         made = await responses(client, asked(), asked(), asked())
-        assert [list(r.infer_response.outputs[0].contents.int64_contents) for r in made] == [
-            [0],
-            [1],
-            [2],
-        ]
+        outputs = [r.infer_response.outputs[0].contents.int64_contents for r in made]
+        assert outputs == [[0], [1], [2]]
         assert all(final(r) for r in made)
 
 
 async def test_an_alias_may_have_models_of_texts_and_of_tensors() -> None:
-    async with served() as (client, world):
+    async with served(Engine()) as (client, world):
         tensors = model("표")
         world.registry._models["표"] = tensors
         alias = Alias("섞임", {"표": 1, "봄": 1})
         world.gateway.aliases._take({"섞임": alias})
-
-        async def answer(number: int) -> Answer:
-            outputs = [{"name": "y", "datatype": "INT64", "shape": [1], "data": [number]}]
-            body = {"model_name": "표", "model_version": "1", "outputs": outputs}
-            return answered(body=json.dumps(body).encode())
-
-        world.mms.answer = answer
+        world.mms.answer = number_of_the_call
         made = await responses(client, *(asked(name="섞임") for _ in range(4)))
         assert not any(response.error_message for response in made)
         names = [response.infer_response.model_name for response in made]
@@ -260,12 +246,8 @@ INFER = {"model_name": "봄"}
     ],
 )
 async def test_an_error_has_its_code_and_its_words(status: int, code: Any) -> None:
-    async with served(in_engine=False) as (client, world):
-
-        async def answer(number: int) -> Answer:
-            return answered(status, json.dumps({"message": "가" * 2000}).encode())
-
-        world.mms.answer = answer
+    async with served(None) as (client, world):
+        world.mms.answer = always(answered(status, json.dumps({"message": "가" * 2000}).encode()))
         found, said, _ = await refused(client("ModelInfer", INFER))
         assert found == code
         assert said.startswith("가가가")
@@ -273,7 +255,7 @@ async def test_an_error_has_its_code_and_its_words(status: int, code: Any) -> No
 
 
 async def test_who_comes_too_early_is_told_when_to_come_back() -> None:
-    async with served() as (client, world):
+    async with served(Engine()) as (client, world):
         world.gateway.draining = True
         code, said, trailing = await refused(client("ModelInfer", INFER))
         assert (code, said) == (grpc.StatusCode.UNAVAILABLE, "the server is stopping")
@@ -283,14 +265,15 @@ async def test_who_comes_too_early_is_told_when_to_come_back() -> None:
 
 
 async def test_a_script_that_answers_something_else_is_at_fault() -> None:
-    async with served(in_engine=False) as (client, _):
+    async with served(None) as (client, _):
         code, said, _ = await refused(client("ModelInfer", INFER))
         assert code == grpc.StatusCode.INTERNAL
         assert "none of the Open Inference Protocol" in said
 
 
 async def test_a_token_is_asked_for_and_ids_are_kept() -> None:
-    async with served(inference_token="infer-me", management_token="manage-me") as (client, _):  # noqa: S106
+    tokens = {"inference_token": "infer-me", "management_token": "manage-me"}
+    async with served(Engine(), **tokens) as (client, _):
         code, said, _ = await refused(client("ModelReady", {"name": "봄"}))
         assert code == grpc.StatusCode.UNAUTHENTICATED
         assert "Authorization: Bearer" in said
@@ -305,7 +288,7 @@ async def test_a_token_is_asked_for_and_ids_are_kept() -> None:
 
 
 async def test_the_traceparent_of_a_call_reaches_the_worker() -> None:
-    async with served(in_engine=False) as (client, world):
+    async with served(None) as (client, world):
         sent = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
         with contextlib.suppress(grpc.aio.AioRpcError):  # the text is no answer of tensors
             await client("ModelInfer", INFER, metadata=(("traceparent", sent),))
@@ -313,10 +296,9 @@ async def test_the_traceparent_of_a_call_reaches_the_worker() -> None:
 
 
 async def test_a_client_that_gives_up_calls_its_request_off() -> None:
-    async with served(in_engine=False) as (client, world):
+    async with served(None) as (client, world):
         asked_for = asyncio.Event()
-        engine: Any = world.engine
-        world.gateway.engine = engine
+        engine = world.engine
 
         async def answer(number: int) -> Answer:
             asked_for.set()
@@ -335,7 +317,7 @@ async def test_a_client_that_gives_up_calls_its_request_off() -> None:
 
 
 async def test_health_is_told_and_told_again_when_it_changes() -> None:
-    async with served() as (client, world):
+    async with served(Engine()) as (client, world):
         for service in ("", SERVICE):
             status = (await client("Check", {"service": service}, HEALTH)).status
             assert status == SERVING
@@ -354,7 +336,7 @@ async def test_health_is_told_and_told_again_when_it_changes() -> None:
 
 
 async def test_a_port_that_is_taken_is_an_error_of_the_start() -> None:
-    async with served() as (_, world):
+    async with served(Engine()) as (_, world):
         with pytest.raises(StartError, match="GRPC_PORT"):
             async with grpc_port(world.gateway, world.app, 1):
                 pass
@@ -375,7 +357,7 @@ async def test_a_client_that_does_not_speak_the_protocol_is_hung_up_on(
     monkeypatch: pytest.MonkeyPatch, sent: bytes
 ) -> None:
     monkeypatch.setattr(HTTPProtocol, "head_s", 0.2)
-    async with served() as (client, world):
+    async with served(Engine()) as (client, world):
         port = world.gateway.settings.grpc_port
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(sent)
@@ -400,7 +382,7 @@ async def test_connections_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
         except ConnectionError:
             return b""
 
-    async with served() as (client, world):
+    async with served(Engine()) as (client, world):
         address = "127.0.0.1", world.gateway.settings.grpc_port
         with contextlib.ExitStack() as open_ones:
 
@@ -442,7 +424,7 @@ async def test_calls_that_wait_for_their_clients_do_not_shut_the_port(
     monkeypatch.setattr(HTTPProtocol, "max_connections", 2)
     monkeypatch.setattr(health, "MAX_WATCHES", 2)
     monkeypatch.setattr(port, "MAX_WATCHES", 2)
-    async with served() as (client, world):
+    async with served(Engine()) as (client, world):
         endpoint = f"127.0.0.1:{world.gateway.settings.grpc_port}"
         async with grpc.aio.insecure_channel(endpoint) as channel:
             call = channel.stream_stream(f"/{method}")  # messages as bytes, of which b"" is one
@@ -459,7 +441,7 @@ async def test_streams_without_requests_do_not_shut_the_port(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(HTTPProtocol, "max_connections", 2)
-    async with served() as (client, world):
+    async with served(Engine()) as (client, world):
         busy_engine: Any = world.gateway.engine
         busy_engine.go.clear()
         busy = client("ModelStreamInfer")
@@ -479,7 +461,7 @@ async def test_streams_without_requests_do_not_shut_the_port(
 
 
 async def test_a_message_that_is_too_large_is_not_taken() -> None:
-    async with served(max_request_bytes=1000) as (client, _):
+    async with served(Engine(), max_request_bytes=1000) as (client, _):
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await client("ModelInfer", {**INFER, "raw_input_contents": [bytes(1 << 20)]})
         assert caught.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
