@@ -115,10 +115,7 @@ def test_another_prompt_is_refused(prompt: Any) -> None:
 def test_messages_become_texts_with_roles_that_templates_know() -> None:
     messages: list[Any] = [
         {"role": "developer", "content": "짧게"},
-        {
-            "role": "user",
-            "content": [{"type": "text", "text": "가"}, {"type": "text", "text": "나"}],
-        },
+        {"role": "user", "content": [{"type": "text", "text": text} for text in "가나"]},
         {"role": "assistant", "content": None, "tool_calls": [], "refusal": None},
         {"role": "user", "content": "다", "name": "소월"},
     ]
@@ -142,10 +139,7 @@ def test_messages_become_texts_with_roles_that_templates_know() -> None:
         ({"role": "user", "content": 1}, "messages[1].content"),
         ({"role": "user", "content": "\0"}, "messages[1].content"),
         ({"role": "user", "content": ["안녕"]}, "messages[1].content[0]"),
-        (
-            {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]},
-            "messages[1].content[0].type",
-        ),
+        ({"role": "user", "content": [{"type": "image_url"}]}, "messages[1].content[0].type"),
         ({"role": "assistant", "tool_calls": [{"id": "1"}]}, "messages[1].tool_calls"),
     ],
 )
@@ -221,15 +215,9 @@ def test_a_completion_that_cannot_be_had_is_refused(more: dict[str, Any], param:
     [
         ({"logprobs": 1}, "logprobs"),
         ({"top_logprobs": 1}, "top_logprobs"),
-        ({"tools": [{"type": "function"}]}, "tools[0].function.name"),
-        ({"tools": TOOLS}, "tools"),
-        ({"tool_choice": "required"}, "tool_choice"),
         ({"functions": [{"name": "time"}]}, "functions"),
         ({"function_call": {"name": "time"}}, "function_call"),
-        (
-            {"tools": TOOLS, "tool_choice": "required", "regex": "가"},
-            "tools[0].function.parameters",
-        ),
+        ({**CALL, "regex": "가"}, "tools[0].function.parameters"),
         ({"modalities": ["text", "audio"]}, "modalities"),
         ({"reasoning_effort": "high"}, "reasoning_effort"),
         ({"web_search_options": {}}, "web_search_options"),
