@@ -177,14 +177,15 @@ class World:
     def __init__(self, only: Model | None = None, engine: Any = None, **settings: Any) -> None:
         self.model = only or model()
         self.model.in_engine = engine is not None
-        self.registry, self.mms, self.engine = FakeRegistry(self.model), FakeMMS(), FakeEngine()
+        self.registry, self.mms = FakeRegistry(self.model), FakeMMS()
+        self.engine: Any = engine or FakeEngine()
         self.recovery = FakeRecovery()
         parts: Any = {
             "registry": self.registry,
             "on_demand": self.registry,
             "recovery": self.recovery,
             "mms": self.mms,
-            "engine": engine or self.engine,
+            "engine": self.engine,
         }
         self.gateway = Gateway(
             settings=Settings(**settings),

@@ -99,7 +99,7 @@ async def test_each_token_is_a_response_and_the_last_one_says_so() -> None:
         assert {(r.infer_response.id, r.infer_response.model_name) for r in made} == {
             ("요청 1", "봄")
         }
-        engine: Any = world.gateway.engine
+        engine = world.engine
         assert engine.asked == [{"inputs": PROMPT, "parameters": {"max_new_tokens": 9}}]
 
 
@@ -130,7 +130,7 @@ async def test_only_the_outputs_that_are_asked_for_come() -> None:
 async def test_requests_of_one_call_are_worked_on_at_once_and_not_mixed_up() -> None:
     count = 3 * AT_ONCE
     async with served(Engine()) as (client, world):
-        engine: Any = world.gateway.engine
+        engine = world.engine
         world.model.line.capacity = count
         engine.go.clear()
 
@@ -171,7 +171,7 @@ async def test_a_stream_that_breaks_off_says_why_and_the_call_goes_on() -> None:
 
 async def test_a_cancelled_call_leaves_the_engine() -> None:
     async with served(Engine()) as (client, world):
-        engine: Any = world.gateway.engine
+        engine = world.engine
         engine.go.clear()
         call = client("ModelStreamInfer", iter([asked(), asked("산에는")]))
         await call.read()
@@ -298,11 +298,10 @@ async def test_the_traceparent_of_a_call_reaches_the_worker() -> None:
 async def test_a_client_that_gives_up_calls_its_request_off() -> None:
     async with served(None) as (client, world):
         asked_for = asyncio.Event()
-        engine = world.engine
 
         async def answer(number: int) -> Answer:
             asked_for.set()
-            await engine.over.wait()
+            await world.engine.over.wait()
             return answered(499)
 
         world.mms.answer = answer
@@ -310,7 +309,7 @@ async def test_a_client_that_gives_up_calls_its_request_off() -> None:
         with anyio.fail_after(WIDE_S):
             await asked_for.wait()
             call.cancel()
-            await engine.over.wait()
+            await world.engine.over.wait()
 
 
 # The port
@@ -442,8 +441,7 @@ async def test_streams_without_requests_do_not_shut_the_port(
 ) -> None:
     monkeypatch.setattr(HTTPProtocol, "max_connections", 2)
     async with served(Engine()) as (client, world):
-        busy_engine: Any = world.gateway.engine
-        busy_engine.go.clear()
+        world.engine.go.clear()
         busy = client("ModelStreamInfer")
         await busy.write(asked())
         first = await busy.read()
@@ -455,7 +453,7 @@ async def test_streams_without_requests_do_not_shut_the_port(
         await until_ended([idle, *others], 3)
         assert idle.done()
         assert (await client("ServerLive")).live
-        busy_engine.go.set()  # the call that is being answered was not the one to go
+        world.engine.go.set()  # the call that is being answered was not the one to go
         while not final(await busy.read()):
             pass
 
