@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import hashlib
 import json
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -40,6 +40,7 @@ def answered(
 
 
 Asked = Callable[[int], Coroutine[Any, Any, Answer]]
+Streamed = Callable[..., Iterable[Any]]
 
 
 def always(answer: Answer, after: asyncio.Event | None = None) -> Asked:
@@ -101,28 +102,44 @@ class FakeEngine:
 
 
 class RecordingEngine:
-    """Keeps what each call asks of it; `fails` are raised by the first calls."""
+    """Keeps what each call asks of it; `fails` are raised by the first calls.
 
-    def __init__(self, *fails: Exception, streamed: Iterable[Any] = ()) -> None:
+    streamed: a stream's tokens, and errors in their place, or a function of a call's arguments
+    go: without it no whole answer comes, and nothing follows a stream's first token
+    """
+
+    def __init__(self, *fails: Exception, streamed: Iterable[Any] | Streamed = ()) -> None:
         self.fails, self.streamed = list(fails), streamed
         self.asked: list[tuple[Any, ...]] = []
+        self.go = asyncio.Event()
+        self.go.set()
+        self.running = self.most = 0
 
     async def generate(self, *asked: Any) -> dict[str, Any]:
-        self._ask(asked)
-        completion = {"text": SAID, "tokens": len(SAID), "finish_reason": "length"}
-        return {"completions": [completion], "prompt_tokens": 3, "cached_tokens": 2}
+        with self._call(asked):
+            await self.go.wait()
+            completion = {"text": SAID, "tokens": len(SAID), "finish_reason": "length"}
+            return {"completions": [completion], "prompt_tokens": 3, "cached_tokens": 2}
 
     async def stream(self, *asked: Any) -> AsyncIterator[dict[str, Any]]:
-        self._ask(asked)
-        for item in self.streamed:
-            if isinstance(item, Exception):
-                raise item
-            yield dict(item)
+        with self._call(asked):
+            for item in self.streamed(*asked) if callable(self.streamed) else self.streamed:
+                if isinstance(item, Exception):
+                    raise item
+                yield dict(item)
+                await self.go.wait()
 
-    def _ask(self, asked: tuple[Any, ...]) -> None:
+    @contextlib.contextmanager
+    def _call(self, asked: tuple[Any, ...]) -> Iterator[None]:
         self.asked.append(asked)
         if self.fails:
             raise self.fails.pop(0)
+        self.running += 1
+        self.most = max(self.most, self.running)
+        try:
+            yield
+        finally:
+            self.running -= 1
 
 
 class FakeRegistry:

@@ -209,47 +209,21 @@ async def test_whatever_is_wrong_is_said_in_openais_shape(
     assert status != 405 or path in said["message"]
 
 
-class EndlessEngine(RecordingEngine):
-    """Answers nothing, or one token, and then works until it is called off."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.running, self.left = 0, 0
-        self.begun = asyncio.Event()
-
-    async def _work(self) -> None:
-        self.running += 1
-        self.begun.set()
-        try:
-            await asyncio.Event().wait()
-        finally:
-            self.running -= 1
-            self.left += 1
-
-    async def generate(self, *asked: Any) -> dict[str, Any]:
-        await self._work()
-        return {}
-
-    async def stream(self, *asked: Any) -> AsyncIterator[dict[str, Any]]:
-        yield dict(FIRST)
-        await self._work()
-
-
 @pytest.mark.parametrize(
     ("more", "rows"), [({}, 1), ({"prompt": ["가", "나"]}, 2), ({"stream": True}, 1)]
 )
 async def test_a_client_that_goes_away_is_not_worked_on(more: dict[str, Any], rows: int) -> None:
-    engine, gone = EndlessEngine(), asyncio.Event()
+    engine, gone = RecordingEngine(streamed=[FIRST, FIRST]), asyncio.Event()
+    engine.go.clear()
     world = World(model(capacity=2), engine)
     sent = json.dumps({**ASKED, **more}).encode()
     call = asyncio.create_task(world.call("POST", "/v1/completions", sent, gone=gone))
-    await engine.begun.wait()
     while engine.running < rows:
         await asyncio.sleep(0)
     gone.set()
     await asyncio.gather(call, return_exceptions=True)
     assert asyncio.get_running_loop().time() == 0  # not at its deadline
-    assert (engine.running, engine.left) == (0, rows)
+    assert (engine.running, len(engine.asked)) == (0, rows)
     assert (world.gateway.requests, world.model.in_flight, world.model.line.running) == (0, 0, 0)
 
 
