@@ -61,7 +61,6 @@ class FakeMMS:
     answer: Asked = field(default_factory=lambda: always(answered()))
     told_s: list[float] = field(default_factory=list)  # how long each had, by its header
     headers: list[dict[str, str]] = field(default_factory=list)  # of each
-    listings: int = 0
 
     async def invoke(
         self, name: str, body: bytes, headers: Any, timeout_s: float, query: Any = ()
@@ -69,10 +68,6 @@ class FakeMMS:
         self.headers.append(dict(headers))
         self.told_s.append(float(headers[TIMEOUT_HEADER]))
         return await self.answer(len(self.told_s) - 1)
-
-    async def names(self) -> set[str]:
-        self.listings += 1
-        return set()
 
     async def describe(self, name: str) -> dict[str, Any]:
         return {"workers": []}
@@ -98,7 +93,7 @@ class FakeEngine:
         yield {}
 
     async def statistics(self, timeout_s: float = 1) -> dict[str, Any]:
-        raise NotImplementedError
+        raise common.errors.EngineUnavailable("the engine is not there")
 
 
 class RecordingEngine:
@@ -158,6 +153,12 @@ class FakeRegistry:
     def models(self) -> list[Model]:
         return list(self._models.values())
 
+    def all(self) -> list[Model]:
+        return self.models()
+
+    def engine_names(self) -> dict[str, str]:
+        return {model.engine_name: model.name for model in self.models()}
+
     def spawn(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
         task = asyncio.create_task(work)
         self.tasks.add(task)
@@ -175,10 +176,7 @@ class FakeRegistry:
 
 
 class FakeRecovery:
-    waits = 0
-
-    async def wait_for(self, model: Model, timeout_s: float) -> None:
-        self.waits += 1
+    async def wait_for(self, model: Model, timeout_s: float) -> None: ...
 
 
 def model(name: str = "봄", limit_s: float = 60.0, capacity: int = 1) -> Model:

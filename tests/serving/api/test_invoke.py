@@ -190,7 +190,6 @@ async def test_where_multi_model_server_has_no_worker_it_is_asked_again_after_a_
     assert "no worker" in said(body)[1]
     assert len(times) == 3
     assert all(late - early >= 0.1 for early, late in itertools.pairwise(times))
-    assert world.mms.listings == 0
 
 
 async def test_a_full_line_is_429_with_the_time_to_come_back() -> None:
