@@ -19,7 +19,6 @@ from serving.aliases import Alias
 from serving.api import tracing
 from serving.errors import StartError
 from serving.gateway import _traced
-from serving.mms.client import Answer
 from serving.settings import Settings
 from tests.e2e.server import free_port
 from tests.serving.api.collector import Collector, Span
@@ -150,21 +149,13 @@ async def test_each_prompt_of_a_whole_answer_has_its_queue_and_its_tokens(
 async def test_a_request_that_waits_for_its_turn_has_that_in_its_queue(
     collector: Collector,
 ) -> None:
-    begun, release = asyncio.Event(), asyncio.Event()
-
-    async def answer(number: int) -> Answer:
-        begun.set()
-        await release.wait()
-        return answered()
-
+    release = asyncio.Event()
     async with served(World(model(capacity=1))) as world:
-        world.mms.answer = answer
-        first = asyncio.create_task(world.call("POST", PATH, x_request_id="first"))
-        await begun.wait()
-        second = asyncio.create_task(world.call("POST", PATH, x_request_id="second"))
+        world.mms.answer = always(answered(), after=release)
+        calls = [asyncio.create_task(world.call("POST", PATH)) for _ in range(2)]
         await settle()
         release.set()
-        assert [(await call)[0] for call in (first, second)] == [200, 200]
+        assert [(await call)[0] for call in calls] == [200, 200]
     one, other = (children(collector, root) for root in collector.named("POST /predictions/{name}"))
     assert names(one) == names(other) == ["queue", "answer"]
     assert one[0].end <= other[0].start <= one[1].end <= other[0].end <= other[1].start
