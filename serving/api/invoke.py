@@ -61,8 +61,8 @@ async def invoke(
     gateway: Gateway,
     request: Request,
     name: str | None,
+    read: Read,
     headers: Mapping[str, str] | None = None,
-    read: Read = lambda request, body, headers: Direct(),
     intercept: Intercept | None = None,
 ) -> Response:
     """Has a model answer a request, loading it first where that is allowed.

@@ -82,13 +82,6 @@ async def test_a_session_is_opened_used_and_closed(endpoint: Endpoint) -> None:
     assert endpoint.files() == []
 
 
-async def test_no_model_is_asked_to_open_or_close_one(endpoint: Endpoint) -> None:
-    endpoint.world.gateway.single_model = None
-    await endpoint.invoke(CLOSE, await endpoint.open())
-    assert endpoint.world.mms.told_s == []
-    assert endpoint.world.gateway.requests == 0
-
-
 async def test_a_session_ends_by_itself(endpoint: Endpoint) -> None:
     id = await endpoint.open()
     endpoint.clock.now += LIFE_S - 1
@@ -198,7 +191,10 @@ async def test_a_request_that_is_malformed_changes_nothing(
     assert (await endpoint.invoke(id=id))[0] == 200
 
 
-async def test_close_names_its_session(endpoint: Endpoint) -> None:
+async def test_close_names_its_session_and_neither_asks_a_model(endpoint: Endpoint) -> None:
+    endpoint.world.gateway.single_model = None
+    await endpoint.invoke(CLOSE, await endpoint.open())
+    assert (endpoint.world.mms.told_s, endpoint.world.gateway.requests) == ([], 0)
     id = await endpoint.open()
     needed = "CLOSE needs the header X-Amzn-SageMaker-Session-Id"
     assert refusal(await endpoint.invoke(CLOSE)) == needed
@@ -206,9 +202,9 @@ async def test_close_names_its_session(endpoint: Endpoint) -> None:
 
 
 async def test_the_id_of_boto3_for_a_new_session_is_no_session(endpoint: Endpoint) -> None:
-    status, headers, _ = await endpoint.invoke(OPEN, "NEW_SESSION")
-    assert status == 200
-    assert headers["x-amzn-sagemaker-new-session-id"]
+    for kind in ("application/json", ""):  # a body without one is JSON
+        status, headers, _ = await endpoint.invoke(OPEN, "NEW_SESSION", **{"content-type": kind})
+        assert (status, "x-amzn-sagemaker-new-session-id" in headers) == (200, True)
     assert (await endpoint.invoke(id="NEW_SESSION"))[0] == 200
     assert "session not found" in refusal(await endpoint.invoke(CLOSE, "NEW_SESSION"))
 
@@ -231,11 +227,6 @@ async def test_any_other_body_is_the_models(
     assert status == 200
     assert "x-amzn-sagemaker-new-session-id" not in headers
     assert len(endpoint.world.mms.told_s) == 1
-
-
-async def test_a_body_without_a_content_type_is_json(endpoint: Endpoint) -> None:
-    _, headers, _ = await endpoint.invoke(OPEN, **{"content-type": ""})
-    assert "x-amzn-sagemaker-new-session-id" in headers
 
 
 async def test_where_they_are_not_enabled_sessions_are_refused_and_nothing_else(
