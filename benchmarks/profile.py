@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 
 STEPS = 40
 WARM_UP = 5
-PROMPT = 16
+BEHIND = 16
 ALL = "all"
 
-Step = dict[str, float]  # seconds by part
+Step = dict[str, dict[str, float]]  # "seconds" and "read_bytes", by part
 
 
 @dataclass(kw_only=True)
@@ -29,17 +29,19 @@ class Profile:
     model: Path | None = option(None, "(a random one, kept for kogpt2 bench)", metavar="FOLDER")
     precision: Literal["int8", "fp32"] = option("int8", "of its weights")
     rows: str = option("1,8", "sequences that share a step", metavar="N,...")
+    behind: int = option(BEHIND, "tokens behind each of them", metavar="N", min=1)
 
 
 def run(options: Profile) -> None:
     """Shows where a decode step's time goes in the native library, part by part.
 
-    Medians over 40 steps. `all` has Python's part of a step, too. Of the products it also shows how
-    fast their weights were read, which tells whether memory or arithmetic bounds them.
+    Medians over 40 steps. `all` has Python's part of a step, too. It also shows how fast each part
+    read weights, keys and values, which tells whether memory or arithmetic bounds it.
 
     Examples:
     kogpt2 profile                               a random model of KoGPT2's full shape, int8
     kogpt2 profile --model my/fine-tune --precision fp32 --rows 1,4
+    kogpt2 profile --rows 8 --behind 900         long contexts
     """
     counts = options.rows.split(",")
     if not all(count.isdecimal() and 1 <= int(count) <= 32 for count in counts):
@@ -50,9 +52,8 @@ def run(options: Profile) -> None:
 
     folder = options.model or random_model.make(WORKDIR / "models", random_model.FULL, 0)
     artifact = open_artifact(folder)
-    results = measured(artifact, options.precision, [*map(int, counts)])
-    read_bytes = weight_bytes(artifact, options.precision)
-    print(tables.table(*table(results, read_bytes), markdown=True))
+    steps = measured(artifact, options.precision, [*map(int, counts)], options.behind)
+    print(tables.table(*table(steps), markdown=True))
 
 
 def weight_bytes(artifact: Artifact, precision: str) -> dict[str, int]:
@@ -65,8 +66,10 @@ def weight_bytes(artifact: Artifact, precision: str) -> dict[str, int]:
     return {"products": products, "head": sum(e.num_bytes for e in entries if e.name == head)}
 
 
-def measured(artifact: Artifact, precision: str, counts: Sequence[int]) -> dict[str, Step]:
-    """By the number of rows, median seconds of each part, and of `ALL` of a step."""
+def measured(
+    artifact: Artifact, precision: str, counts: Sequence[int], behind: int = BEHIND
+) -> dict[str, Step]:
+    """Medians over steps of so many rows with `behind` tokens each, by a name of the case."""
     import numpy as np
 
     from engine import backends
@@ -76,37 +79,39 @@ def measured(artifact: Artifact, precision: str, counts: Sequence[int]) -> dict[
     results = {}
     for count in counts:
         draw = np.random.default_rng(1).integers
-        ids = draw(5, artifact.config.vocab_size, (count, PROMPT)).tolist()
+        ids = draw(5, artifact.config.vocab_size, (count, behind)).tolist()
         model = backends.load(artifact, "native", precision)
         rows = [(model.open_row(), prompt) for prompt in ids]
         for row, prompt in rows:
             model.run([Piece(row, prompt)])
-        steps: list[Step] = []
+        steps: list[dict[str, float]] = []
         for _ in range(WARM_UP + STEPS):
             library.take_times()
             began = time.perf_counter()
             model.run([Piece(row, prompt[:1]) for row, prompt in rows])
             seconds = time.perf_counter() - began
             steps.append({**library.take_times(), ALL: seconds})
+        read: dict[str, float] = {**weight_bytes(artifact, precision), "attention": model.kv_bytes}
         model.close()
-        results[str(count)] = {
-            part: statistics.median(step[part] for step in steps[WARM_UP:]) for part in steps[0]
+        name = f"{count} row{'s' * (count != 1)}"
+        results[name if behind == BEHIND else f"{name}, {behind} tokens behind"] = {
+            "seconds": {
+                part: statistics.median(step[part] for step in steps[WARM_UP:]) for part in steps[0]
+            },
+            "read_bytes": {**read, ALL: sum(read.values())},
         }
     return results
 
 
-def table(
-    results: Mapping[str, Step], read_bytes: Mapping[str, int]
-) -> tuple[list[str], list[list[str]]]:
-    """Milliseconds a step, and how fast the weights of products were read."""
+def table(steps: Mapping[str, Step]) -> tuple[list[str], list[list[str]]]:
+    """Milliseconds of each part of a step, and how fast it read."""
 
-    def cells(part: str, seconds: float) -> list[str]:
-        read = f"{read_bytes[part] / seconds / 1e9:.0f}" if part in read_bytes and seconds else ""
-        return [f"{1e3 * seconds:.3f}", read]
+    def cells(step: Step, part: str) -> list[str]:
+        seconds, read = step["seconds"][part], step["read_bytes"].get(part)
+        return [f"{1e3 * seconds:.3f}", f"{read / seconds / 1e9:.0f}" if read and seconds else ""]
 
-    parts = next(iter(results.values()))
+    parts = next(iter(steps.values()))["seconds"]
     rows = [
-        [part, *(c for step in results.values() for c in cells(part, step[part]))] for part in parts
+        [part, *(cell for step in steps.values() for cell in cells(step, part))] for part in parts
     ]
-    heads = [(f"{n} row{'s' * (n != '1')}: ms", "GB/s") for n in results]
-    return ["part", *(cell for head in heads for cell in head)], rows
+    return ["part", *(cell for name in steps for cell in (f"{name}: ms", "GB/s"))], rows

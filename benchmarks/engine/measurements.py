@@ -32,6 +32,7 @@ from engine.guesses import FEWEST
 
 DEMO = ("sowol", "dongju")
 BATCH = 8  # the rows of B=8
+LONG = 900  # tokens behind each row of a step with long contexts
 OVERHEAD_TOKENS = 16
 ALONE = ("loading", "memory", "accuracy", "profile")
 
@@ -296,9 +297,10 @@ class EngineRun(Run):
 
     def profile(self) -> Results:
         artifact = open_artifact(self.models[0])
+        behind = min(LONG, artifact.config.max_length - profile.WARM_UP - profile.STEPS)
         return {
-            "steps": profile.measured(artifact, "int8", (1, BATCH)),
-            "read_bytes": profile.weight_bytes(artifact, "int8"),
+            **profile.measured(artifact, "int8", (1, BATCH)),
+            **profile.measured(artifact, "int8", (BATCH,), behind),
         }
 
 
