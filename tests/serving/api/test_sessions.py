@@ -21,24 +21,17 @@ NEVER_OPENED = "00000000-0000-4000-8000-000000000000"
 Answer = tuple[int, dict[str, str], bytes]
 
 
-class Clock:
-    now: float = NOON
-
-    def __call__(self) -> float:
-        return self.now
-
-
 class Endpoint:
     """A container of one model whose sessions are enabled; `restart` is its gateway's."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder, self.clock = folder / "sessions", Clock()
+        self.folder, self.now = folder / "sessions", NOON
         self.restart()
 
     def restart(self) -> None:
         self.world = World()
         self.world.gateway.single_model = "봄"
-        self.world.gateway.sessions = Sessions(self.folder, LIFE_S, self.clock)
+        self.world.gateway.sessions = Sessions(self.folder, LIFE_S, lambda: self.now)
 
     async def invoke(self, body: bytes = b'"text"', id: str = "", **headers: str) -> Answer:
         named = {"x-amzn-sagemaker-session-id": id} if id else {}
@@ -84,9 +77,9 @@ async def test_a_session_is_opened_used_and_closed(endpoint: Endpoint) -> None:
 
 async def test_a_session_ends_by_itself(endpoint: Endpoint) -> None:
     id = await endpoint.open()
-    endpoint.clock.now += LIFE_S - 1
+    endpoint.now += LIFE_S - 1
     assert (await endpoint.invoke(id=id))[0] == 200
-    endpoint.clock.now += 1
+    endpoint.now += 1
     for body in (b'"text"', CLOSE):
         assert "session not found" in refusal(await endpoint.invoke(body, id))
     later = await endpoint.open()
@@ -96,13 +89,13 @@ async def test_a_session_ends_by_itself(endpoint: Endpoint) -> None:
 async def test_sessions_outlive_the_gateway(endpoint: Endpoint) -> None:
     closed, early = await endpoint.open(), await endpoint.open()
     await endpoint.invoke(CLOSE, closed)
-    endpoint.clock.now += 600
+    endpoint.now += 600
     late = await endpoint.open()
     endpoint.restart()
     for id in (early, late):
         assert (await endpoint.invoke(id=id))[0] == 200
     refusal(await endpoint.invoke(id=closed))
-    endpoint.clock.now += 600
+    endpoint.now += 600
     endpoint.restart()
     refusal(await endpoint.invoke(id=early))
     assert (await endpoint.invoke(CLOSE, late))[0] == 200
@@ -129,13 +122,13 @@ async def test_more_sessions_than_may_be_open_are_told_when_one_ends(
 ) -> None:
     monkeypatch.setattr(sessions, "MAX_SESSIONS", 2)
     first = await endpoint.open()
-    endpoint.clock.now += 200
+    endpoint.now += 200
     second = await endpoint.open()
     status, headers, body = await endpoint.invoke(OPEN)
     assert (status, headers["retry-after"]) == (429, str(LIFE_S - 200)), body
     await endpoint.invoke(CLOSE, second)
     third = await endpoint.open()
-    endpoint.clock.now += LIFE_S - 200
+    endpoint.now += LIFE_S - 200
     assert sorted([third, await endpoint.open()]) == endpoint.files()
     refusal(await endpoint.invoke(id=first))
 
