@@ -19,7 +19,7 @@ from starlette.types import Receive, Scope, Send
 from common.errors import DeadlineExceeded, EngineError, InvalidRequest
 from common.media_types import JSON
 from serving.api.answer_form import GivenForm, named_by_request
-from serving.api.engine_calls import EngineCall, Item
+from serving.api.engine_calls import Begun, EngineCall, Item
 from serving.api.gateway import Gateway
 from serving.api.routing import EVENTS
 from serving.models.model import Model
@@ -103,30 +103,22 @@ async def answer(
     resources: AsyncExitStack,
 ) -> Response:
     """Each prompt has a place of its own in the model's queue. `resources` are a stream's."""
-
-    def call(prompt: Any) -> EngineCall:
-        return EngineCall(gateway, model, prompt, request.parameters, end, request.kind)
-
+    call = EngineCall(gateway, model, request.parameters, request.kind, end)
     try:
         if request.stream:
-            await resources.enter_async_context(gateway.admission.place(model.line, end))
-            first = await call(request.prompts[0]).begin(resources)
+            await resources.enter_async_context(call.place())
+            first = await call.begin(request.prompts[0], resources)
             pieces = _pieces(request, renderer, first, call, resources)
             kind, late = renderer.stream_type, lambda: renderer.broken(LATE)
             return TokenStream(pieces, kind, end, late, resources.pop_all())
-        body = renderer.whole(await _whole(gateway, model, request, renderer, call, end))
+        body = renderer.whole(await _whole(request, renderer, call))
     except EngineError as error:
         raise named_by_request(error, request.form) from None
     return Response(body, media_type=renderer.whole_type)
 
 
 async def _whole(
-    gateway: Gateway,
-    model: Model,
-    request: EngineRequest,
-    renderer: Renderer,
-    call: Callable[[Any], EngineCall],
-    end: float,
+    request: EngineRequest, renderer: Renderer, call: EngineCall
 ) -> list[dict[str, Any]]:
     """Returns the engine's answers to all prompts.
 
@@ -146,8 +138,8 @@ async def _whole(
     scored = not {"logprobs", "decoder_input_details"}.isdisjoint(request.parameters)
 
     async def one(prompt: Any) -> dict[str, Any]:
-        async with gateway.admission.place(model.line, end):
-            return await (call(prompt).collect(compact) if scored else call(prompt).whole())
+        async with call.place():
+            return await (call.collect(prompt, compact) if scored else call.whole(prompt))
 
     if len(request.prompts) == 1:
         return [await one(request.prompts[0])]
@@ -162,8 +154,8 @@ async def _whole(
 async def _pieces(
     request: EngineRequest,
     renderer: Renderer,
-    first: tuple[AsyncIterator[Item], Item],
-    call: Callable[[Any], EngineCall],
+    first: Begun,
+    call: EngineCall,
     resources: AsyncExitStack,
 ) -> AsyncIterator[bytes]:
     """Prompts are continued one after the other; the first one is begun already."""
@@ -172,7 +164,7 @@ async def _pieces(
             yield sent
         for i, prompt in enumerate(request.prompts):
             choices = renderer.choices(prompt, i * request.n)
-            items, item = first if i == 0 else await call(prompt).begin(resources)
+            items, item = first if i == 0 else await call.begin(prompt, resources)
             if sent := choices.write(item):
                 yield sent
             async for item in items:

@@ -6,7 +6,7 @@ import asyncio
 import json
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import AsyncExitStack, aclosing, suppress
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, aclosing, suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -22,37 +22,42 @@ RETRY_S = 0.2
 
 T = TypeVar("T")
 Item = dict[str, Any]  # a token of the engine's
+Begun = tuple[AsyncIterator[Item], Item]
+Compact = Callable[[Item], Mapping[str, Any]]
 
 
 @dataclass(frozen=True)
 class EngineCall:
-    """A prompt for a model of the engine; `kind` as in `engine.http.async_client`.
+    """Has a model of the engine continue prompts; `kind` as in `engine.http.async_client`.
 
     Tokens are counted for the token of TOKENS_FILE that the request has.
     """
 
     gateway: Gateway
     model: Model
-    prompt: Any
     parameters: Mapping[str, Any]
-    end: float
     kind: str
+    end: float
 
-    async def begin(self, resources: AsyncExitStack) -> tuple[AsyncIterator[Item], Item]:
+    def place(self) -> AbstractAsyncContextManager[None]:
+        """A place in the model's queue."""
+        return self.gateway.admission.place(self.model.line, self.end)
+
+    async def begin(self, prompt: Any, resources: AsyncExitStack) -> Begun:
         """The first token, and those behind it; `resources` end the call."""
 
-        async def stream() -> tuple[AsyncIterator[Item], Item]:
-            items = await resources.enter_async_context(aclosing(self._stream()))
+        async def stream() -> Begun:
+            items = await resources.enter_async_context(aclosing(self._stream(prompt)))
             return items, await anext(items)
 
         return await while_restored(self.gateway, self.model, self.end, stream)
 
-    async def whole(self) -> dict[str, Any]:
+    async def whole(self, prompt: Any) -> dict[str, Any]:
         """The whole answer."""
 
         async def generate() -> dict[str, Any]:
             name, left = self.model.engine_name, left_s(self.end)
-            given = name, self.prompt, self.parameters, left, self.kind
+            given = name, prompt, self.parameters, left, self.kind
             result = await self.gateway.engine.generate(*given)
             if (token := current.get()) is not None:
                 made = sum(completion["tokens"] for completion in result["completions"])
@@ -61,7 +66,7 @@ class EngineCall:
 
         return await while_restored(self.gateway, self.model, self.end, generate)
 
-    async def collect(self, compact: Callable[[Item], Mapping[str, Any]]) -> dict[str, Any]:
+    async def collect(self, prompt: Any, compact: Compact) -> dict[str, Any]:
         """The whole answer from a stream, with the `texts` of its tokens.
 
         Of a token with its scores only what `compact` returns is in memory.
@@ -70,7 +75,7 @@ class EngineCall:
         async def collect() -> dict[str, Any]:
             result: dict[str, Any] = {}
             completions: dict[int, Item] = {}
-            async with aclosing(self._stream()) as items:
+            async with aclosing(self._stream(prompt)) as items:
                 async for item in items:
                     completion = completions.setdefault(item["index"], {"texts": []})
                     completion["texts"].append(item["text"])
@@ -91,10 +96,10 @@ class EngineCall:
 
         return await while_restored(self.gateway, self.model, self.end, collect)
 
-    async def _stream(self) -> AsyncGenerator[Item, None]:
+    async def _stream(self, prompt: Any) -> AsyncGenerator[Item, None]:
         token = current.get()
         name, left = self.model.engine_name, left_s(self.end)
-        given = name, self.prompt, self.parameters, left, self.kind
+        given = name, prompt, self.parameters, left, self.kind
         async with aclosing(self.gateway.engine.stream(*given)) as items:
             async for item in items:
                 if token is not None:

@@ -50,20 +50,20 @@ NAMING = (ADAPTER, TARGET_MODEL, INFERENCE_COMPONENT)
 
 async def named(gateway: Gateway, request: Request) -> Response:
     """Continues a prompt."""
-    return await invoke(gateway, request, request.path_params["name"], read=read)
+    return await invoke(gateway, request, request.path_params["name"], read)
 
 
 async def invocations(gateway: Gateway, request: Request) -> Response:
     """Continues a prompt, or opens or closes a session (SageMaker)."""
     target = _target(gateway, request)
-    return await invoke(gateway, request, target, read=read, intercept=_session)
+    return await invoke(gateway, request, target, read, intercept=_session)
 
 
 async def generate(gateway: Gateway, request: Request) -> Response:
     """Continues a text, as Hugging Face's TGI does."""
     stream = request.url.path.endswith("_stream")
     read = functools.partial(read_tgi, stream=stream)
-    return await invoke(gateway, request, _target(gateway, request), read=read)
+    return await invoke(gateway, request, _target(gateway, request), read)
 
 
 async def _session(

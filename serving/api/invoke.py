@@ -9,7 +9,6 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
-from types import TracebackType
 
 from anyio import CancelScope
 from starlette.requests import ClientDisconnect, Request
@@ -25,13 +24,7 @@ from serving.api.gateway import Gateway
 from serving.api.naming import choose_model, described_models, name_model
 from serving.api.reading import off_loop, read_body
 from serving.api.worker_calls import WorkerCall, forwarded_headers, read_query
-from serving.errors import (
-    BadRequest,
-    ModelNotFound,
-    NotOfTheEngine,
-    Timeout,
-    Unavailable,
-)
+from serving.errors import BadRequest, ModelNotFound, NotOfTheEngine, Timeout, Unavailable
 from serving.models.model import Model, eviction_timeout
 from serving.names import normal_name
 
@@ -68,8 +61,8 @@ async def invoke(
     gateway: Gateway,
     request: Request,
     name: str | None,
+    read: Read,
     headers: Mapping[str, str] | None = None,
-    read: Read = lambda request, body, headers: Direct(),
     intercept: Intercept | None = None,
 ) -> Response:
     """Has a model answer a request, loading it first where that is allowed.
@@ -158,18 +151,13 @@ async def describe(gateway: Gateway, request: Request, name: str) -> Model:
             return model
 
 
-async def answer_by_engine(
-    gateway: Gateway,
-    request: Request,
-    name: str,
-    work: Callable[[Model, float, AsyncExitStack], Awaitable[Response]],
-    limit_s: float = math.inf,
-    user: str = "",
-) -> Response:
-    """Has `work` answer with a model of the engine, which is loaded as `invoke` does.
+@contextlib.asynccontextmanager
+async def engine_model(
+    gateway: Gateway, request: Request, name: str, limit_s: float = math.inf, user: str = ""
+) -> AsyncIterator[tuple[Model, float, AsyncExitStack]]:
+    """A model of the engine, loaded as `invoke` does, until its deadline.
 
-    `work` gets the deadline, and what is in use until the answer's end. Raises `NotOfTheEngine` for
-    a model that answers by its own code.
+    Yields the deadline, too, and what is in use until the answer's end. Raises `NotOfTheEngine`.
     """
     gateway.check_ready()
     name_model(gateway, request, name)
@@ -182,8 +170,7 @@ async def answer_by_engine(
             check_version(request, model)
             check_engine(model)
             scope.deadline = request.state.started + min(model.request_timeout_s, limit_s)
-            return await work(model, scope.deadline, resources)
-    raise AssertionError("it was returned or raised")
+            yield model, scope.deadline, resources
 
 
 def check_version(request: Request, model: Model) -> None:
@@ -253,12 +240,7 @@ class Counted:
         self._gateway.requests += 1
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, _: object, error: BaseException | None, traceback: object) -> None:
         if isinstance(error, ServiceError):
             self.status = error.status
         elif isinstance(error, ClientDisconnect | asyncio.CancelledError):

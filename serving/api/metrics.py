@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import time
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
@@ -10,13 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from prometheus_client import (
-    CollectorRegistry,
-    Counter,
-    Gauge,
-    Histogram,
-    generate_latest,
-)
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from common.histogram import SECONDS
 from serving.aliases import Aliases
@@ -54,21 +49,14 @@ class Metrics:
     ) -> None:
         """`run_dir` has what the entrypoint counts."""
         self._registry = CollectorRegistry()
-        on = self._registry
-        self._requests = Counter(
-            "kogpt2_requests", "Requests answered, by status", ["model", "status"], registry=on
-        )
-        self._seconds = Histogram(
-            "kogpt2_request_seconds",
-            "Time from a request to its answer",
-            ["model"],
-            buckets=SECONDS,
-            registry=on,
-        )
+        counter = functools.partial(Counter, registry=self._registry)
+        histogram = functools.partial(Histogram, registry=self._registry, buckets=SECONDS)
+        text = "Requests answered, by status"
+        self._requests = counter("kogpt2_requests", text, (*LABELS, "status"))
+        text = "Time from a request to its answer"
+        self._seconds = histogram("kogpt2_request_seconds", text, LABELS)
         self._stages = {
-            event: Histogram(
-                f"kogpt2_model_{name}_seconds", text, labels, buckets=SECONDS, registry=on
-            )
+            event: histogram(f"kogpt2_model_{name}_seconds", text, labels)
             for event, name, labels, text in (
                 ("fetched", "fetch", LABELS, "Time to fetch and unpack one; near zero when cached"),
                 ("loaded", "load", LABELS, "Time from a fetched model to a ready one"),
@@ -81,25 +69,15 @@ class Metrics:
         self._labelled: set[str] = set()
         self._gone: dict[str, float] = {}  # since when, of those models that are not there
         self.tallies: defaultdict[str, Tally] = defaultdict(Tally)
-        self._fetches = Counter(
-            "kogpt2_cache_requests",
-            "Fetches of models, from the disk cache or not",
-            ["hit"],
-            registry=on,
-        )
-        self._fetched_bytes = Counter(
-            "kogpt2_fetched_bytes", "Bytes of models downloaded", registry=on
-        )
-        self._started = Gauge("kogpt2_start_time_seconds", "When the gateway started", registry=on)
-        self._started.set(time.time())
+        text = "Fetches of models, from the disk cache or not"
+        self._fetches = counter("kogpt2_cache_requests", text, ["hit"])
+        self._fetched_bytes = counter("kogpt2_fetched_bytes", "Bytes of models downloaded")
+        text = "When the gateway started"
+        Gauge("kogpt2_start_time_seconds", text, registry=self._registry).set(time.time())
         self._scrape = Scrape(run_dir)
         self._registry.register(self._scrape)
-        self._failed_loads = Counter(
-            "kogpt2_load_failures",
-            "Loads by POST /models, /adapters and the model repository that failed, by status",
-            ["status"],
-            registry=on,
-        )
+        text = "Loads by POST /models, /adapters and the model repository that failed, by status"
+        self._failed_loads = counter("kogpt2_load_failures", text, ["status"])
 
     def request(self, model: str, status: int, seconds: float) -> None:
         if status == 404:  # names that do not exist are no label

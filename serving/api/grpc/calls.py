@@ -21,6 +21,7 @@ from starlette.types import ASGIApp
 
 from common.errors import cut
 from common.worker_protocol import REQUEST_ID, SERVED_MODEL, TRACEPARENT
+from serving.api.grpc.messages import message, methods
 from serving.api.naming import CHOSEN, SESSION_ID
 from serving.errors import BadRequest, ServingError, TooManyRequests
 
@@ -190,6 +191,19 @@ def with_request(idle: Idle, answer: Answering) -> Answering:
         return await answer(request, context)
 
     return guarded(answer_one)
+
+
+def service(name: str, answers: Mapping[str, Answering]) -> Any:
+    """A service for a server, from what answers its methods."""
+    handlers = {}
+    for method_name, method in methods(name).items():
+        stream, unary = grpc.stream_stream_rpc_method_handler, grpc.stream_unary_rpc_method_handler
+        handlers[method_name] = (stream if method.server_streaming else unary)(
+            answers[method_name],
+            request_deserializer=message(method.input_type.full_name).FromString,
+            response_serializer=message(method.output_type.full_name).SerializeToString,
+        )
+    return grpc.method_handlers_generic_handler(name, handlers)
 
 
 def error_reply(error: ServingError, headers: Mapping[str, str] | None = None) -> Reply:

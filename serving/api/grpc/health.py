@@ -8,7 +8,7 @@ from typing import Any
 import grpc
 
 from serving.api.gateway import Gateway
-from serving.api.grpc.calls import Idle, with_request
+from serving.api.grpc.calls import Idle, service, with_request
 from serving.api.grpc.inference import SERVICE
 from serving.api.grpc.messages import message
 from serving.errors import ServingError
@@ -18,7 +18,6 @@ POLL_S = 1.0
 MAX_WATCHES = 256  # more than any load balancer's; a Watch never ends and needs no token
 SERVING, NOT_SERVING, SERVICE_UNKNOWN = 1, 2, 3
 
-Request = message("grpc.health.v1.HealthCheckRequest")
 Response = message("grpc.health.v1.HealthCheckResponse")
 
 
@@ -27,14 +26,9 @@ class Health:
         self._gateway, self._idle, self._watches = gateway, idle, Idle(MAX_WATCHES)
 
     def handlers(self) -> Any:
-        codec = {
-            "request_deserializer": Request.FromString,
-            "response_serializer": Response.SerializeToString,
-        }
-        answers = with_request(self._idle, self._check), with_request(self._idle, self._watch)
-        check = grpc.stream_unary_rpc_method_handler(answers[0], **codec)
-        watch = grpc.stream_stream_rpc_method_handler(answers[1], **codec)
-        return grpc.method_handlers_generic_handler(HEALTH, {"Check": check, "Watch": watch})
+        answers = {"Check": self._check, "Watch": self._watch}
+        waiting = {name: with_request(self._idle, answer) for name, answer in answers.items()}
+        return service(HEALTH, waiting)
 
     def _status(self, service: str) -> int:
         if service not in ("", SERVICE, HEALTH):

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import grpc
 import orjson
 from google.protobuf.json_format import ParseDict
 
@@ -18,6 +17,7 @@ from serving.api.grpc.calls import (
     abort,
     error_reply,
     guarded,
+    service,
     trailing,
     with_request,
 )
@@ -83,20 +83,9 @@ SHAPED: dict[str, Callable[[Any, Any], dict[str, Any]]] = {
 
 def handlers(routes: Routes, stream: Answering, idle: Idle) -> Any:
     """The service for a server; `stream` answers ModelStreamInfer."""
-    handlers = {}
-    for name, method in methods(SERVICE).items():
-        codec = {
-            "request_deserializer": message(method.input_type.full_name).FromString,
-            "response_serializer": message(method.output_type.full_name).SerializeToString,
-        }
-        if method.server_streaming:
-            handlers[name] = grpc.stream_stream_rpc_method_handler(guarded(stream), **codec)
-        else:
-            answer = _infer(routes) if name == "ModelInfer" else _describe(routes, name)
-            handlers[name] = grpc.stream_unary_rpc_method_handler(
-                with_request(idle, answer), **codec
-            )
-    return grpc.method_handlers_generic_handler(SERVICE, handlers)
+    answers = {"ModelInfer": _infer(routes), **{name: _describe(routes, name) for name in CALLS}}
+    waiting = {name: with_request(idle, answer) for name, answer in answers.items()}
+    return service(SERVICE, {**waiting, "ModelStreamInfer": guarded(stream)})
 
 
 def _describe(routes: Routes, name: str) -> Answering:

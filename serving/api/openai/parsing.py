@@ -95,7 +95,6 @@ class ParsedRequest(EngineRequest):
     """
 
     model: str
-    best_of: int = 1
     logprobs: bool = False
     echo: bool = False
     only_echo: bool = False
@@ -131,7 +130,6 @@ def completion(body: Body) -> ParsedRequest:
         kind=Kind.COMPLETION,
         prompts=prompts,
         parameters=parameters,
-        best_of=best_of,
         logprobs=logprobs is not None,
         echo=echo,
         only_echo=most == 0,
@@ -160,7 +158,6 @@ def chat(body: Body) -> ParsedRequest:
         kind=Kind.CHAT,
         prompts=[messages(given.get("messages"))],
         parameters=parameters,
-        best_of=shared["n"],
         logprobs=logprobs,
         tool_choice=tool_choice,
         **shared,

@@ -74,13 +74,13 @@ def parse(body: Body) -> tuple[ParsedRequest, dict[str, Any]]:
     top = get(given, "top_logprobs", lambda n, v: fields.integer(n, v, 0, MAX_LOGPROBS), 0)
     parameters = sampling(given, 1, shared["form"])
     parameters["max_new_tokens"] = max_tokens(given, "max_output_tokens", MAX_TOKENS)
-    if LOGPROBS in include:
+    logprobs = LOGPROBS in include
+    if logprobs:
         parameters["logprobs"] = top
     messages = _input(given.get("input"))
     if "instructions" in given:
         instructions = text("instructions", given["instructions"])
         messages.insert(0, {"role": "system", "content": instructions})
-    logprobs = LOGPROBS in include
     parsed = ParsedRequest(
         kind=Kind.CHAT, prompts=[messages], parameters=parameters, logprobs=logprobs, **shared
     )
@@ -186,12 +186,7 @@ class Response(Renderer):
     def end(self) -> bytes:
         done = self._message(self._status)
         return (
-            self._event(
-                "output_text.done",
-                **self._place,
-                text=self._text,
-                logprobs=self._bare,
-            )
+            self._event("output_text.done", **self._place, text=self._text, logprobs=self._bare)
             + self._event("content_part.done", **self._place, part=done["content"][0])
             + self._event("output_item.done", item=done)
             + self._lifecycle(self._status, self._status, [done])

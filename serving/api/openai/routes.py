@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Awaitable, Callable, Mapping
-from contextlib import AsyncExitStack
 from typing import Any
 
 from starlette.requests import Request
@@ -22,7 +21,7 @@ from common.media_types import JSON
 from serving.api.access import Right
 from serving.api.answering import Renderer, answer
 from serving.api.gateway import Gateway
-from serving.api.invoke import answer_by_engine
+from serving.api.invoke import engine_model
 from serving.api.naming import described_models, listed_aliases, may_call
 from serving.api.openai import parsing, responses, tokens
 from serving.api.openai.answers import Answer
@@ -99,11 +98,9 @@ async def _answer(
     parsed: ParsedRequest,
     renderer: Callable[[str], Renderer],
 ) -> Response:
-    def work(model: Model, end: float, resources: AsyncExitStack) -> Awaitable[Response]:
-        return answer(gateway, model, parsed, renderer(model.name), end, resources)
-
     name = normal_name(parsed.model).lstrip("/")
-    return await answer_by_engine(gateway, request, name, work, user=user(body))
+    async with engine_model(gateway, request, name, user=user(body)) as (model, end, resources):
+        return await answer(gateway, model, parsed, renderer(model.name), end, resources)
 
 
 async def tokenize(gateway: Gateway, request: Request) -> Response:
@@ -121,12 +118,10 @@ async def _of_tokens(
     request: Request,
     convert: Callable[[Gateway, Model, Body, float], Awaitable[dict[str, Any]]],
 ) -> Response:
-    async def work(model: Model, end: float, _: AsyncExitStack) -> Response:
-        return JSONResponse(await convert(gateway, model, body, end))
-
     body = await read_json_object(gateway, request)
     named = parsing.text("model", body.get("model") or gateway.single_model)
-    return await answer_by_engine(gateway, request, normal_name(named).lstrip("/"), work)
+    async with engine_model(gateway, request, normal_name(named).lstrip("/")) as (model, end, _):
+        return JSONResponse(await convert(gateway, model, body, end))
 
 
 async def unknown(gateway: Gateway, request: Request) -> Response:

@@ -15,8 +15,7 @@ https://github.com/triton-inference-server/server/blob/main/docs/protocol/extens
 from __future__ import annotations
 
 import math
-from collections.abc import Awaitable, Mapping, Sequence
-from contextlib import AsyncExitStack
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,11 +30,10 @@ from common.parameters import Parameters
 from serving.api.answering import EngineRequest, Renderer, answer, event
 from serving.api.engine_calls import Item, choice_logprobs
 from serving.api.gateway import Gateway
-from serving.api.invoke import answer_by_engine
+from serving.api.invoke import engine_model
 from serving.api.reading import read_json_object
 from serving.api.routing import EVENTS
 from serving.errors import BadRequest
-from serving.models.model import Model
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,11 +117,9 @@ class Text(Renderer):
 
 
 async def generate(gateway: Gateway, request: Request, stream: bool) -> Response:
-    def work(model: Model, end: float, resources: AsyncExitStack) -> Awaitable[Response]:
-        renderer = Text(parsed, model.name, as_events=stream)
-        return answer(gateway, model, parsed, renderer, end, resources)
-
     gateway.check_ready()
     name = request.path_params["name"]
     parsed = parse(name, await read_json_object(gateway, request, of_any_type=True), stream)
-    return await answer_by_engine(gateway, request, name, work, parsed.limit_s)
+    async with engine_model(gateway, request, name, parsed.limit_s) as (model, end, resources):
+        renderer = Text(parsed, model.name, as_events=stream)
+        return await answer(gateway, model, parsed, renderer, end, resources)

@@ -101,9 +101,9 @@ async def infer(gateway: Gateway, request: Request) -> Response:
         return Direct(limit_s=_limit_s(body if length is None else body[: int(length)]))
 
     name = request.path_params["name"]
-    response = await invoke(gateway, request, name, headers, read=read)
+    response = await invoke(gateway, request, name, read, headers)
     if response.status_code >= 400:
-        return _as_error(request, response)
+        return _as_error(response)
     kind, _, size = response.headers["content-type"].partition(f";{HEADER_SIZE}=")
     if kind == BINARY:
         response.headers["content-type"] = BYTES
@@ -173,7 +173,7 @@ def _configured(tensor: Mapping[str, Any]) -> dict[str, Any]:
     return {"name": tensor["name"], "data_type": f"TYPE_{kind}", "dims": tensor["shape"]}
 
 
-def _as_error(request: Request, response: Response) -> Response:
+def _as_error(response: Response) -> Response:
     """A worker's error in the shape of the protocol; the status stays."""
     body = bytes(response.body[: LARGE_BYTES + 1])
     try:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import json
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,8 +22,11 @@ from serving.mms.client import Answer
 from serving.models.model import Model, State
 from serving.settings import Settings
 from serving.store import Lookups, StoredModel, StoreSettings
+from serving.tokens import Tokens
 
 SAID = "가실 때에는"
+SECRET = "비밀-하나"  # noqa: S105
+BEARER = f"Bearer {SECRET}"
 TEXT = json.dumps({"generated_text": SAID}, ensure_ascii=False).encode()
 
 
@@ -36,20 +40,27 @@ def answered(
 
 
 Asked = Callable[[int], Coroutine[Any, Any, Answer]]
+Streamed = Callable[..., Iterable[Any]]
 
 
-async def at_once(number: int) -> Answer:
-    return answered()
+def always(answer: Answer, after: asyncio.Event | None = None) -> Asked:
+    """Gives this answer to each call, once `after` is set."""
+
+    async def answer_one(number: int) -> Answer:
+        if after is not None:
+            await after.wait()
+        return answer
+
+    return answer_one
 
 
 @dataclass
 class FakeMMS:
     """`answer` is called with the number of the call, from 0."""
 
-    answer: Asked = at_once
+    answer: Asked = field(default_factory=lambda: always(answered()))
     told_s: list[float] = field(default_factory=list)  # how long each had, by its header
     headers: list[dict[str, str]] = field(default_factory=list)  # of each
-    listings: int = 0
 
     async def invoke(
         self, name: str, body: bytes, headers: Any, timeout_s: float, query: Any = ()
@@ -57,10 +68,6 @@ class FakeMMS:
         self.headers.append(dict(headers))
         self.told_s.append(float(headers[TIMEOUT_HEADER]))
         return await self.answer(len(self.told_s) - 1)
-
-    async def names(self) -> set[str]:
-        self.listings += 1
-        return set()
 
     async def describe(self, name: str) -> dict[str, Any]:
         return {"workers": []}
@@ -86,32 +93,48 @@ class FakeEngine:
         yield {}
 
     async def statistics(self, timeout_s: float = 1) -> dict[str, Any]:
-        raise NotImplementedError
+        raise common.errors.EngineUnavailable("the engine is not there")
 
 
 class RecordingEngine:
-    """Keeps what each call asks of it; `fails` are raised by the first calls."""
+    """Keeps what each call asks of it; `fails` are raised by the first calls.
 
-    def __init__(self, *fails: Exception, streamed: Iterable[Any] = ()) -> None:
+    streamed: a stream's tokens, and errors in their place, or a function of a call's arguments
+    go: without it no whole answer comes, and nothing follows a stream's first token
+    """
+
+    def __init__(self, *fails: Exception, streamed: Iterable[Any] | Streamed = ()) -> None:
         self.fails, self.streamed = list(fails), streamed
         self.asked: list[tuple[Any, ...]] = []
+        self.go = asyncio.Event()
+        self.go.set()
+        self.running = self.most = 0
 
     async def generate(self, *asked: Any) -> dict[str, Any]:
-        self._ask(asked)
-        completion = {"text": SAID, "tokens": len(SAID), "finish_reason": "length"}
-        return {"completions": [completion], "prompt_tokens": 3, "cached_tokens": 2}
+        with self._call(asked):
+            await self.go.wait()
+            completion = {"text": SAID, "tokens": len(SAID), "finish_reason": "length"}
+            return {"completions": [completion], "prompt_tokens": 3, "cached_tokens": 2}
 
     async def stream(self, *asked: Any) -> AsyncIterator[dict[str, Any]]:
-        self._ask(asked)
-        for item in self.streamed:
-            if isinstance(item, Exception):
-                raise item
-            yield dict(item)
+        with self._call(asked):
+            for item in self.streamed(*asked) if callable(self.streamed) else self.streamed:
+                if isinstance(item, Exception):
+                    raise item
+                yield dict(item)
+                await self.go.wait()
 
-    def _ask(self, asked: tuple[Any, ...]) -> None:
+    @contextlib.contextmanager
+    def _call(self, asked: tuple[Any, ...]) -> Iterator[None]:
         self.asked.append(asked)
         if self.fails:
             raise self.fails.pop(0)
+        self.running += 1
+        self.most = max(self.most, self.running)
+        try:
+            yield
+        finally:
+            self.running -= 1
 
 
 class FakeRegistry:
@@ -130,6 +153,12 @@ class FakeRegistry:
     def models(self) -> list[Model]:
         return list(self._models.values())
 
+    def all(self) -> list[Model]:
+        return self.models()
+
+    def engine_names(self) -> dict[str, str]:
+        return {model.engine_name: model.name for model in self.models()}
+
     def spawn(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
         task = asyncio.create_task(work)
         self.tasks.add(task)
@@ -147,10 +176,7 @@ class FakeRegistry:
 
 
 class FakeRecovery:
-    waits = 0
-
-    async def wait_for(self, model: Model, timeout_s: float) -> None:
-        self.waits += 1
+    async def wait_for(self, model: Model, timeout_s: float) -> None: ...
 
 
 def model(name: str = "봄", limit_s: float = 60.0, capacity: int = 1) -> Model:
@@ -161,11 +187,13 @@ def model(name: str = "봄", limit_s: float = 60.0, capacity: int = 1) -> Model:
 
 
 class World:
-    """A gateway that is ready, with one model."""
+    """A gateway that is ready, with one model, which the `engine` holds where there is one."""
 
-    def __init__(self, only: Model | None = None, **settings: Any) -> None:
+    def __init__(self, only: Model | None = None, engine: Any = None, **settings: Any) -> None:
         self.model = only or model()
-        self.registry, self.mms, self.engine = FakeRegistry(self.model), FakeMMS(), FakeEngine()
+        self.model.in_engine = engine is not None
+        self.registry, self.mms = FakeRegistry(self.model), FakeMMS()
+        self.engine: Any = engine or FakeEngine()
         self.recovery = FakeRecovery()
         parts: Any = {
             "registry": self.registry,
@@ -229,6 +257,17 @@ class World:
         start, *rest = messages
         found = {k.decode(): v.decode() for k, v in start["headers"]}
         return start["status"], found, b"".join(piece.get("body", b"") for piece in rest)
+
+
+async def with_token(world: World, folder: Path, **fields: Any) -> World:
+    """Gives a world a TOKENS_FILE with `SECRET`, the token of 가팀 for the model 봄."""
+    digest = hashlib.sha256(SECRET.encode()).hexdigest()
+    entry = {"name": "가팀", "sha256": digest, "models": ["봄"], **fields}
+    path = folder / "tokens.json"
+    path.write_text(json.dumps({"tokens": [entry]}), encoding="utf-8")
+    world.gateway.tokens = Tokens(str(path))
+    await world.gateway.tokens.refresh()
+    return world
 
 
 async def settle() -> None:

@@ -15,39 +15,39 @@ TEXT = '{"type":"integer"}'
 GBNF = 'root ::= "긍정" | "부정"'
 
 
+def openai(type: str, **more: Any) -> dict[str, Any]:
+    return {"response_format": {"type": type, **more}}
+
+
+def vllm(**given: Any) -> dict[str, Any]:
+    return {"structured_outputs": given}
+
+
 @pytest.mark.parametrize(
     ("given", "parameters"),
     [
         ({}, None),
-        ({"response_format": {"type": "text"}}, None),
-        ({"response_format": {"type": "json_object"}}, {"json_schema": OBJECT}),
+        (openai("text"), None),
+        (openai("json_object"), {"json_schema": OBJECT}),
         # OpenAI
         (
-            {
-                "response_format": {
-                    "type": "json_schema",
-                    "json_schema": {"name": "답", "schema": SCHEMA, "strict": True},
-                }
-            },
+            openai("json_schema", json_schema={"name": "답", "schema": SCHEMA, "strict": True}),
             {"json_schema": SCHEMA},
         ),
         # llama.cpp
-        ({"response_format": {"type": "json_object", "schema": SCHEMA}}, {"json_schema": SCHEMA}),
-        ({"response_format": {"type": "json_schema", "schema": SCHEMA}}, {"json_schema": SCHEMA}),
-        ({"response_format": {"type": "json_object", "value": SCHEMA}}, {"json_schema": SCHEMA}),
+        (openai("json_object", schema=SCHEMA), {"json_schema": SCHEMA}),
+        (openai("json_schema", schema=SCHEMA), {"json_schema": SCHEMA}),
+        (openai("json_object", value=SCHEMA), {"json_schema": SCHEMA}),
         ({"json_schema": SCHEMA}, {"json_schema": SCHEMA}),
         ({"grammar": GBNF}, {"grammar": GBNF}),
         # vLLM
-        ({"structured_outputs": {"json": SCHEMA}}, {"json_schema": SCHEMA}),
-        ({"structured_outputs": {"json": TEXT, "backend": "xgrammar"}}, {"json_schema": TEXT}),
-        ({"structured_outputs": {"json_object": True, "regex": None}}, {"json_schema": OBJECT}),
-        (
-            {"structured_outputs": {"json": SCHEMA, "disable_additional_properties": True}},
-            {"json_schema": SCHEMA},
-        ),
-        ({"structured_outputs": {"regex": r"\d+"}}, {"regex": r"\d+"}),
-        ({"structured_outputs": {"choice": ["가", "나"]}}, {"choice": ["가", "나"]}),
-        ({"structured_outputs": {"grammar": GBNF, "json_object": False}}, {"grammar": GBNF}),
+        (vllm(json=SCHEMA), {"json_schema": SCHEMA}),
+        (vllm(json=TEXT, backend="xgrammar"), {"json_schema": TEXT}),
+        (vllm(json_object=True, regex=None), {"json_schema": OBJECT}),
+        (vllm(json=SCHEMA, disable_additional_properties=True), {"json_schema": SCHEMA}),
+        (vllm(regex=r"\d+"), {"regex": r"\d+"}),
+        (vllm(choice=["가", "나"]), {"choice": ["가", "나"]}),
+        (vllm(grammar=GBNF, json_object=False), {"grammar": GBNF}),
         ({"guided_json": TEXT}, {"json_schema": TEXT}),
         ({"guided_regex": "가|나"}, {"regex": "가|나"}),
         ({"guided_choice": ["가", "나"]}, {"choice": ["가", "나"]}),
@@ -71,11 +71,11 @@ def test_a_form_is_found_by_the_names_of_several_servers(given: Any, parameters:
             {"whitespace_flexible": True, "whitespace_pattern": " ?"},
         ),
         (
-            {"structured_outputs": {"json": True, "whitespace_pattern": r"\s"}},
+            vllm(json=True, whitespace_pattern=r"\s"),
             {"whitespace_flexible": True, "whitespace_pattern": r"\s"},
         ),
         (
-            {"structured_outputs": {"json": SCHEMA, "disable_any_whitespace": True}},
+            vllm(json=SCHEMA, disable_any_whitespace=True),
             {"item_separator": ",", "key_separator": ":"},
         ),
     ],
@@ -90,8 +90,7 @@ def test_spaces_change_nothing_of_another_form() -> None:
     form = read({"guided_choice": ["가"], "guided_whitespace_pattern": " "})
     assert form == GivenForm("guided_choice", "choice", ["가"])
     assert read({"guided_whitespace_pattern": " "}) is None
-    given = {"regex": "가", "disable_any_whitespace": True}
-    form = read({"structured_outputs": given})
+    form = read(vllm(regex="가", disable_any_whitespace=True))
     assert form == GivenForm("structured_outputs.regex", "regex", "가")
 
 
@@ -100,45 +99,25 @@ def test_spaces_change_nothing_of_another_form() -> None:
     [
         ({"response_format": "json"}, "response_format", "must be an object, is a string"),
         ({"response_format": {}}, "response_format.type", "must be text, json_object"),
-        ({"response_format": {"type": "xml"}}, "response_format.type", "must be text"),
+        (openai("xml"), "response_format.type", "must be text"),
+        (openai("json_schema"), "response_format.schema", "must be a JSON schema, is null"),
         (
-            {"response_format": {"type": "json_schema"}},
-            "response_format.schema",
-            "must be a JSON schema, is null",
-        ),
-        (
-            {"response_format": {"type": "json_schema", "json_schema": {"name": "답"}}},
+            openai("json_schema", json_schema={"name": "답"}),
             "response_format.json_schema.schema",
             "must be a JSON schema, is null",
         ),
-        (
-            {"response_format": {"type": "json_schema", "json_schema": []}},
-            "response_format.json_schema",
-            "must be an object, is a list",
-        ),
-        ({"structured_outputs": {}}, "structured_outputs", "must have one of json, json_object"),
-        ({"structured_outputs": {"xml": 1}}, "structured_outputs.xml", "known are json,"),
-        ({"structured_outputs": {"choice": "가"}}, "structured_outputs.choice", "a list of texts"),
-        ({"structured_outputs": {"json_object": 1}}, "structured_outputs.json_object", "true or"),
-        (
-            {"structured_outputs": {"json": {}, "regex": "가"}},
-            "structured_outputs.regex",
-            "and structured_outputs.json are given",
-        ),
-        (
-            {"structured_outputs": {"json": {}, "whitespace_pattern": 1}},
-            "structured_outputs.whitespace_pattern",
-            "must be text",
-        ),
+        (openai("json_schema", json_schema=[]), "response_format.json_schema", "is a list"),
+        (vllm(), "structured_outputs", "must have one of json, json_object"),
+        (vllm(xml=1), "structured_outputs.xml", "known are json,"),
+        (vllm(choice="가"), "structured_outputs.choice", "a list of texts"),
+        (vllm(json_object=1), "structured_outputs.json_object", "true or"),
+        (vllm(json={}, regex="가"), "structured_outputs.regex", "and structured_outputs.json are"),
+        (vllm(json={}, whitespace_pattern=1), "structured_outputs.whitespace_pattern", "be text"),
         ({"guided_json": "{"}, "guided_json", "is no JSON"),
         ({"guided_regex": ""}, "guided_regex", "must be text that is not empty"),
         ({"guided_whitespace_pattern": 3}, "guided_whitespace_pattern", "must be text"),
         ({"guided_choice": ["가"], "regex": "나"}, "regex", "and guided_choice are given"),
-        (
-            {"response_format": {"type": "json_object"}, "grammar": GBNF},
-            "grammar",
-            "and response_format are given",
-        ),
+        ({**openai("json_object"), "grammar": GBNF}, "grammar", "and response_format are given"),
     ],
 )
 def test_what_is_no_form_is_refused_by_its_field(given: Any, field: str, message: str) -> None:

@@ -49,6 +49,8 @@ WRONG = {
     "many-heads": (PARTS, part(NAMED, "X-A: " + "a" * 1000) * 100 + b"--x--"),
     "many-parts": (PARTS, part(NAMED) * (MAX_FIELDS + 1) + b"--x--"),
     "no-byte": (FORM, b"%zz=1"),
+    "many-fields": (FORM, b"a&" * MAX_FIELDS),
+    "many-fields-otherwise-written": (f"{FORM.title()} ; charset=utf-8", b"a&" * MAX_FIELDS),
 }
 RIGHT = {
     "fields": (FORM, "시=%EA%B0%80&b".encode()),
@@ -63,7 +65,8 @@ RIGHT = {
     "extended-file-name": (PARTS, part(f"{NAMED}; filename*=utf-8''%EB%B4%84.txt") + b"--x--"),
     "like-a-boundary": (PARTS, part(NAMED, content="a--x--\n--x--") + b"--x--"),
     "empty": (PARTS, b"--x--"),
-    "no-form": ("text/plain; charset=zzz", b"--x\r\n\r\n"),
+    "no-form": ("text/plain; charset=zzz", b"--x\r\n\r\n" + b"a&%zz" * MAX_FIELDS),
+    "written-otherwise": (PARTS, GOOD.replace(b"Disposition", b"DISPOSITION")),
 }
 
 

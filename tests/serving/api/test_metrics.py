@@ -8,33 +8,25 @@ from serving.errors import StoreUnavailable
 from serving.process.counts import DROPPED, Counts, read_counts
 
 
-class Clock:
-    def __init__(self) -> None:
-        self.now_s = 0.0
-
-    def __call__(self) -> float:
-        return self.now_s
-
-
 def test_a_model_that_was_gone_at_the_next_scrape_was_still_there() -> None:
-    clock = Clock()
-    metrics = Metrics(clock)
+    now_s = 0.0
+    metrics = Metrics(lambda: now_s)
     metrics.request("봄", 200, 0.1)
     line = 'kogpt2_requests_total{model="봄",status="200"} %d.0'
     for _ in range(3):  # by however many
         assert line % 1 in metrics.text(None, {}, {}).decode()
-        clock.now_s += GONE_S / 4
+        now_s += GONE_S / 4
     metrics.request("봄", 200, 0.1)
     assert line % 2 in metrics.text(None, {"봄#1": "봄"}, {}).decode()  # it came back
-    clock.now_s += GONE_S
+    now_s += GONE_S
     assert line % 2 in metrics.text(None, {}, {}).decode()
-    clock.now_s += GONE_S
+    now_s += GONE_S
     assert "봄" not in metrics.text(None, {}, {}).decode()
     assert metrics.tallies["봄"].good[0] == 2  # the console's and Triton's, whoever scrapes
 
 
 def test_a_load_by_hand_that_fails_is_counted_by_its_status() -> None:
-    metrics = Metrics(Clock())
+    metrics = Metrics()
     for error in (StoreUnavailable("gone"), StoreUnavailable("gone"), ValueError("a defect")):
         with contextlib.suppress(type(error)), metrics.loading():
             raise error
@@ -50,7 +42,7 @@ def test_what_the_entrypoint_counts_is_shown_and_outlives_the_gateway(tmp_path: 
     counts.add(DROPPED, 7)
     for _ in range(2):
         counts.add("the engine")
-    for metrics in (Metrics(Clock(), tmp_path), Metrics(Clock(), tmp_path)):
+    for metrics in (Metrics(run_dir=tmp_path), Metrics(run_dir=tmp_path)):
         shown = metrics.text(None, {}, {}).decode()
         assert "kogpt2_dropped_log_lines_total 7.0" in shown
         assert 'kogpt2_process_restarts_total{process="engine"} 2.0' in shown
@@ -60,7 +52,7 @@ def test_what_the_entrypoint_counts_is_shown_and_outlives_the_gateway(tmp_path: 
 
 
 def test_those_that_are_gone_are_bounded() -> None:
-    metrics = Metrics(Clock())
+    metrics = Metrics()
     for number in range(MAX_GONE + 5):
         metrics.request(f"m{number}", 200, 0.1)
     shown = metrics.text(None, {"m0#1": "m0"}, {}).decode()

@@ -21,24 +21,17 @@ NEVER_OPENED = "00000000-0000-4000-8000-000000000000"
 Answer = tuple[int, dict[str, str], bytes]
 
 
-class Clock:
-    now: float = NOON
-
-    def __call__(self) -> float:
-        return self.now
-
-
 class Endpoint:
     """A container of one model whose sessions are enabled; `restart` is its gateway's."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder, self.clock = folder / "sessions", Clock()
+        self.folder, self.now = folder / "sessions", NOON
         self.restart()
 
     def restart(self) -> None:
         self.world = World()
         self.world.gateway.single_model = "봄"
-        self.world.gateway.sessions = Sessions(self.folder, LIFE_S, self.clock)
+        self.world.gateway.sessions = Sessions(self.folder, LIFE_S, lambda: self.now)
 
     async def invoke(self, body: bytes = b'"text"', id: str = "", **headers: str) -> Answer:
         named = {"x-amzn-sagemaker-session-id": id} if id else {}
@@ -82,18 +75,11 @@ async def test_a_session_is_opened_used_and_closed(endpoint: Endpoint) -> None:
     assert endpoint.files() == []
 
 
-async def test_no_model_is_asked_to_open_or_close_one(endpoint: Endpoint) -> None:
-    endpoint.world.gateway.single_model = None
-    await endpoint.invoke(CLOSE, await endpoint.open())
-    assert endpoint.world.mms.told_s == []
-    assert endpoint.world.gateway.requests == 0
-
-
 async def test_a_session_ends_by_itself(endpoint: Endpoint) -> None:
     id = await endpoint.open()
-    endpoint.clock.now += LIFE_S - 1
+    endpoint.now += LIFE_S - 1
     assert (await endpoint.invoke(id=id))[0] == 200
-    endpoint.clock.now += 1
+    endpoint.now += 1
     for body in (b'"text"', CLOSE):
         assert "session not found" in refusal(await endpoint.invoke(body, id))
     later = await endpoint.open()
@@ -103,13 +89,13 @@ async def test_a_session_ends_by_itself(endpoint: Endpoint) -> None:
 async def test_sessions_outlive_the_gateway(endpoint: Endpoint) -> None:
     closed, early = await endpoint.open(), await endpoint.open()
     await endpoint.invoke(CLOSE, closed)
-    endpoint.clock.now += 600
+    endpoint.now += 600
     late = await endpoint.open()
     endpoint.restart()
     for id in (early, late):
         assert (await endpoint.invoke(id=id))[0] == 200
     refusal(await endpoint.invoke(id=closed))
-    endpoint.clock.now += 600
+    endpoint.now += 600
     endpoint.restart()
     refusal(await endpoint.invoke(id=early))
     assert (await endpoint.invoke(CLOSE, late))[0] == 200
@@ -136,13 +122,13 @@ async def test_more_sessions_than_may_be_open_are_told_when_one_ends(
 ) -> None:
     monkeypatch.setattr(sessions, "MAX_SESSIONS", 2)
     first = await endpoint.open()
-    endpoint.clock.now += 200
+    endpoint.now += 200
     second = await endpoint.open()
     status, headers, body = await endpoint.invoke(OPEN)
     assert (status, headers["retry-after"]) == (429, str(LIFE_S - 200)), body
     await endpoint.invoke(CLOSE, second)
     third = await endpoint.open()
-    endpoint.clock.now += LIFE_S - 200
+    endpoint.now += LIFE_S - 200
     assert sorted([third, await endpoint.open()]) == endpoint.files()
     refusal(await endpoint.invoke(id=first))
 
@@ -198,7 +184,10 @@ async def test_a_request_that_is_malformed_changes_nothing(
     assert (await endpoint.invoke(id=id))[0] == 200
 
 
-async def test_close_names_its_session(endpoint: Endpoint) -> None:
+async def test_close_names_its_session_and_neither_asks_a_model(endpoint: Endpoint) -> None:
+    endpoint.world.gateway.single_model = None
+    await endpoint.invoke(CLOSE, await endpoint.open())
+    assert (endpoint.world.mms.told_s, endpoint.world.gateway.requests) == ([], 0)
     id = await endpoint.open()
     needed = "CLOSE needs the header X-Amzn-SageMaker-Session-Id"
     assert refusal(await endpoint.invoke(CLOSE)) == needed
@@ -206,9 +195,9 @@ async def test_close_names_its_session(endpoint: Endpoint) -> None:
 
 
 async def test_the_id_of_boto3_for_a_new_session_is_no_session(endpoint: Endpoint) -> None:
-    status, headers, _ = await endpoint.invoke(OPEN, "NEW_SESSION")
-    assert status == 200
-    assert headers["x-amzn-sagemaker-new-session-id"]
+    for kind in ("application/json", ""):  # a body without one is JSON
+        status, headers, _ = await endpoint.invoke(OPEN, "NEW_SESSION", **{"content-type": kind})
+        assert (status, "x-amzn-sagemaker-new-session-id" in headers) == (200, True)
     assert (await endpoint.invoke(id="NEW_SESSION"))[0] == 200
     assert "session not found" in refusal(await endpoint.invoke(CLOSE, "NEW_SESSION"))
 
@@ -231,11 +220,6 @@ async def test_any_other_body_is_the_models(
     assert status == 200
     assert "x-amzn-sagemaker-new-session-id" not in headers
     assert len(endpoint.world.mms.told_s) == 1
-
-
-async def test_a_body_without_a_content_type_is_json(endpoint: Endpoint) -> None:
-    _, headers, _ = await endpoint.invoke(OPEN, **{"content-type": ""})
-    assert "x-amzn-sagemaker-new-session-id" in headers
 
 
 async def test_where_they_are_not_enabled_sessions_are_refused_and_nothing_else(

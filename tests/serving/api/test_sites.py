@@ -12,23 +12,18 @@ from serving.api import routes
 from serving.api.sites import READS
 from tests.serving.api.gateways import World
 
+# Reads that load a model, and every route that is no read.
 CALLS = [
     ("GET", "/predictions/봄"),
     ("HEAD", "/predictions/봄"),
-    ("POST", "/predictions/봄"),
-    ("PUT", "/predictions/봄"),
-    ("POST", "/invocations"),
-    ("POST", "/models/봄/invoke"),
-    ("POST", "/v1/completions"),
-    ("POST", "/v1/chat/completions"),
     ("GET", "/v2/models/봄"),
     ("GET", "/v2/models/봄/versions/1/config"),
-    ("POST", "/v2/models/봄/infer"),
-    ("POST", "/v2/models/봄/generate"),
-    ("POST", "/v2/repository/models/봄/unload"),
-    ("POST", "/models"),
-    ("PUT", "/models/봄"),
-    ("DELETE", "/models/봄"),
+    *(
+        (method, re.sub("{[^}]+}", "봄", route.path))
+        for route in routes.REQUESTS
+        for method in route.methods.split()
+        if method not in (*READS, "*")
+    ),
 ]
 HOST = {"host": "localhost:8080"}
 LOOPBACK = {"host": "127.0.0.1"}
@@ -74,15 +69,8 @@ def test_a_page_of_another_site_has_no_effect(method: str, path: str) -> None:
 
 
 def test_no_route_with_an_effect_is_left_out() -> None:
-    world = World()
-    paths = {
-        (method, re.sub("{[^}]+}", "봄", route.path))
-        for route in routes.REQUESTS
-        for method in {*route.methods.split()} - {*READS, "*"}
-    }
-    assert len(paths) > 20
-    for method, path in paths:
-        assert status(world, method, path, {"sec-fetch-site": "cross-site"}) == 403, path
+    assert len(CALLS) > 20
+    assert {("DELETE", "/models/봄"), ("POST", "/v2/models/봄/infer")} <= {*CALLS}
 
 
 def test_an_image_of_another_site_loads_nothing_by_plain_http() -> None:

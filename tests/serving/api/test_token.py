@@ -16,23 +16,7 @@ from starlette.requests import Request
 from serving.api.access import Right, check_token
 from serving.errors import Unauthorized
 from serving.mms.client import Answer
-from serving.tokens import Tokens
-from tests.serving.api.gateways import World, answered, settle
-
-SECRET = "비밀-하나"  # noqa: S105
-BEARER = f"Bearer {SECRET}"
-
-
-async def world_of(folder: Path, settings: Any = None, **fields: Any) -> World:
-    """A world with the model 봄 and one token."""
-    digest = hashlib.sha256(SECRET.encode()).hexdigest()
-    entry = {"name": "가팀", "sha256": digest, "models": ["봄"], **fields}
-    path = folder / "tokens.json"
-    path.write_text(json.dumps({"tokens": [entry]}), encoding="utf-8")
-    world = World(**(settings or {}))
-    world.gateway.tokens = Tokens(str(path))
-    await world.gateway.tokens.refresh()
-    return world
+from tests.serving.api.gateways import BEARER, SECRET, World, answered, settle, with_token
 
 
 @pytest.mark.parametrize("sent", ["비밀", "비밀-", "가", "비", "", "a" * 100_000])
@@ -60,7 +44,7 @@ def test_a_token_is_compared_whole_whatever_was_sent(
 
 
 async def test_a_file_alone_closes_calls_lists_and_loading(tmp_path: Path) -> None:
-    world = await world_of(tmp_path)
+    world = await with_token(World(), tmp_path)
     for method, path in (("POST", "/predictions/봄"), ("GET", "/models"), ("POST", "/models")):
         for headers in ({}, {"authorization": "Bearer wrong"}, {"authorization": SECRET}):
             status, _, _ = await world.call(method, path, **headers)
@@ -72,8 +56,8 @@ async def test_a_file_alone_closes_calls_lists_and_loading(tmp_path: Path) -> No
 
 
 async def test_the_one_token_stays_the_simple_way_beside_a_file(tmp_path: Path) -> None:
-    simple = {"inference_token": "infer-me", "management_token": "manage-me"}
-    world = await world_of(tmp_path, simple, models=[])
+    simple: dict[str, Any] = {"inference_token": "infer-me", "management_token": "manage-me"}
+    world = await with_token(World(**simple), tmp_path, models=[])
     status, _, _ = await world.call("POST", "/predictions/봄", authorization="Bearer infer-me")
     assert status == 200
     status, _, _ = await world.call("GET", "/models/봄", authorization="Bearer manage-me")
@@ -86,7 +70,7 @@ async def test_a_refusal_says_when_to_come_back_and_is_counted_by_name(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO")
-    world = await world_of(tmp_path, requests_per_minute=2)
+    world = await with_token(World(), tmp_path, requests_per_minute=2)
     now_s = 5.0
     world.gateway.tokens.now = lambda: now_s
     statuses = []
@@ -115,7 +99,7 @@ async def test_a_refusal_says_when_to_come_back_and_is_counted_by_name(
 
 @pytest.mark.parametrize("end", ["answer", "error", "gone", "cancelled", "refused"])
 async def test_a_place_is_given_back_however_a_request_ends(tmp_path: Path, end: str) -> None:
-    world = await world_of(tmp_path, concurrency=1)
+    world = await with_token(World(), tmp_path, concurrency=1)
     begun, go, gone = asyncio.Event(), asyncio.Event(), asyncio.Event()
 
     async def answer(number: int) -> Answer:

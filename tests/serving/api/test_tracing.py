@@ -19,10 +19,10 @@ from serving.aliases import Alias
 from serving.api import tracing
 from serving.errors import StartError
 from serving.gateway import _traced
-from serving.mms.client import Answer
 from serving.settings import Settings
+from tests.e2e.server import free_port
 from tests.serving.api.collector import Collector, Span
-from tests.serving.api.gateways import RecordingEngine, World, answered, model, settle
+from tests.serving.api.gateways import RecordingEngine, World, always, answered, model, settle
 from tests.serving.fakes import Parts
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -54,13 +54,6 @@ async def served(world: World) -> AsyncIterator[World]:
         yield world
 
 
-def in_engine(engine: RecordingEngine, **settings: Any) -> World:
-    world = World(model(capacity=2), **settings)
-    world.model.in_engine = True
-    world.gateway.engine = engine  # type: ignore[assignment]
-    return world
-
-
 def body(**fields: Any) -> bytes:
     return json.dumps(fields, ensure_ascii=False).encode()
 
@@ -80,11 +73,7 @@ async def test_a_request_is_a_child_of_its_traceparent_and_a_worker_gets_its_own
     collector: Collector,
 ) -> None:
     async with served(World()) as world:
-
-        async def answer(number: int) -> Answer:
-            return answered(**{"x-kogpt2-tokens": "7 3"})
-
-        world.mms.answer = answer
+        world.mms.answer = always(answered(**{"x-kogpt2-tokens": "7 3"}))
         status, headers, _ = await world.call("POST", PATH, body(inputs=PROMPT), traceparent=SENT)
         assert status == 200
     (root,) = collector.named("POST /predictions/{name}")
@@ -115,7 +104,7 @@ async def test_a_request_is_a_child_of_its_traceparent_and_a_worker_gets_its_own
 async def test_a_stream_has_a_span_until_its_first_token_and_one_from_there(
     collector: Collector,
 ) -> None:
-    async with served(in_engine(RecordingEngine(streamed=ITEMS))) as world:
+    async with served(World(engine=RecordingEngine(streamed=ITEMS))) as world:
         sent = body(inputs=PROMPT, stream=True)
         status, _, text = await world.call("POST", PATH, sent)
         assert (status, "가실 때에는" in text.decode()) == (200, True)
@@ -131,7 +120,7 @@ async def test_a_stream_has_a_span_until_its_first_token_and_one_from_there(
 
 async def test_a_stream_that_breaks_off_has_an_error_in_its_tokens(collector: Collector) -> None:
     broken = [ITEMS[0], EngineUnavailable("the engine ended in the middle of the answer")]
-    async with served(in_engine(RecordingEngine(streamed=broken))) as world:
+    async with served(World(engine=RecordingEngine(streamed=broken))) as world:
         status, _, _ = await world.call("POST", PATH, body(inputs=PROMPT, stream=True))
         assert status == 200
     (tokens,) = collector.named("tokens")
@@ -143,7 +132,7 @@ async def test_a_stream_that_breaks_off_has_an_error_in_its_tokens(collector: Co
 async def test_each_prompt_of_a_whole_answer_has_its_queue_and_its_tokens(
     collector: Collector,
 ) -> None:
-    async with served(in_engine(RecordingEngine())) as world:
+    async with served(World(model(capacity=2), RecordingEngine())) as world:
         world.gateway.aliases._take({"노래": Alias("노래", {"봄": 1})})
         sent = body(model="노래", prompt=[PROMPT, "산에는 꽃 피네"])
         assert (await world.call("POST", "/v1/completions", sent))[0] == 200
@@ -160,21 +149,13 @@ async def test_each_prompt_of_a_whole_answer_has_its_queue_and_its_tokens(
 async def test_a_request_that_waits_for_its_turn_has_that_in_its_queue(
     collector: Collector,
 ) -> None:
-    begun, release = asyncio.Event(), asyncio.Event()
-
-    async def answer(number: int) -> Answer:
-        begun.set()
-        await release.wait()
-        return answered()
-
+    release = asyncio.Event()
     async with served(World(model(capacity=1))) as world:
-        world.mms.answer = answer
-        first = asyncio.create_task(world.call("POST", PATH, x_request_id="first"))
-        await begun.wait()
-        second = asyncio.create_task(world.call("POST", PATH, x_request_id="second"))
+        world.mms.answer = always(answered(), after=release)
+        calls = [asyncio.create_task(world.call("POST", PATH)) for _ in range(2)]
         await settle()
         release.set()
-        assert [(await call)[0] for call in (first, second)] == [200, 200]
+        assert [(await call)[0] for call in calls] == [200, 200]
     one, other = (children(collector, root) for root in collector.named("POST /predictions/{name}"))
     assert names(one) == names(other) == ["queue", "answer"]
     assert one[0].end <= other[0].start <= one[1].end <= other[0].end <= other[1].start
@@ -202,13 +183,8 @@ async def test_a_model_that_is_loaded_for_a_request_has_that_in_its_load(
 
 async def test_an_error_is_that_of_its_part_and_of_its_request(collector: Collector) -> None:
     release = asyncio.Event()
-
-    async def failing(number: int) -> Answer:
-        await release.wait()
-        return answered(500, body(message="고장"))
-
     async with served(World()) as world:
-        world.mms.answer = failing
+        world.mms.answer = always(answered(500, body(message="고장")), after=release)
         world.model.line.max_waiting = 0
         first = asyncio.create_task(world.call("POST", PATH))
         await settle()
@@ -256,33 +232,26 @@ async def test_the_sampler_of_the_environment_and_of_the_client_decide(
     assert (off[-2:], on[-2:]) == ("00", "01")
 
 
-async def test_health_and_metrics_have_no_spans(
-    collector: Collector, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_health_and_metrics_have_no_spans(collector: Collector) -> None:
     async with served(World()) as world:
-        monkeypatch.setattr(world.engine, "statistics", EngineUnavailable)
-        for path in ("/ping", "/health", "/v2/health/live"):
+        for path in ("/ping", "/health", "/v2/health/live", "/metrics"):
             assert (await world.call("GET", path))[0] == 200
     assert collector.bodies == []
 
 
 @pytest.mark.parametrize("status", [0, 401, 503])
 async def test_a_collector_that_fails_fails_no_request_and_floods_no_log(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, status: int
+    collector: Collector, monkeypatch: pytest.MonkeyPatch, caplog: Any, status: int
 ) -> None:
     monkeypatch.setenv("OTEL_BSP_MAX_EXPORT_BATCH_SIZE", "1")  # an export each span
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "0.3")
-    with contextlib.ExitStack() as opened:
-        collector = Collector()
-        monkeypatch.setenv(ENDPOINT, collector.url)
-        opened.enter_context(collector)
-        collector.status = status
-        if not status:
-            opened.close()  # nothing listens there any more
-        with caplog.at_level(logging.INFO):
-            async with served(World()) as world:
-                for _ in range(3):
-                    assert (await world.call("POST", PATH))[0] == 200
+    collector.status = status
+    if not status:
+        monkeypatch.setenv(ENDPOINT, f"http://127.0.0.1:{free_port()}")  # nothing listens there
+    with caplog.at_level(logging.INFO):
+        async with served(World()) as world:
+            for _ in range(3):
+                assert (await world.call("POST", PATH))[0] == 200
     lines = [record.getMessage() for record in caplog.records]
     (line,) = (line for line in lines if line != "request")  # of three exports
     assert line.startswith("traces: Failed to export span")

@@ -26,15 +26,15 @@ from tests.serving.api.gateways import RecordingEngine, World, model
 pytestmark = pytest.mark.virtual_time
 
 ASKED: dict[str, Any] = {"model": "봄", "prompt": "나 보기가", "temperature": 0}
+FIRST = {"index": 0, "token": 5, "text": TEXT, "prompt_tokens": 3, "cached_tokens": 2}
+BREAKS_OFF = [FIRST, EngineError("a step failed")]
 
 
 @contextlib.asynccontextmanager
 async def served(
     engine: RecordingEngine, **options: Any
 ) -> AsyncIterator[tuple[openai.AsyncOpenAI, World]]:
-    world = World(model(limit_s=60))
-    world.model.in_engine = True
-    world.gateway.engine = engine  # type: ignore[assignment]
+    world = World(engine=engine)
     transport = httpx2.ASGITransport(world.app)
     async with openai.AsyncOpenAI(
         base_url=f"http://gateway:{world.gateway.settings.port}/v1",
@@ -70,12 +70,8 @@ async def test_a_client_comes_again_when_it_was_told_to(error: Any) -> None:
 
 
 async def test_who_does_not_come_again_is_told_what_was_wrong() -> None:
-    async with served(
-        RecordingEngine(TooManyRequests("too many", retry_after_s=3)), max_retries=0
-    ) as (
-        client,
-        _,
-    ):
+    engine = RecordingEngine(TooManyRequests("too many", retry_after_s=3))
+    async with served(engine, max_retries=0) as (client, _):
         with pytest.raises(openai.RateLimitError) as caught:
             await client.completions.create(**ASKED)
         assert body(caught.value)["code"] == "rate_limit_exceeded"
@@ -134,11 +130,7 @@ async def test_a_model_with_a_script_is_not_asked_behind_its_back() -> None:
 
 
 async def test_a_stream_that_breaks_off_is_an_error_of_the_clients() -> None:
-    first = {"index": 0, "token": 5, "text": TEXT, "prompt_tokens": 3, "cached_tokens": 2}
-    async with served(RecordingEngine(streamed=[first, EngineError("a step failed")])) as (
-        client,
-        _,
-    ):
+    async with served(RecordingEngine(streamed=BREAKS_OFF)) as (client, _):
         chunks = await client.completions.create(**ASKED, stream=True)
         assert (await anext(aiter(chunks))).choices[0].text == TEXT
         with pytest.raises(openai.APIError, match="a step failed"):
@@ -152,11 +144,7 @@ async def test_what_goes_wrong_before_the_first_token_has_a_status() -> None:
 
 
 async def test_a_response_that_breaks_off_has_failed() -> None:
-    first = {"index": 0, "token": 5, "text": TEXT, "prompt_tokens": 3, "cached_tokens": 2}
-    async with served(RecordingEngine(streamed=[first, EngineError("a step failed")])) as (
-        client,
-        _,
-    ):
+    async with served(RecordingEngine(streamed=BREAKS_OFF)) as (client, _):
         made = await client.responses.create(model="봄", input="안녕?", stream=True)
         *_, last = [event async for event in made]
         assert last.type == "response.failed"
@@ -221,52 +209,21 @@ async def test_whatever_is_wrong_is_said_in_openais_shape(
     assert status != 405 or path in said["message"]
 
 
-def test_a_refusal_names_its_field() -> None:
-    assert Refused("온도", "is not known here").message == "온도 is not known here"
-
-
-class EndlessEngine(RecordingEngine):
-    """Answers nothing, or one token, and then works until it is called off."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.running, self.left = 0, 0
-        self.begun = asyncio.Event()
-
-    async def _work(self) -> None:
-        self.running += 1
-        self.begun.set()
-        try:
-            await asyncio.Event().wait()
-        finally:
-            self.running -= 1
-            self.left += 1
-
-    async def generate(self, *asked: Any) -> dict[str, Any]:
-        await self._work()
-        return {}
-
-    async def stream(self, *asked: Any) -> AsyncIterator[dict[str, Any]]:
-        yield {"index": 0, "token": 5, "text": TEXT, "prompt_tokens": 3, "cached_tokens": 2}
-        await self._work()
-
-
 @pytest.mark.parametrize(
     ("more", "rows"), [({}, 1), ({"prompt": ["가", "나"]}, 2), ({"stream": True}, 1)]
 )
 async def test_a_client_that_goes_away_is_not_worked_on(more: dict[str, Any], rows: int) -> None:
-    world, engine, gone = World(model(capacity=2)), EndlessEngine(), asyncio.Event()
-    world.model.in_engine = True
-    world.gateway.engine = engine  # type: ignore[assignment]
+    engine, gone = RecordingEngine(streamed=[FIRST, FIRST]), asyncio.Event()
+    engine.go.clear()
+    world = World(model(capacity=2), engine)
     sent = json.dumps({**ASKED, **more}).encode()
     call = asyncio.create_task(world.call("POST", "/v1/completions", sent, gone=gone))
-    await engine.begun.wait()
     while engine.running < rows:
         await asyncio.sleep(0)
     gone.set()
     await asyncio.gather(call, return_exceptions=True)
     assert asyncio.get_running_loop().time() == 0  # not at its deadline
-    assert (engine.running, engine.left) == (0, rows)
+    assert (engine.running, len(engine.asked)) == (0, rows)
     assert (world.gateway.requests, world.model.in_flight, world.model.line.running) == (0, 0, 0)
 
 
@@ -286,7 +243,6 @@ async def test_scores_are_written_as_they_come_and_not_kept_as_values() -> None:
             scored(1, "빛", finish_reason="length", accepted_tokens=1, rejected_tokens=1),
         ]
     )
-    kept: list[Any] = []
     async with served(engine) as (client, _):
         made = await client.completions.create(**ASKED | {"n": 2, "temperature": 1, "logprobs": 2})
         assert [choice.text for choice in made.choices] == ["가실 때", "나빛"]
@@ -299,9 +255,8 @@ async def test_scores_are_written_as_they_come_and_not_kept_as_values() -> None:
         assert made.usage is not None
         assert (made.usage.prompt_tokens, made.usage.completion_tokens) == (3, 4)
         assert guesses(made.usage) == (2, 3)
-        answer = Answer(completion({**ASKED, "logprobs": 2}), "봄")
-        kept.append(answer.compact(scored(0, "가")["logprobs"])["top"])
-    assert isinstance(kept[0], orjson.Fragment)
+    answer = Answer(completion({**ASKED, "logprobs": 2}), "봄")
+    assert isinstance(answer.compact(scored(0, "가")["logprobs"])["top"], orjson.Fragment)
     assert len(engine.asked) == 1
 
 
