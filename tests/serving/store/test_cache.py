@@ -18,6 +18,7 @@ from serving.errors import ArchiveError, ArtifactChanged, DiskFull, ModelTooLarg
 from serving.store import Cache, Stop, Store, StoredModel, download, open_store
 from serving.store.catalog import StoredFile
 from serving.store.s3 import S3Bucket
+from tests.serving.store.archives import touch
 from tests.serving.store.s3 import S3Server, archive, settings
 
 REPOSITORY = Path(__file__).resolve().parents[3]
@@ -333,8 +334,7 @@ def test_a_stopped_fetch_does_not_unpack_an_archive_of_this_machine(tmp_path: Pa
 
 def test_models_of_this_machine_are_used_in_place_or_unpacked(tmp_path: Path) -> None:
     store, cache = tmp_path / "store", Cache(settings(tmp_path / "cache"))
-    (store / "folder").mkdir(parents=True)
-    (store / "folder" / "a.params").write_text("x")
+    touch(store, "folder/a.params")
     (store / "시.tar.gz").write_bytes(archive({"a.params": b"y"}))
     folder = cache.acquire(open_store(str(store)).find("folder"))
     assert (folder.path, folder.hit) == (store / "folder", True)
@@ -435,8 +435,7 @@ def test_what_turned_out_to_be_no_model_is_not_kept(s3: S3Server, tmp_path: Path
 
 
 def test_a_folder_of_this_machine_is_never_discarded(tmp_path: Path) -> None:
-    (tmp_path / "store" / "a").mkdir(parents=True)
-    (tmp_path / "store" / "a" / "a.params").touch()
+    touch(tmp_path, "store/a/a.params")
     cache = Cache(settings(tmp_path / "cache"))
     fetched = cache.acquire(open_store(str(tmp_path / "store")).find("a"))
     cache.release(fetched.path, discard=True)
