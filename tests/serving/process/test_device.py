@@ -13,7 +13,7 @@ import pytest
 from serving.errors import StartError
 from serving.process import device
 from serving.process.device import check_device
-from tests.e2e.server import REPOSITORY
+from tests.processes import python
 
 DRIVER = """
 int cuInit(unsigned flags) {{ return {status}; }}
@@ -90,15 +90,8 @@ def test_a_driver_or_gpu_that_will_not_do_is_told(
 def start(device: str, backend: str) -> str:
     """What `serve` says as far as its checks: the Java it names does not run."""
     variables = {"ENGINE_DEVICE": device, "ENGINE_BACKEND": backend, "JAVA_HOME": "/nowhere"}
-    done = subprocess.run(
-        [sys.executable, "-m", "serving.entrypoint", "serve"],
-        cwd=REPOSITORY,
-        env={"PATH": "/usr/bin:/bin", "LD_LIBRARY_PATH": "/nowhere", **variables},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    variables |= {"PATH": "/usr/bin:/bin", "LD_LIBRARY_PATH": "/nowhere"}
+    done = python("-m", "serving.entrypoint", "serve", env=variables)
     assert done.returncode == 1
     (line,) = done.stderr.splitlines()
     return line
