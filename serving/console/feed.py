@@ -129,9 +129,8 @@ class Feed:
                 totals = None
             before, now = self._sample, time.monotonic()
             self._sample = before.followed_by(totals, now)
-            if (
-                now - before.at < 3 * SAMPLE_S
-            ):  # else the last sample is from before a time without watchers
+            # Else the last sample is from before a time without watchers.
+            if now - before.at < 3 * SAMPLE_S:
                 self._pace.append((_epoch_ms(now), round(sum(self._sample.rates.values()), 1)))
 
     def _engine(self) -> dict[str, Any]:
