@@ -75,34 +75,22 @@ async def test_where_the_engine_has_a_models_weights_is_known(parts: Parts) -> N
         assert model.residency == ""
 
 
-async def test_an_answer_that_makes_no_sense_ends_nothing(parts: Parts) -> None:
-    model = await parts.load("a")
-    async with watched(parts):
-        parts.workers.listing = Unavailable("Multi Model Server listed its models with ?")
-        await asyncio.sleep(3)
-        parts.workers.kill(model)
-        parts.workers.listing = None
-        await asyncio.sleep(3)
-        assert parts.workers.works(model)
-
-
 @pytest.mark.parametrize(
-    "error", [OSError(errno.EMFILE, "Too many open files"), RuntimeError("can't start new thread")]
+    "error",
+    [
+        Unavailable("Multi Model Server listed its models with ?"),
+        OSError(errno.EMFILE, "Too many open files"),
+        RuntimeError("can't start new thread"),
+    ],
 )
-async def test_a_machine_that_is_short_of_files_or_threads_ends_nothing(
-    parts: Parts, error: Exception, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_poll_that_fails_ends_nothing(parts: Parts, error: Exception) -> None:
     model = await parts.load("봄")
-    listening = parts.workers.listening
-
-    async def fails() -> set[str]:
-        raise error
-
-    async with watched(parts), parts.registry.use("봄"):  # which makes it look sooner
-        monkeypatch.setattr(parts.workers, "listening", fails)
+    async with watched(parts), parts.registry.use("봄"):  # whose socket is polled, too
+        parts.workers.listing = error
         await asyncio.sleep(3)
         parts.workers.kill(model)
-        monkeypatch.setattr(parts.workers, "listening", listening)
+        await asyncio.sleep(3)
+        parts.workers.listing = None
         await asyncio.sleep(3)
         assert parts.workers.works(model)
 
