@@ -116,11 +116,11 @@ current: ContextVar[Token | None] = ContextVar("current", default=None)
 
 
 class Tokens:
-    """The file's tokens, read again when it changes. `now` is a clock, in seconds."""
+    """The file's tokens, read again when it changes."""
 
-    def __init__(self, path: str, now: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, path: str) -> None:
         """`path` is empty where there is no file. Nothing is read yet."""
-        self.now = now
+        self.now: Callable[[], float] = time.monotonic
         self._path = Path(path) if path else None
         self._tokens: Mapping[str, Token] = {}  # by the SHA-256 of each, in hex
         self.version: object = ()  # of the file when it was read last
