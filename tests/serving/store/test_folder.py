@@ -160,8 +160,7 @@ def test_a_folders_version_changes_with_its_files_but_not_with_hidden_ones(tmp_p
 
 
 @pytest.mark.parametrize(
-    "name",
-    ["model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "a.params"],
+    "name", ["model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "a.params"]
 )
 def test_a_folder_is_a_model_by_its_weights(tmp_path: Path, name: str) -> None:
     touch(tmp_path, f"시/v2/{name}", "시/tokenizer.json")
