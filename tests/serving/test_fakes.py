@@ -43,7 +43,7 @@ PAIRS: list[tuple[type, tuple[type, ...], set[str]]] = [
     (test_feed.CountingEngine, (AsyncEngineClient,), set()),
     (test_lookups.CountingStore, (FolderStore,), set()),
     (test_registry_fetches.HangingCache, (Cache,), set()),
-    (test_supervisor.FakeProcesses, (Processes,), {"at", "end", "count", "stop"}),
+    (test_supervisor.FakeProcesses, (Processes,), {"at", "end", "starts", "count", "stop"}),
 ]
 
 

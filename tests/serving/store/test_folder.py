@@ -16,31 +16,17 @@ from tests.serving.store.s3 import S3Server
 
 
 def test_a_folder_offers_archives_and_unpacked_models_nested_ones_too(tmp_path: Path) -> None:
-    touch(
-        tmp_path, "소월/a.params", "팀/시/code/inference.py", "corpus/text.txt", ".hidden/a.params"
-    )
-    touch(tmp_path, "팀/동주.tar.gz", "README.md")
+    touch(tmp_path, "소월/a.params", "팀/시/code/inference.py", "팀/동주.tar.gz")
+    touch(tmp_path, "a/model.onnx", "팀/b/1/model.onnx", "팀/b/2/model.onnx")
+    touch(tmp_path, "d/model/model-symbol.json", "d/model/model-0000.params")
+    touch(tmp_path, "corpus/text.txt", ".hidden/a.params", "README.md", "e/notes/model.onnx.txt")
     store = FolderStore(tmp_path)
-    assert [(m.name, m.kind) for m in store.models()] == [
-        ("소월", "folder"), ("팀/동주", "archive"), ("팀/시", "folder"),
-    ]  # fmt: skip
+    folders = dict.fromkeys(("a", "d", "소월", "팀/b", "팀/시"), "folder")
+    assert {m.name: m.kind for m in store.models()} == {**folders, "팀/동주": "archive"}
     for model in store.models():
         assert store.find(model.name) == model
     assert store.find("팀/동주.tar.gz") == store.find("팀/동주")
-    for missing in ("corpus", "팀", "없음"):
-        with pytest.raises((ModelNotInStore, NotAModel), match=missing):
-            store.find(missing)
-
-
-def test_models_of_tensors_are_models_whatever_folders_they_have_inside(tmp_path: Path) -> None:
-    touch(tmp_path, "a/model.onnx", "팀/b/1/model.onnx", "팀/b/2/model.onnx", "c/model-symbol.json")
-    touch(tmp_path, "d/model/model-symbol.json", "d/model/model-0000.params")
-    touch(tmp_path, "e/notes/model.onnx.txt")
-    store = FolderStore(tmp_path)
-    assert [m.name for m in store.models()] == ["a", "c", "d", "팀/b"]
-    for model in store.models():
-        assert store.find(model.name) == model
-    for missing in ("e", "팀"):
+    for missing in ("corpus", "팀", "없음", "e"):
         with pytest.raises((ModelNotInStore, NotAModel), match=missing):
             store.find(missing)
 
@@ -157,15 +143,6 @@ def test_a_folders_version_changes_with_its_files_but_not_with_hidden_ones(tmp_p
     assert FolderStore(tmp_path).find("m").version == first
     (tmp_path / "m" / "a.params").write_text("xy")
     assert FolderStore(tmp_path).find("m").version != first
-
-
-@pytest.mark.parametrize(
-    "name", ["model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "a.params"]
-)
-def test_a_folder_is_a_model_by_its_weights(tmp_path: Path, name: str) -> None:
-    touch(tmp_path, f"시/v2/{name}", "시/tokenizer.json")
-    assert [model.name for model in FolderStore(tmp_path).models()] == ["시/v2"]
-    assert FolderStore(tmp_path).find("시/v2").name == "시/v2"
 
 
 def test_a_deep_tree_in_a_store_hides_nothing(tmp_path: Path, deep: Callable[[Path], None]) -> None:
