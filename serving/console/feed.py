@@ -186,10 +186,9 @@ class Feed:
 
     def _row(self, name: str, state: str, size_bytes: int | None) -> Row:
         tally = self._gateway.metrics.tallies.get(name)
-        answered = (tally.good[0], tally.bad[0], tally.last_ms) if tally else (0, 0, 0)
-        requests, errors, last_ms = answered
+        good, bad, last_ms = (tally.good[0], tally.bad[0], tally.last_ms) if tally else (0, 0, 0)
         row: Row = {"state": state, "size_bytes": size_bytes}
-        return {**row, "requests": requests, "errors": errors, "last_ms": last_ms}
+        return {**row, "requests": good, "errors": bad, "last_ms": last_ms}
 
     def _loaded(self, model: Model) -> Row:
         row = self._row(model.name, model.state.value, model.stored.size_bytes)

@@ -25,7 +25,7 @@ from tests.serving import fakes
 from tests.serving.api import gateways
 from tests.serving.console import test_feed
 from tests.serving.mms import test_workers
-from tests.serving.models import test_registry_fetches
+from tests.serving.models import test_fetches
 from tests.serving.process import test_supervisor
 from tests.serving.store import test_lookups
 
@@ -42,7 +42,7 @@ PAIRS: list[tuple[type, tuple[type, ...], set[str]]] = [
     (test_workers.FakeEngine, (AsyncEngineClient,), set()),
     (test_feed.CountingEngine, (AsyncEngineClient,), set()),
     (test_lookups.CountingStore, (FolderStore,), set()),
-    (test_registry_fetches.HangingCache, (Cache,), set()),
+    (test_fetches.HangingCache, (Cache,), set()),
     (test_supervisor.FakeProcesses, (Processes,), {"at", "end", "starts", "count", "stop"}),
 ]
 
