@@ -108,18 +108,8 @@ def test_patterns_are_matched_in_normal_form_with_case(tmp_path: Path) -> None:
     found = token(tmp_path, models=[decomposed, "sowol.tar.gz", "v?", "[ab]c", "봄-*"])
     for name in ("가팀/봄", "가팀/봄/둘", "sowol", "v?", "[ab]c", "봄-1", "봄-"):
         assert found.may_call(name)
-    for name in (
-        "가팀",
-        "나팀/봄",
-        "가팀2/봄",
-        "xsowol",
-        "sowol2",
-        "SOWOL",
-        "v12",
-        "cc",
-        "",
-        "a\nc",
-    ):
+    others = ("가팀", "나팀/봄", "가팀2/봄", "xsowol", "sowol2")
+    for name in (*others, "SOWOL", "v12", "cc", "", "a\nc"):
         assert not found.may_call(name)
     assert not token(tmp_path, models=[]).may_call("")
     assert token(tmp_path, models=["*"]).may_call("나팀/봄")
