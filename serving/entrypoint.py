@@ -79,7 +79,7 @@ def serve(settings: Settings) -> int:
     check_java()
     listeners = [ports.listen(settings.host, port) for port in settings.ports]
     if settings.grpc_port:
-        ports.check(settings.host, settings.grpc_port)
+        ports.listen(settings.host, settings.grpc_port).close()  # gRPC opens its own
     if len(settings.ports) == 1:
         logger.warning("port %d serves both requests and management", settings.port)
     if settings.tokens_file:
@@ -145,7 +145,7 @@ def serve(settings: Settings) -> int:
             if settings.show_examples:
                 output.write(examples.text(settings).encode("utf-8", "replace") + b"\n")
 
-        progress = Poll(_progress(settings), Progress.STARTING, PROGRESS_S.get)
+        progress = Poll(functools.partial(_progress, settings), Progress.STARTING, PROGRESS_S.get)
         limits = (settings.start_timeout_s, settings.drain_s)
         # All processes print through it, so it lives in this one, which does nothing else.
         output = JsonOutput("entrypoint", functools.partial(counts.add, DROPPED))
@@ -212,20 +212,16 @@ def _run_dir(settings: Settings) -> Iterator[Path]:
             shutil.rmtree(run_dir, ignore_errors=True)
 
 
-def _progress(settings: Settings) -> Callable[[], Progress]:
-    """A function that returns the progress of the gateway's start."""
-
-    def progress() -> Progress:
-        try:
-            status, body = _ping(settings, PROBE_TIMEOUT_S)
-            if status == 200:
-                return Progress.READY
-            loading = json.loads(body)["type"] == StillLoading.type
-        except (OSError, HTTPException, LookupError, TypeError, ValueError):
-            return Progress.STARTING
-        return Progress.LOADING if loading else Progress.STARTING
-
-    return progress
+def _progress(settings: Settings) -> Progress:
+    """The progress of the gateway's start."""
+    try:
+        status, body = _ping(settings, PROBE_TIMEOUT_S)
+        if status == 200:
+            return Progress.READY
+        loading = json.loads(body)["type"] == StillLoading.type
+    except (OSError, HTTPException, LookupError, TypeError, ValueError):
+        return Progress.STARTING
+    return Progress.LOADING if loading else Progress.STARTING
 
 
 def _gateway_answers(settings: Settings) -> bool:

@@ -164,9 +164,8 @@ async def serve(settings: Settings, run_dir: Path, secret: str) -> None:
     listeners = listeners or [listen(settings.host, port) for port in settings.ports]
     for listener in listeners:
         listener.set_inheritable(False)
-    shares = (
-        len(settings.ports) + bool(settings.grpc_port) + 1
-    )  # one is for requests within the server
+    # One more is for requests within the server.
+    shares = len(settings.ports) + bool(settings.grpc_port) + 1
     HTTPProtocol.max_connections = min(settings.max_connections, _open_files() // shares)
     async with (
         _gateway(settings, run_dir, secret) as gateway,

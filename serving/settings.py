@@ -43,9 +43,7 @@ class Settings:
         "--management-port",
     )
     grpc_port: int = setting(
-        "GRPC_PORT",
-        0,
-        "the port for gRPC (docs/api/open-inference-protocol.md); 0: none",
+        "GRPC_PORT", 0, "the port for gRPC (docs/api/open-inference-protocol.md); 0: none"
     )
     otlp_endpoint: str = setting(
         "OTEL_EXPORTER_OTLP_ENDPOINT",
@@ -107,9 +105,7 @@ class Settings:
         "whether `/invocations` opens and closes stateful sessions (docs/api/sagemaker.md)",
     )
     sessions_expiration: int = setting(
-        "SAGEMAKER_SESSIONS_EXPIRATION",
-        1200,
-        "how long a session lasts, in seconds",
+        "SAGEMAKER_SESSIONS_EXPIRATION", 1200, "how long a session lasts, in seconds"
     )
     management_token: str = setting(
         "MANAGEMENT_TOKEN",
@@ -137,11 +133,7 @@ class Settings:
         0,
         "requests to one model that are worked on at once; 0: as many as `ENGINE_MAX_ROWS`",
     )
-    max_rows: int = setting(
-        "ENGINE_MAX_ROWS",
-        16,
-        "sequences of one model that share a step",
-    )
+    max_rows: int = setting("ENGINE_MAX_ROWS", 16, "sequences of one model that share a step")
     max_waiting: int = setting(
         "MAX_WAITING", 256, "requests of one model that wait for a place; one more gets 429"
     )

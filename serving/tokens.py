@@ -116,11 +116,11 @@ current: ContextVar[Token | None] = ContextVar("current", default=None)
 
 
 class Tokens:
-    """The file's tokens, read again when it changes. `now` is a clock, in seconds."""
+    """The file's tokens, read again when it changes."""
 
-    def __init__(self, path: str, now: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, path: str) -> None:
         """`path` is empty where there is no file. Nothing is read yet."""
-        self.now = now
+        self.now: Callable[[], float] = time.monotonic
         self._path = Path(path) if path else None
         self._tokens: Mapping[str, Token] = {}  # by the SHA-256 of each, in hex
         self.version: object = ()  # of the file when it was read last
@@ -184,11 +184,7 @@ def read(path: Path, usages: Mapping[str, Usage] | None = None) -> dict[str, Tok
     """
     usages = usages or {}
     try:
-        try:
-            content = path.read_bytes()
-        except OSError as error:
-            raise SettingError(error.strerror or "it cannot be read") from None
-        value = parse_json(content)
+        value = parse_json(path.read_bytes())
         if not isinstance(value, dict) or set(value) != {"tokens"}:
             raise SettingError('it must be {"tokens": [...]}')
         if not isinstance(value["tokens"], list):
@@ -203,6 +199,9 @@ def read(path: Path, usages: Mapping[str, Usage] | None = None) -> dict[str, Tok
                 raise SettingError(f"tokens[{i}]: {quoted(tokens[hash_].name)} has the same sha256")
             names.add(token.name)
             tokens[hash_] = token
+    except OSError as error:
+        reason = error.strerror or "it cannot be read"
+        raise SettingError(f"TOKENS_FILE {path}: {reason}") from None
     except SettingError as error:
         raise SettingError(f"TOKENS_FILE {path}: {error.message}") from None
     return tokens

@@ -129,9 +129,8 @@ class Feed:
                 totals = None
             before, now = self._sample, time.monotonic()
             self._sample = before.followed_by(totals, now)
-            if (
-                now - before.at < 3 * SAMPLE_S
-            ):  # else the last sample is from before a time without watchers
+            # Else the last sample is from before a time without watchers.
+            if now - before.at < 3 * SAMPLE_S:
                 self._pace.append((_epoch_ms(now), round(sum(self._sample.rates.values()), 1)))
 
     def _engine(self) -> dict[str, Any]:
@@ -187,10 +186,9 @@ class Feed:
 
     def _row(self, name: str, state: str, size_bytes: int | None) -> Row:
         tally = self._gateway.metrics.tallies.get(name)
-        answered = (tally.good[0], tally.bad[0], tally.last_ms) if tally else (0, 0, 0)
-        requests, errors, last_ms = answered
+        good, bad, last_ms = (tally.good[0], tally.bad[0], tally.last_ms) if tally else (0, 0, 0)
         row: Row = {"state": state, "size_bytes": size_bytes}
-        return {**row, "requests": requests, "errors": errors, "last_ms": last_ms}
+        return {**row, "requests": good, "errors": bad, "last_ms": last_ms}
 
     def _loaded(self, model: Model) -> Row:
         row = self._row(model.name, model.state.value, model.stored.size_bytes)

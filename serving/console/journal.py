@@ -36,16 +36,11 @@ class Journal:
         self.entries: deque[Entry] = deque(maxlen=MAX_ENTRIES)
         self.failed: dict[str, str] = {}  # reasons by name, until it is loaded again
         self._numbers = itertools.count(1)
-        self._news = asyncio.Event()
-
-    @property
-    def news(self) -> asyncio.Event:
-        """Is set at the next change. Take it before reading, so as to miss none."""
-        return self._news
+        self.news = asyncio.Event()  # of the next change: take it before reading, to miss none
 
     def notify(self) -> None:
         """Wakes all readers."""
-        news, self._news = self._news, asyncio.Event()
+        news, self.news = self.news, asyncio.Event()
         news.set()
 
     def observe(self, event: str, model: Model, seconds: float) -> None:

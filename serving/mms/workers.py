@@ -22,12 +22,7 @@ from serving.errors import BadRequest, ServingError, WorkerFailed, WorkerLost
 from serving.mms.client import MMSClient
 from serving.mms.leftovers import remove_leftovers, unix_sockets
 from serving.mms.worker_options import worker_options
-from serving.mms.worker_processes import (
-    has_process,
-    private_bytes,
-    processes_of,
-    wait_for_exit,
-)
+from serving.mms.worker_processes import has_process, private_bytes, processes_of, wait_for_exit
 from serving.models.model import Model
 from serving.settings import Settings
 from serving.store.disk import raise_disk_full

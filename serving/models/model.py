@@ -46,9 +46,8 @@ class Model:
     id: str  # MMS's name for it
     stored: StoredModel
     options: Mapping[str, Any]  # of the load request, for its worker
-    settings: ModelSettings = field(
-        default_factory=ModelSettings
-    )  # those of its file included, once fetched
+    # Those of its file included, once fetched.
+    settings: ModelSettings = field(default_factory=ModelSettings)
     state: State = State.FETCHING
     fetched: Fetched | None = None
     stored_base: StoredModel | None = None  # of an adapter

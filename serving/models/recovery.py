@@ -40,15 +40,9 @@ class Recovery:
     ) -> None:
         self._settings = settings
         self._registry, self._workers, self._snapshot = registry, workers, snapshot
-        self._missed: Counter[str] = (
-            Counter()
-        )  # by id: polls in a row in which the engine did not have it
+        self._missed = Counter[str]()  # by id: polls in a row in which the engine did not have it
         self._ending: set[str] = set()  # ids of unknown workers
         self._poll_error = ""  # of the last poll
-
-    def takes_over(self) -> bool:
-        """Whether an earlier gateway had models, so that the rest of the server runs already."""
-        return self._snapshot.exists()
 
     async def adopt(self) -> None:
         """Takes over the models of an earlier gateway, and ends workers that belong to none."""
@@ -73,11 +67,8 @@ class Recovery:
                 self._snapshot.retry()
                 await self._poll()
                 self._poll_error = ""
-            except (
-                ServiceError,
-                OSError,
-                RuntimeError,
-            ) as error:  # the last two: out of files or threads
+            # The last two: out of files or threads.
+            except (ServiceError, OSError, RuntimeError) as error:
                 if str(error) != self._poll_error:
                     logger.warning("the models' workers cannot be polled: %s", error)
                 self._poll_error = str(error)
@@ -125,16 +116,16 @@ class Recovery:
         return False
 
     def _is_lost(self, model: Model, registered: set[str], listening: set[str]) -> bool:
-        draining = (
+        # A draining model's requests need it, too.
+        needed = model.state is State.READY or (
             model.state is State.DRAINING and model.in_flight > 0
-        )  # these requests need it, too
-        if model.restoring or not (model.state is State.READY or draining):
+        )
+        if model.restoring or not needed:
             return False
         if model.id not in registered or model.socket not in listening:
             return True
-        return self._missed[model.id] >= (
-            MISSING_POLLS_IN_USE if model.in_flight else MISSING_POLLS
-        )
+        limit = MISSING_POLLS_IN_USE if model.in_flight else MISSING_POLLS
+        return self._missed[model.id] >= limit
 
     def _end_unknown(self, registered: set[str]) -> None:
         """Ends workers without a model, such as a killed gateway's, in the background.

@@ -19,14 +19,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from common.errors import OutOfMemory, ServiceError
-from serving.errors import (
-    BadRequest,
-    Conflict,
-    LoadCancelled,
-    ModelNotFound,
-    Timeout,
-    WorkerLost,
-)
+from serving.errors import BadRequest, Conflict, LoadCancelled, ModelNotFound, Timeout, WorkerLost
 from serving.mms.workers import MMS_GRACE_S, Workers
 from serving.models.admission import Line
 from serving.models.fetches import Fetches

@@ -69,8 +69,14 @@ class Residency:
         freed = 0
         while True:
             before = self._others(model)
-            shortage = model.shortage = await self._lacks(step)
-            if shortage is None:
+            try:
+                await step()
+            except NeverFits:  # no eviction helps
+                raise
+            except (InsufficientStorage, OutOfMemory) as error:
+                shortage = model.shortage = error
+            else:
+                model.shortage = None
                 return
             self._waiting.add(model.name)
             try:
@@ -81,17 +87,6 @@ class Residency:
     def _others(self, model: Model) -> dict[str, State]:
         """The states of all other models, by id."""
         return {other.id: other.state for other in self._registry.all() if other is not model}
-
-    @staticmethod
-    async def _lacks(step: Step) -> Shortage | None:
-        """Runs the step; returns the shortage that it raises."""
-        try:
-            await step()
-        except NeverFits:  # no eviction helps
-            raise
-        except (InsufficientStorage, OutOfMemory) as error:
-            return error
-        return None
 
     async def _evict(
         self, model: Model, shortage: Shortage, freed: int, before: Mapping[str, State]
@@ -123,11 +118,10 @@ class Residency:
         if not moving and sum(held[m.id] for m in useful) + coming < missing:
             return await self._wait_for_requests(model, shortage)
         victims = self._choose(useful, held, shortage, missing)
-        if not victims:
+        if victims:
+            await asyncio.wait([self._unload_for(model, victim) for victim in victims])
+        else:
             await asyncio.sleep(RETRY_S)
-        drained = [self._unload_for(model, victim) for victim in victims]
-        if drained:
-            await asyncio.wait(drained)
         return sum(held[victim.id] for victim in victims)
 
     async def _wait_for_requests(self, model: Model, shortage: Shortage) -> int:

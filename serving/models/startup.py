@@ -22,7 +22,7 @@ PRELOADS_AT_ONCE = 8  # some are fetched while others start
 
 async def watch_health(gateway: Gateway) -> None:
     """Updates `gateway.healthy`, which `/ping` reads, for ever."""
-    warm = gateway.recovery.takes_over()
+    warm = gateway.takes_over  # then the rest of the server runs already
     while True:
         try:
             for _ in range(1 if warm else WARM_UP_CALLS):

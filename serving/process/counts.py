@@ -24,9 +24,7 @@ class Counts:
 
     def __init__(self, run_dir: Path) -> None:
         path = _path(run_dir)
-        path.write_bytes(
-            bytes(FORMAT.size)
-        )  # allocated now: a disk that fills up later does no harm
+        path.write_bytes(bytes(FORMAT.size))  # now: a disk that fills up later does no harm
         file = os.open(path, os.O_RDWR)
         try:
             self._map = mmap.mmap(file, FORMAT.size)

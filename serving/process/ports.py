@@ -25,8 +25,3 @@ def listen(host: str, port: int) -> socket.socket:
             " or --host"
         ) from None
     return listener
-
-
-def check(host: str, port: int) -> None:
-    """Raises `StartError` where `listen` would."""
-    listen(host, port).close()

@@ -159,7 +159,7 @@ class Cache:
                 return Fetched(self._disk.models / key, hit=True)
             self._raise_if_broken(key)
             try:
-                return self._fetch(model, key, reservation)
+                return self._fetch(model, reservation)
             except (ArchiveError, ArtifactChanged, ModelTooLarge) as error:
                 remove(self._disk.parts / key)
                 if not isinstance(error, ArtifactChanged):
@@ -192,7 +192,7 @@ class Cache:
             if len(self._broken) > MAX_BROKEN:
                 del self._broken[next(iter(self._broken))]
 
-    def _fetch(self, model: StoredModel, key: str, reservation: Reservation) -> Fetched:
+    def _fetch(self, model: StoredModel, reservation: Reservation) -> Fetched:
         most = self._settings.model_max_bytes
         if model.size_bytes > most:
             raise ArchiveError(
@@ -200,7 +200,7 @@ class Cache:
                 " allowed (MODEL_MAX_MIB)"
             )
         started = time.monotonic()
-        fresh = self._disk.temporary / key
+        fresh = self._disk.temporary / model.key
         remove(fresh)
         fresh.mkdir()
         remote = self._remote(model)
@@ -208,9 +208,9 @@ class Cache:
         if remote is None:
             self._unpack_local(model, fresh, reservation)
         else:
-            downloaded, download_s = self._download(remote, model, key, fresh, reservation)
-        path = self._disk.publish(key)
-        remove(self._disk.parts / key)
+            downloaded, download_s = self._download(remote, model, fresh, reservation)
+        path = self._disk.publish(model.key)
+        remove(self._disk.parts / model.key)
         unpack_s = time.monotonic() - started - download_s
         logger.info(
             "fetched %s: %.1f MB downloaded in %.2f s, unpacked after %.2f s more",
@@ -233,14 +233,12 @@ class Cache:
             self._extract(archive, fresh, Path(model.url).name, reservation)
 
     def _download(
-        self, remote: Remote, model: StoredModel, key: str, fresh: Path, reservation: Reservation
+        self, remote: Remote, model: StoredModel, fresh: Path, reservation: Reservation
     ) -> tuple[int, float]:
         """Downloads and unpacks into `fresh`; returns bytes and seconds of the download."""
-        reservation.grow(model.size_bytes, self._disk.parts / key)
-        download = Download(
-            remote, remote.files(model), self._disk.parts / key, reservation.stopping
-        )
-        with download:
+        parts = self._disk.parts / model.key
+        reservation.grow(model.size_bytes, parts)
+        with Download(remote, remote.files(model), parts, reservation.stopping) as download:
             if model.kind == "archive":
                 with download.reader() as stream:
                     name = public_url(model.url).rpartition("/")[2]

@@ -9,7 +9,8 @@ from serving.errors import StartError, UrlNotAllowed
 from serving.store.catalog import Remote, Store, StoredModel, public_url
 from serving.store.drivers import DRIVERS, DriverBucket
 from serving.store.folder import FolderStore, find_path
-from serving.store.objects import ObjectStore
+from serving.store.https import Https
+from serving.store.objects import Bucket, ObjectStore
 from serving.store.root_files import SCHEME
 from serving.store.settings import StoreSettings
 
@@ -28,20 +29,19 @@ def open_store(location: str) -> Store:
             raise StartError(
                 f"MODEL_STORE is {location}: name the bucket, {scheme}://bucket/prefix/"
             )
-        return _object_store(scheme, name, prefix)
+        bucket: Bucket
+        if scheme == "s3":
+            from serving.store.s3 import S3Bucket  # boto3 only where it is used: it takes 0.3 s
+
+            bucket = S3Bucket(name)
+        else:
+            bucket = DriverBucket(scheme, name)
+        return ObjectStore(bucket, f"{scheme}://{name}/", prefix)
     path = _local_path(location)
     if path is None:
         known = ", ".join(f"{known}://" for known in (*OBJECTS, "file"))
         raise StartError(f"MODEL_STORE is {location}; it may be a folder or {known}")
     return FolderStore(path)
-
-
-def _object_store(scheme: str, name: str, prefix: str) -> ObjectStore:
-    if scheme == "s3":
-        from serving.store.s3 import S3Bucket  # boto3 only where it is used: it takes 0.3 s
-
-        return ObjectStore(S3Bucket(name), f"s3://{name}/", prefix)
-    return ObjectStore(DriverBucket(scheme, name), f"{scheme}://{name}/", prefix)
 
 
 def open_remote(model: StoredModel, store: Store | None, settings: StoreSettings) -> Remote | None:
@@ -58,8 +58,6 @@ def open_remote(model: StoredModel, store: Store | None, settings: StoreSettings
         raise UrlNotAllowed(f"{public_url(model.url)} is outside of {settings.location}")
     if scheme == SCHEME and settings.root_files is not None:
         return settings.root_files
-    from serving.store.https import Https
-
     return Https(settings.https_hosts)
 
 
@@ -83,8 +81,6 @@ def locate(
         if separator and scheme in OBJECTS and isinstance(store, ObjectStore):
             return store.locate(url, handler)
         if separator and scheme in ("http", "https"):
-            from serving.store.https import Https
-
             return Https(settings.https_hosts).locate(url)
         if url.startswith("/") or (separator and scheme == "file"):
             path = _local_path(url)

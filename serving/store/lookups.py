@@ -35,10 +35,7 @@ class Lookups:
     """
 
     def __init__(
-        self,
-        store: Store,
-        settings: StoreSettings,
-        now: Callable[[], float] = time.monotonic,
+        self, store: Store, settings: StoreSettings, now: Callable[[], float] = time.monotonic
     ) -> None:
         self._store, self._settings, self._now = store, settings, now
         self._threads = ThreadPoolExecutor(THREADS, "store")

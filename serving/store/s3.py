@@ -12,12 +12,7 @@ from botocore.config import Config
 from urllib3.exceptions import HTTPError
 
 from common.errors import SettingError
-from serving.errors import (
-    ArtifactChanged,
-    ModelNotInStore,
-    StoreAccessDenied,
-    StoreUnavailable,
-)
+from serving.errors import ArtifactChanged, ModelNotInStore, StoreAccessDenied, StoreUnavailable
 from serving.store.catalog import StoredFile
 from serving.store.stopping import Stoppable
 

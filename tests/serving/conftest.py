@@ -11,6 +11,7 @@ import pytest
 
 from common.trees import remove
 from tests.serving import virtual_time
+from tests.serving.fakes import Parts
 
 DEPTH = 1500
 
@@ -28,6 +29,12 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     given = {name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}
     virtual_time.run(functools.partial(pyfuncitem.obj, **given))
     return True
+
+
+@pytest.fixture
+def parts(tmp_path: Path) -> Parts:
+    """A registry over fakes, with room for ten models and an empty store."""
+    return Parts(tmp_path)
 
 
 @pytest.fixture

@@ -157,12 +157,11 @@ class FakeCache:
         self.folder, self.in_use = folder, Counter[str]()
         self.hung: dict[str, threading.Event] = {}
         self.discarded: list[str] = []
-        loop = asyncio.get_running_loop()
-        assert isinstance(loop, VirtualLoop)
-        self._loop = loop
 
     def hang(self, name: str) -> None:
-        self.hung[name] = threading.Event()
+        loop = asyncio.get_running_loop()
+        assert isinstance(loop, VirtualLoop)
+        self._loop, self.hung[name] = loop, threading.Event()
 
     def let_go(self, name: str) -> None:
         """To be called only when its fetch hangs."""
@@ -204,7 +203,7 @@ class FakeLookups:
 
 
 class Parts:
-    """All of them around one registry; to be made in a running loop."""
+    """All of them around one registry."""
 
     def __init__(
         self, folder: Path, budget: int = 1000, names: Iterable[str] = (), **settings: Any

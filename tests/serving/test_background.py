@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.e2e.server import REPOSITORY, free_port
+from tests.e2e.server import free_port
+from tests.processes import python
 
 PROGRAM = """
 from serving import gateway
@@ -23,28 +23,19 @@ gateway.main()
 """
 
 
+def gateway(store: str, run_dir: Path, *program: str) -> subprocess.CompletedProcess[str]:
+    ports = {name: str(free_port()) for name in ("SAGEMAKER_BIND_TO_PORT", "MANAGEMENT_PORT")}
+    own = {"HOST": "127.0.0.1", "RUN_DIR": str(run_dir), "PROBE_SECRET": "x", "MODEL_STORE": store}
+    return python(*program, env={**os.environ, **ports, **own})
+
+
 @pytest.mark.parametrize(
     "replaced", ["gateway.watch_health", "gateway.start", "gateway.Recovery.watch"]
 )
 def test_an_unexpected_error_is_logged_and_has_the_gateway_started_again(
     tmp_path: Path, replaced: str
 ) -> None:
-    ports = {"SAGEMAKER_BIND_TO_PORT": free_port(), "MANAGEMENT_PORT": free_port()}
-    environment = {name: str(port) for name, port in ports.items()} | {
-        "HOST": "127.0.0.1",
-        "RUN_DIR": str(tmp_path),
-        "PROBE_SECRET": "x",
-        "MODEL_STORE": str(tmp_path),
-    }
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM.format(replaced=replaced)],
-        cwd=REPOSITORY,
-        env={**os.environ, **environment},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    done = gateway(str(tmp_path), tmp_path, "-c", PROGRAM.format(replaced=replaced))
     assert done.returncode == 1, done.stderr
     last = json.loads(done.stdout.splitlines()[-1])
     assert last["level"] == "error"
@@ -52,16 +43,6 @@ def test_an_unexpected_error_is_logged_and_has_the_gateway_started_again(
 
 
 def test_a_gateway_that_cannot_start_says_so_and_gives_up(tmp_path: Path) -> None:
-    environment = {"RUN_DIR": str(tmp_path), "PROBE_SECRET": "x", "MODEL_STORE": "ftp://없음"}
-    done = subprocess.run(
-        [sys.executable, "-m", "serving.gateway"],
-        cwd=REPOSITORY,
-        env={**os.environ, "SAGEMAKER_BIND_TO_PORT": str(free_port()), "HOST": "127.0.0.1"}
-        | {"MANAGEMENT_PORT": str(free_port()), **environment},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    done = gateway("ftp://없음", tmp_path, "-m", "serving.gateway")
     assert done.returncode == 2
     assert "ftp://없음" in done.stderr

@@ -17,11 +17,17 @@ from serving.models.model import Model
 from serving.models.on_demand import OnDemand
 from serving.models.recovery import Recovery
 from serving.models.registry import Registry
+from serving.process.system import Processes
 from serving.settings import Settings
 from serving.store import Cache, Fetched, Lookups
+from serving.store.folder import FolderStore
 from tests.serving import fakes
 from tests.serving.api import gateways
+from tests.serving.console import test_feed
 from tests.serving.mms import test_workers
+from tests.serving.models import test_fetches
+from tests.serving.process import test_supervisor
+from tests.serving.store import test_lookups
 
 # With what a test may do to it.
 PAIRS: list[tuple[type, tuple[type, ...], set[str]]] = [
@@ -34,6 +40,10 @@ PAIRS: list[tuple[type, tuple[type, ...], set[str]]] = [
     (gateways.FakeEngine, (AsyncEngineClient,), set()),
     (test_workers.FakeMMS, (MMSClient,), set()),
     (test_workers.FakeEngine, (AsyncEngineClient,), set()),
+    (test_feed.CountingEngine, (AsyncEngineClient,), set()),
+    (test_lookups.CountingStore, (FolderStore,), set()),
+    (test_fetches.HangingCache, (Cache,), set()),
+    (test_supervisor.FakeProcesses, (Processes,), {"at", "end", "starts", "count", "stop"}),
 ]
 
 

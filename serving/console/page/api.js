@@ -81,7 +81,7 @@ export async function follow(tell, state) {
   }
 }
 
-const modelPath = (name) => name.split("/").map(encodeURIComponent).join("/");
+export const modelPath = (name) => name.split("/").map(encodeURIComponent).join("/");
 
 export const load = (name) =>
   request("manage", `/v2/repository/models/${modelPath(name)}/load`, { method: "POST" });

@@ -1,6 +1,6 @@
 // What the server is asked, and its streams in one form.
 
-import { Refused } from "./api.js";
+import { modelPath, Refused } from "./api.js";
 
 /** Path and body for `{model, prompt, parameters, chat, stream}`: `/predictions`, whose empty
  *  parameters are the model's own, or a chat by the model's own template. */
@@ -10,8 +10,7 @@ export function call({ model, prompt, parameters, chat, stream }) {
     const body = { model, messages, ...openaiParameters(parameters, true), stream };
     return { path: "/v1/chat/completions", body };
   }
-  const path = `/predictions/${model.split("/").map(encodeURIComponent).join("/")}`;
-  return { path, body: { inputs: prompt, parameters, ...(stream && { stream }) } };
+  return { path: `/predictions/${modelPath(model)}`, body: { inputs: prompt, parameters, ...(stream && { stream }) } };
 }
 
 /** Parameters of `/predictions` by OpenAI's names. Greedy is the default there and not here. */

@@ -14,7 +14,10 @@ let pace = []; // [ms since the epoch, tokens a second]
 let journal = [];
 
 export function startEngine() {
-  inLanguage(show);
+  inLanguage(() => {
+    showEngine();
+    showJournal();
+  });
 }
 
 export function updateEngine(message) {
@@ -25,11 +28,6 @@ export function updateEngine(message) {
   journal = [...message.journal.reverse(), ...journal].slice(0, KEPT);
   if (message.whole || message.journal.length) showJournal();
   showEngine();
-}
-
-function show() {
-  showEngine();
-  showJournal();
 }
 
 function showEngine() {

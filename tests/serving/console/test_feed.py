@@ -109,11 +109,7 @@ async def test_who_watches_gets_everything_first_and_then_what_has_changed(tmp_p
         "stored", "fetching", "loading", "ready", "draining", "stored",
     ]  # fmt: skip
     ready = [row for name, row in changes if name == "봄" and row["state"] == "ready"][-1]
-    assert (ready["residency"], ready["tokens_s"], ready["first_token_s"]) == (
-        "parked",
-        30,
-        0.25,
-    )
+    assert (ready["residency"], ready["tokens_s"], ready["first_token_s"]) == ("parked", 30, 0.25)
     assert changes[-1] == ("여름", None)  # no longer in the store
     told = [(e["event"], e["model"]) for m in kept[0] for e in m["journal"]]
     assert told == [("loaded", "봄"), ("unloaded", "봄")]

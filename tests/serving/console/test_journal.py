@@ -38,8 +38,7 @@ async def test_the_journal_has_what_happened_to_models_and_why_one_failed(tmp_pa
     assert evicted.seconds >= 1  # how long it had been idle
 
 
-async def test_each_change_of_a_state_is_news(tmp_path: Path) -> None:
-    parts = Parts(tmp_path)
+async def test_each_change_of_a_state_is_news(parts: Parts) -> None:
     seen: list[str] = []
 
     async def look() -> None:
@@ -58,8 +57,7 @@ async def test_each_change_of_a_state_is_news(tmp_path: Path) -> None:
     assert order == ["", "fetching", "loading", "ready", "draining", ""]
 
 
-async def test_a_load_that_was_called_off_has_not_failed(tmp_path: Path) -> None:
-    parts = Parts(tmp_path)
+async def test_a_load_that_was_called_off_has_not_failed(parts: Parts) -> None:
     parts.workers.hung.add("a")
     load = asyncio.create_task(parts.load("a"))
     await asyncio.sleep(5)
@@ -69,8 +67,7 @@ async def test_a_load_that_was_called_off_has_not_failed(tmp_path: Path) -> None
     assert told(parts) == []
 
 
-async def test_the_journal_forgets_what_is_old(tmp_path: Path) -> None:
-    parts = Parts(tmp_path)
+async def test_the_journal_forgets_what_is_old(parts: Parts) -> None:
     for _ in range(MAX_ENTRIES):
         await parts.load("a")
         await parts.registry.unload("a")

@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 from serving.mms.launcher import MMS_HOME
-from tests.e2e.server import REPOSITORY
+from tests.processes import python
 
 # What starts Java does so, and ends, while all processes are looked through.
 LOOKS = """
@@ -43,15 +43,7 @@ java.kill()
 
 
 def test_java_that_starts_while_it_is_looked_for_is_found_the_next_time() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", LOOKS],
-        cwd=REPOSITORY,
-        capture_output=True,
-        text=True,
-        start_new_session=True,
-        timeout=120,
-        check=False,
-    )
+    done = python("-c", LOOKS, start_new_session=True)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.split("\n")[:2] == [
         "Multi Model Server's Java process is not there yet",

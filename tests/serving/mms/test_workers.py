@@ -89,26 +89,20 @@ class Parts:
         self.model.fetched = Fetched(folder / "a", hit=True)
 
 
-async def test_a_worker_is_told_what_the_engine_is_to_do(tmp_path: Path) -> None:
+@pytest.mark.parametrize("base", [None, "바탕"])
+async def test_a_worker_is_told_what_the_engine_is_to_do_and_an_adapters_base(
+    tmp_path: Path, base: str | None
+) -> None:
     parts = Parts(tmp_path, backend="mxnet", max_rows=3, queue=4)
+    parts.model.base = Fetched(Path(base), hit=True) if base else None
     await parts.workers.start(parts.model)
     told = json.loads((parts.mms.folders["1"] / "model.json").read_text())
-    assert told["engine"] == {"backend": "mxnet", "max_rows": 3}
+    expected = {"backend": "mxnet", "max_rows": 3}
+    assert told["engine"] == expected | ({"base": base} if base else {})
     with pytest.raises(OutOfMemory):
         await parts.workers.check(parts.model)
-    ((*_, backend, precision, _, base),) = parts.engine.checked
-    assert (backend, precision, base) == ("mxnet", None, None)
-
-
-async def test_a_worker_of_an_adapter_is_told_its_base(tmp_path: Path) -> None:
-    parts = Parts(tmp_path)
-    parts.model.base = Fetched(tmp_path / "바탕", hit=True)
-    await parts.workers.start(parts.model)
-    told = json.loads((parts.mms.folders["1"] / "model.json").read_text())
-    assert told["engine"] == {"base": str(tmp_path / "바탕")}
-    with pytest.raises(OutOfMemory):
-        await parts.workers.check(parts.model)
-    assert parts.engine.checked[0][-1] == str(tmp_path / "바탕")
+    ((*_, backend, precision, _, of_check),) = parts.engine.checked
+    assert (backend, precision, of_check) == ("mxnet", None, base)
 
 
 async def test_of_two_that_ask_for_room_at_the_same_time_one_counts_the_other(

@@ -13,17 +13,15 @@ from serving.errors import BadRequest, StartError
 from serving.models.bases import Bases
 from serving.models.model_settings import ModelSettings
 from serving.store import Lookups, open_store
-from serving.store.settings import StoreSettings
+from tests.serving.store.archives import touch
+from tests.serving.store.s3 import settings as store_settings
 
 STORE = ("kogpt2-base-v2", "팀/바탕", "other")
 
 
 @pytest.fixture
 def store(tmp_path: Path) -> Path:
-    for name in STORE:
-        folder = tmp_path / "store" / name
-        folder.mkdir(parents=True)
-        (folder / "model.safetensors").touch()
+    touch(tmp_path / "store", *(f"{name}/model.safetensors" for name in STORE))
     return tmp_path / "store"
 
 
@@ -38,15 +36,8 @@ def adapter(store: Path, base: Any) -> Path:
 
 def find(store: Path, folder: Path, known: str = "", **settings: Any) -> str | None:
     async def found() -> str | None:
-        settings_of_store = StoreSettings(
-            location=str(store),
-            cache_dir=store.parent / "cache",
-            cache_max_bytes=1 << 30,
-            model_max_bytes=1 << 30,
-            roots=(store,),
-            https_hosts=(),
-        )
-        lookups = Lookups(open_store(str(store)), settings_of_store)
+        own = store_settings(store.parent / "cache", location=str(store), roots=(store,))
+        lookups = Lookups(open_store(str(store)), own)
         try:
             base = await Bases(lookups, known).find(folder, ModelSettings(**settings))
             return base and base.name

@@ -35,8 +35,7 @@ async def until_restoring(model: Model) -> None:
         await asyncio.sleep(0.01)
 
 
-async def test_a_lost_worker_comes_back(tmp_path: Path) -> None:
-    parts = Parts(tmp_path)
+async def test_a_lost_worker_comes_back(parts: Parts) -> None:
     model = await parts.load("a")
     async with watched(parts):
         parts.workers.kill(model)
@@ -45,8 +44,7 @@ async def test_a_lost_worker_comes_back(tmp_path: Path) -> None:
         assert parts.workers.starts["a"] == 2
 
 
-async def test_a_lost_worker_for_which_requests_wait_comes_back_sooner(tmp_path: Path) -> None:
-    parts = Parts(tmp_path)
+async def test_a_lost_worker_for_which_requests_wait_comes_back_sooner(parts: Parts) -> None:
     model = await parts.load("봄")
     async with watched(parts):
         for lost in range(3):
@@ -58,8 +56,7 @@ async def test_a_lost_worker_for_which_requests_wait_comes_back_sooner(tmp_path:
                 assert model.starts == lost + 2
 
 
-async def test_a_model_that_the_engine_lost_comes_back(tmp_path: Path) -> None:
-    parts = Parts(tmp_path)
+async def test_a_model_that_the_engine_lost_comes_back(parts: Parts) -> None:
     await parts.load("a")
     async with watched(parts):
         parts.workers.in_engine.clear()
@@ -67,8 +64,7 @@ async def test_a_model_that_the_engine_lost_comes_back(tmp_path: Path) -> None:
         assert len(parts.workers.in_engine) == 1
 
 
-async def test_where_the_engine_has_a_models_weights_is_known(tmp_path: Path) -> None:
-    parts = Parts(tmp_path)
+async def test_where_the_engine_has_a_models_weights_is_known(parts: Parts) -> None:
     model = await parts.load("봄")
     async with watched(parts):
         parts.workers.residency = "parked"
@@ -79,49 +75,33 @@ async def test_where_the_engine_has_a_models_weights_is_known(tmp_path: Path) ->
         assert model.residency == ""
 
 
-async def test_an_answer_that_makes_no_sense_ends_nothing(tmp_path: Path) -> None:
-    parts = Parts(tmp_path)
-    model = await parts.load("a")
-    async with watched(parts):
-        parts.workers.listing = Unavailable("Multi Model Server listed its models with ?")
+@pytest.mark.parametrize(
+    "error",
+    [
+        Unavailable("Multi Model Server listed its models with ?"),
+        OSError(errno.EMFILE, "Too many open files"),
+        RuntimeError("can't start new thread"),
+    ],
+)
+async def test_a_poll_that_fails_ends_nothing(parts: Parts, error: Exception) -> None:
+    model = await parts.load("봄")
+    async with watched(parts), parts.registry.use("봄"):  # whose socket is polled, too
+        parts.workers.listing = error
         await asyncio.sleep(3)
         parts.workers.kill(model)
+        await asyncio.sleep(3)
         parts.workers.listing = None
         await asyncio.sleep(3)
         assert parts.workers.works(model)
 
 
-@pytest.mark.parametrize(
-    "error", [OSError(errno.EMFILE, "Too many open files"), RuntimeError("can't start new thread")]
-)
-async def test_a_machine_that_is_short_of_files_or_threads_ends_nothing(
-    tmp_path: Path, error: Exception, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    parts = Parts(tmp_path)
-    model = await parts.load("봄")
-    listening = parts.workers.listening
-
-    async def fails() -> set[str]:
-        raise error
-
-    async with watched(parts), parts.registry.use("봄"):  # which makes it look sooner
-        monkeypatch.setattr(parts.workers, "listening", fails)
-        await asyncio.sleep(3)
-        parts.workers.kill(model)
-        monkeypatch.setattr(parts.workers, "listening", listening)
-        await asyncio.sleep(3)
-        assert parts.workers.works(model)
-
-
-async def test_an_unexpected_error_is_not_swallowed(tmp_path: Path) -> None:
-    parts = Parts(tmp_path)
+async def test_an_unexpected_error_is_not_swallowed(parts: Parts) -> None:
     parts.workers.listing = KeyError("models")
     with pytest.raises(KeyError):
         await parts.recovery.watch()
 
 
-async def test_a_model_that_cannot_come_back_backs_off_and_says_so(tmp_path: Path) -> None:
-    parts = Parts(tmp_path)
+async def test_a_model_that_cannot_come_back_backs_off_and_says_so(parts: Parts) -> None:
     model = await parts.load("a")
     parts.workers.errors["a"] = [WorkerFailed("the script fails") for _ in range(100)]
     times = []
@@ -150,8 +130,7 @@ async def test_a_model_that_cannot_come_back_backs_off_and_says_so(tmp_path: Pat
         assert not model.restarts.reason
 
 
-async def test_a_worker_that_dies_again_and_again_backs_off_too(tmp_path: Path) -> None:
-    parts = Parts(tmp_path)
+async def test_a_worker_that_dies_again_and_again_backs_off_too(parts: Parts) -> None:
     model = await parts.load("a")
     async with watched(parts):
         for _ in range(300):
@@ -167,9 +146,8 @@ async def test_a_worker_that_dies_again_and_again_backs_off_too(tmp_path: Path) 
 
 
 async def test_what_dies_with_mms_or_the_engine_comes_back_at_once_however_often(
-    tmp_path: Path,
+    parts: Parts,
 ) -> None:
-    parts = Parts(tmp_path)
     models = [await parts.load(name) for name in ("봄", "여름")]
     async with watched(parts):
         for _ in range(6):
@@ -184,8 +162,7 @@ async def test_what_dies_with_mms_or_the_engine_comes_back_at_once_however_often
         assert parts.workers.works(models[0])
 
 
-async def test_a_restart_while_mms_is_away_is_not_the_models_fault(tmp_path: Path) -> None:
-    parts = Parts(tmp_path)
+async def test_a_restart_while_mms_is_away_is_not_the_models_fault(parts: Parts) -> None:
     model = await parts.load("a")
     parts.workers.errors["a"] = [Unavailable("being started") for _ in range(5)]
     async with watched(parts):
@@ -196,9 +173,8 @@ async def test_a_restart_while_mms_is_away_is_not_the_models_fault(tmp_path: Pat
 
 
 async def test_what_was_seen_before_a_worker_was_started_again_does_not_end_it(
-    tmp_path: Path,
+    parts: Parts,
 ) -> None:
-    parts = Parts(tmp_path)
     first = await parts.load("a")
     async with watched(parts):
         del parts.workers.running[first.id]
@@ -232,8 +208,7 @@ async def test_a_gateway_that_dies_twice_finds_its_models_healthy(tmp_path: Path
     assert second.workers.starts["a"] == 0
 
 
-async def test_workers_that_belong_to_no_model_are_ended(tmp_path: Path) -> None:
-    parts = Parts(tmp_path)
+async def test_workers_that_belong_to_no_model_are_ended(parts: Parts) -> None:
     model = await parts.load("a")
     parts.workers.running["stranger"] = model
     async with watched(parts):
@@ -258,8 +233,7 @@ async def test_nobody_waits_for_the_end_of_a_worker_that_is_still_starting(tmp_p
     assert second.workers.unregistered.count("stranger") == 1
 
 
-async def test_an_unload_ends_a_restart_that_hangs(tmp_path: Path) -> None:
-    parts = Parts(tmp_path)
+async def test_an_unload_ends_a_restart_that_hangs(parts: Parts) -> None:
     model = await parts.load("a")
     async with watched(parts):
         parts.workers.hung.add("a")
@@ -286,10 +260,7 @@ async def test_a_restart_that_hangs_ends_at_the_loads_limit(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("pinned", [False, True])
-async def test_a_model_whose_room_others_have_taken_is_unloaded(
-    tmp_path: Path, pinned: bool
-) -> None:
-    parts = Parts(tmp_path)
+async def test_a_model_whose_room_others_have_taken_is_unloaded(parts: Parts, pinned: bool) -> None:
     model = await parts.load("a", settings=ModelSettings(pinned=pinned))
     parts.workers.errors["a"] = [OutOfMemory("no room")]
     async with watched(parts):
@@ -298,8 +269,7 @@ async def test_a_model_whose_room_others_have_taken_is_unloaded(
         assert parts.loaded() == (["a"] if pinned else [])
 
 
-async def test_a_list_of_models_that_cannot_be_read_is_none(tmp_path: Path) -> None:
-    parts = Parts(tmp_path)
+async def test_a_list_of_models_that_cannot_be_read_is_none(parts: Parts, tmp_path: Path) -> None:
     for text in ("{", "7", "[1]", '[{"stored": {}}]', '[{"name": "a"}]'):
         (tmp_path / "models.json").write_text(text)
         await parts.recovery.adopt()

@@ -23,8 +23,7 @@ async def until_hung(parts: Parts, name: str) -> None:
     await asyncio.sleep(5)
 
 
-async def test_a_failed_load_frees_the_name_and_leaves_nothing(tmp_path: Path) -> None:
-    parts = Parts(tmp_path)
+async def test_a_failed_load_frees_the_name_and_leaves_nothing(parts: Parts) -> None:
     parts.workers.errors["a"] = [ArtifactError("no model")]
     with pytest.raises(ArtifactError, match="no model"):
         await parts.load("a")
@@ -36,9 +35,8 @@ async def test_a_failed_load_frees_the_name_and_leaves_nothing(tmp_path: Path) -
 
 
 async def test_a_failed_load_tells_a_model_by_its_name_and_not_by_its_folder_in_the_cache(
-    tmp_path: Path,
+    parts: Parts,
 ) -> None:
-    parts = Parts(tmp_path)
     parts.workers.errors["봄"] = [ArtifactError(f"{stored('봄').key} holds no model")]
     with pytest.raises(ArtifactError) as raised:
         await parts.load("봄")
@@ -46,9 +44,8 @@ async def test_a_failed_load_tells_a_model_by_its_name_and_not_by_its_folder_in_
 
 
 async def test_a_worker_that_is_lost_at_its_start_is_started_again_under_another_id(
-    tmp_path: Path,
+    parts: Parts,
 ) -> None:
-    parts = Parts(tmp_path)
     parts.workers.errors["봄"] = [WorkerLost("it ended at once")]
     model = await parts.load("봄")
     assert list(parts.workers.running) == [model.id]
@@ -72,9 +69,8 @@ async def test_a_load_that_hangs_ends_at_its_limit(tmp_path: Path) -> None:
 
 
 async def test_an_unload_ends_a_load_whose_worker_hangs(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    parts: Parts, caplog: pytest.LogCaptureFixture
 ) -> None:
-    parts = Parts(tmp_path)
     parts.workers.hung.add("a")
     load = asyncio.create_task(parts.load("a"))
     await until_hung(parts, "a")
@@ -90,8 +86,7 @@ async def test_an_unload_ends_a_load_whose_worker_hangs(
     assert not [record for record in caplog.records if record.levelname == "ERROR"]
 
 
-async def test_an_unload_ends_a_load_whose_fetch_hangs(tmp_path: Path) -> None:
-    parts = Parts(tmp_path)
+async def test_an_unload_ends_a_load_whose_fetch_hangs(parts: Parts) -> None:
     parts.cache.hang("a")
     load = asyncio.create_task(parts.load("a"))
     await asyncio.sleep(1)
@@ -105,8 +100,7 @@ async def test_an_unload_ends_a_load_whose_fetch_hangs(tmp_path: Path) -> None:
     assert parts.cache.in_use == {"a": 0}
 
 
-async def test_loads_that_hang_in_the_store_hold_up_no_unload(tmp_path: Path) -> None:
-    parts = Parts(tmp_path)
+async def test_loads_that_hang_in_the_store_hold_up_no_unload(parts: Parts) -> None:
     await parts.load("b")
     for name in "cdef":
         parts.cache.hang(name)
@@ -121,8 +115,7 @@ async def test_loads_that_hang_in_the_store_hold_up_no_unload(tmp_path: Path) ->
     assert {type(outcome) for outcome in outcomes} == {LoadCancelled}
 
 
-async def test_an_unload_waits_for_requests_in_flight_and_takes_no_new_ones(tmp_path: Path) -> None:
-    parts = Parts(tmp_path)
+async def test_an_unload_waits_for_requests_in_flight_and_takes_no_new_ones(parts: Parts) -> None:
     model = await parts.load("a")
     async with parts.registry.use("a"):
         unload = asyncio.create_task(parts.registry.unload("a"))
@@ -144,8 +137,7 @@ async def test_an_unload_whose_requests_hang_ends_at_their_limit(tmp_path: Path)
     assert parts.registry.all() == []
 
 
-async def test_a_name_is_free_even_if_cleaning_up_goes_wrong(tmp_path: Path) -> None:
-    parts = Parts(tmp_path)
+async def test_a_name_is_free_even_if_cleaning_up_goes_wrong(parts: Parts) -> None:
     await parts.load("a")
 
     def broken(path: Path, discard: bool = False) -> None:
@@ -156,8 +148,7 @@ async def test_a_name_is_free_even_if_cleaning_up_goes_wrong(tmp_path: Path) -> 
     assert parts.registry.all() == []
 
 
-async def test_adopting_overwrites_nothing(tmp_path: Path) -> None:
-    parts = Parts(tmp_path)
+async def test_adopting_overwrites_nothing(parts: Parts) -> None:
     old = Model("a", "a", "old-1", stored("a"), {"response_timeout": 60})
     parts.cache.hang("a")
     adopting = asyncio.create_task(parts.registry.adopt(old))
@@ -171,8 +162,7 @@ async def test_adopting_overwrites_nothing(tmp_path: Path) -> None:
     assert parts.registry.get("a") is old
 
 
-async def test_a_full_disk_fails_nothing_that_is_loaded(tmp_path: Path) -> None:
-    parts = Parts(tmp_path)
+async def test_a_full_disk_fails_nothing_that_is_loaded(parts: Parts, tmp_path: Path) -> None:
     await parts.load("a")
     (tmp_path / "models.new").mkdir()  # nothing can be written there now
     await parts.load("b")
@@ -186,8 +176,9 @@ async def test_a_full_disk_fails_nothing_that_is_loaded(tmp_path: Path) -> None:
     watch.cancel()
 
 
-async def test_a_models_file_of_settings_is_read_and_a_requests_own_beat_it(tmp_path: Path) -> None:
-    parts = Parts(tmp_path)
+async def test_a_models_file_of_settings_is_read_and_a_requests_own_beat_it(
+    parts: Parts, tmp_path: Path
+) -> None:
     (tmp_path / "a").mkdir()
     said = {"pinned": True, "timeout_s": 2.5, "max_rows": 4}
     (tmp_path / "a" / "serving.json").write_text(json.dumps(said))
@@ -198,8 +189,9 @@ async def test_a_models_file_of_settings_is_read_and_a_requests_own_beat_it(tmp_
     assert snapshot.settings == model.settings
 
 
-async def test_a_models_file_of_unknown_settings_fails_its_load(tmp_path: Path) -> None:
-    parts = Parts(tmp_path)
+async def test_a_models_file_of_unknown_settings_fails_its_load(
+    parts: Parts, tmp_path: Path
+) -> None:
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / "serving.json").write_text('{"온도": 1}')
     with pytest.raises(BadRequest, match=r"serving.json: 온도 is not known; known are backend"):

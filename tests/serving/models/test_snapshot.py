@@ -66,13 +66,3 @@ def test_what_changes_of_one_of_many_models_is_written(tmp_path: Path) -> None:
     ]
     snapshot.write(models[1:])
     assert [m.url for m in snapshot.read()] == ["/봄/1", "/봄/2"]
-
-
-def test_what_could_not_be_written_is_written_later(tmp_path: Path) -> None:
-    snapshot, in_the_way = Snapshot(tmp_path), tmp_path / "models.new"
-    in_the_way.mkdir()
-    snapshot.write([model(StoredModel("시", "/봄", "v1", 10, "folder"))])
-    assert snapshot.read() == []
-    in_the_way.rmdir()
-    snapshot.retry()
-    assert [m.name for m in snapshot.read()] == ["시"]

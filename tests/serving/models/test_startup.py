@@ -29,7 +29,7 @@ async def test_a_machine_that_is_short_of_files_or_threads_is_ill_until_it_has_s
 
     gateway: Any = SimpleNamespace(
         healthy=True,
-        recovery=SimpleNamespace(takes_over=lambda: False),
+        takes_over=False,
         mms=SimpleNamespace(call=call),
         engine=SimpleNamespace(is_healthy=is_healthy),
     )

@@ -13,7 +13,7 @@ import pytest
 from serving.errors import StartError
 from serving.process import device
 from serving.process.device import check_device
-from tests.e2e.server import REPOSITORY
+from tests.processes import python
 
 DRIVER = """
 int cuInit(unsigned flags) {{ return {status}; }}
@@ -40,44 +40,41 @@ def newer(*row: object, reason: str) -> object:
 
 
 @pytest.mark.parametrize(
-    ("backend", "status", "version", "count", "capability", "said"),
+    ("backend", "driver", "said"),  # the driver's status, version, GPUs, their capability
     [
-        (MXNET, 100, 12_040, 0, 80, "finds no GPU (cuInit gives 100)"),
-        (ONNX, 0, 13_000, 0, 80, "finds no GPU"),
-        (MXNET, 0, 10_020, 1, 80, f"is for CUDA 10.2: mxnet needs NVIDIA driver {OLDEST[MXNET]}"),
-        (ONNX, 0, 11_040, 1, 80, f"CUDA 11.4: onnxruntime needs NVIDIA driver {OLDEST[ONNX]}"),
+        (MXNET, (100, 12_040, 0, 80), "finds no GPU (cuInit gives 100)"),
+        (ONNX, (0, 13_000, 0, 80), "finds no GPU"),
+        (MXNET, (0, 10_020, 1, 80), f"is for CUDA 10.2: mxnet needs NVIDIA driver {OLDEST[MXNET]}"),
+        (ONNX, (0, 11_040, 1, 80), f"CUDA 11.4: onnxruntime needs NVIDIA driver {OLDEST[ONNX]}"),
         # No code for the GPU: H100, K80, V100, B200.
-        (MXNET, 0, 13_000, 1, 90, "compute capability 9.0: set ENGINE_BACKEND=onnxruntime"),
-        (MXNET, 0, 13_000, 1, 37, "compute capability 3.7: no other backend has it"),
+        (MXNET, (0, 13_000, 1, 90), "compute capability 9.0: set ENGINE_BACKEND=onnxruntime"),
+        (MXNET, (0, 13_000, 1, 37), "compute capability 3.7: no other backend has it"),
         newer(
-            *(ONNX, 0, 13_000, 1, 70, "compute capability 7.0: set ENGINE_BACKEND=mxnet"),
+            *(ONNX, (0, 13_000, 1, 70), "compute capability 7.0: set ENGINE_BACKEND=mxnet"),
             reason="CUDA 12's build has code for it",
         ),
         newer(
-            *(ONNX, 0, 13_000, 1, 100, "compute capability 10.0: no other backend has it"),
+            *(ONNX, (0, 13_000, 1, 100), "compute capability 10.0: no other backend has it"),
             reason="CUDA 12's build has PTX for it",
         ),
         # V100; L4, by code for 8.6; T4; H100; a driver that does not say it.
-        (MXNET, 0, 11_000, 1, 70, FINE),
-        (MXNET, 0, 12_040, 1, 89, FINE),
-        (ONNX, 0, 13_000, 1, 75, FINE),
-        (ONNX, 0, 13_000, 1, 90, FINE),
-        (ONNX, 0, 13_000, 1, 0, FINE),
+        (MXNET, (0, 11_000, 1, 70), FINE),
+        (MXNET, (0, 12_040, 1, 89), FINE),
+        (ONNX, (0, 13_000, 1, 75), FINE),
+        (ONNX, (0, 13_000, 1, 90), FINE),
+        (ONNX, (0, 13_000, 1, 0), FINE),
     ],
 )
 def test_a_driver_or_gpu_that_will_not_do_is_told(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     backend: str,
-    status: int,
-    version: int,
-    count: int,
-    capability: int,
+    driver: tuple[int, int, int, int],
     said: str | None,
 ) -> None:
     source, library = tmp_path / "driver.c", tmp_path / "libcuda.so.1"
-    values = {"status": status, "version": version, "count": count, "capability": capability}
-    source.write_text(DRIVER.format(**values))
+    values = zip(("status", "version", "count", "capability"), driver, strict=True)
+    source.write_text(DRIVER.format(**dict(values)))
     subprocess.run(["gcc", "-shared", "-fPIC", "-o", library, source], check=True, timeout=60)
     monkeypatch.setattr(device, "LIBRARY", str(library))
     if said is FINE:
@@ -90,15 +87,8 @@ def test_a_driver_or_gpu_that_will_not_do_is_told(
 def start(device: str, backend: str) -> str:
     """What `serve` says as far as its checks: the Java it names does not run."""
     variables = {"ENGINE_DEVICE": device, "ENGINE_BACKEND": backend, "JAVA_HOME": "/nowhere"}
-    done = subprocess.run(
-        [sys.executable, "-m", "serving.entrypoint", "serve"],
-        cwd=REPOSITORY,
-        env={"PATH": "/usr/bin:/bin", "LD_LIBRARY_PATH": "/nowhere", **variables},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    variables |= {"PATH": "/usr/bin:/bin", "LD_LIBRARY_PATH": "/nowhere"}
+    done = python("-m", "serving.entrypoint", "serve", env=variables)
     assert done.returncode == 1
     (line,) = done.stderr.splitlines()
     return line

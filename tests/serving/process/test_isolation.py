@@ -1,8 +1,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from dataclasses import fields
 
 import pytest
@@ -10,7 +8,7 @@ import pytest
 import engine.settings
 import handlers.settings
 from serving.process.isolation import passed
-from tests.e2e.server import REPOSITORY
+from tests.processes import python
 
 CODE = """
 import ctypes, os, subprocess, sys
@@ -39,15 +37,8 @@ subprocess.run(["true"], check=True)  # starting programs still works
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/environ"), reason="needs /proc")
 def test_others_of_the_same_user_cannot_read_the_environment() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", CODE],
-        cwd=REPOSITORY,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=True,
-    )
-    assert done.stdout.split() == ["True", "False"]
+    done = python("-c", CODE)
+    assert done.stdout.split() == ["True", "False"], done.stderr
 
 
 @pytest.mark.parametrize("settings", [engine.settings.Settings, handlers.settings.Settings])
@@ -58,12 +49,8 @@ def test_every_setting_of_the_engine_and_the_workers_is_passed_or_set(settings: 
 
 
 def test_what_scripts_are_known_to_read_is_passed() -> None:
-    given = {
-        "LANG": "ko_KR.UTF-8",
-        "TZ": "Asia/Seoul",
-        "SM_NUM_GPUS": "1",
-        "SAGEMAKER_PROGRAM": "x",
-    }
+    given = {"LANG": "ko_KR.UTF-8", "TZ": "Asia/Seoul"}
+    given |= {"SM_NUM_GPUS": "1", "SAGEMAKER_PROGRAM": "x"}
     given |= {"OMP_NUM_THREADS": "2", "CUDA_VISIBLE_DEVICES": "0", "TOKENIZERS_PARALLELISM": "true"}
     given |= {"HTTPS_PROXY": "http://proxy:3128", "AWS_REGION": "ap-northeast-2"}
     assert passed(given) == given
@@ -71,28 +58,15 @@ def test_what_scripts_are_known_to_read_is_passed() -> None:
 
 def test_secrets_of_any_name_are_not() -> None:
     given = {"AWS_SECRET_ACCESS_KEY": "a", "AWS_CONTAINER_CREDENTIALS_RELATIVE_URI": "b"}
-    given |= {
-        "DATABASE_URL": "postgres://가:나@db/x",
-        "DB_PASSWORD": "c",
-        "비밀": "d",
-        "GH_PAT": "e",
-    }
-    given |= {
-        "SAGEMAKER_API_TOKEN": "f",
-        "SM_HP_KEY": "g",
-        "PIP_INDEX_URL": "https://a:b@pypi/simple",
-    }
+    given |= {"DATABASE_URL": "postgres://가:나@db/x", "DB_PASSWORD": "c", "비밀": "d"}
+    given |= {"GH_PAT": "e", "SAGEMAKER_API_TOKEN": "f", "SM_HP_KEY": "g"}
+    given |= {"PIP_INDEX_URL": "https://a:b@pypi/simple"}
     given |= {"HTTP_PROXY": "http://me:pass@proxy:3128", "MANAGEMENT_TOKEN": "h"}
     assert passed(given) == {}
 
 
 def test_more_are_passed_by_name_or_pattern() -> None:
-    given = {
-        "TOP_K": "3",
-        "POEM_STYLE": "시조",
-        "POEM_TOKEN": "a",
-        "DB_PASSWORD": "b",
-        "OTHER": "c",
-    }
+    given = {"TOP_K": "3", "POEM_STYLE": "시조", "OTHER": "c"}
+    given |= {"POEM_TOKEN": "a", "DB_PASSWORD": "b"}
     assert passed(given, "TOP_K, POEM_*") == {"TOP_K": "3", "POEM_STYLE": "시조"}
     assert passed(given, "POEM_TOKEN,DB_PASSWORD") == {"POEM_TOKEN": "a", "DB_PASSWORD": "b"}

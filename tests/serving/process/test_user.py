@@ -1,8 +1,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +9,8 @@ import pytest
 from handlers.user_code.confinement import capabilities
 from serving.errors import StartError
 from serving.process.user import become
-from tests.processes import in_a_fork
+from tests.processes import in_a_fork, python
 
-ROOT = Path(__file__).parents[3]
 A_USER = 54326
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give up root")
 
@@ -57,8 +54,7 @@ except StartError as error:
 
 def test_without_the_capability_the_way_out_is_named() -> None:
     # Not in a fork: threads that libraries start in it keep the capability, which glibc aborts for.
-    command = [sys.executable, "-c", WITHOUT]
-    assert f"docker run --user {A_USER}" in subprocess.check_output(command, cwd=ROOT, text=True)
+    assert f"docker run --user {A_USER}" in python("-c", WITHOUT).stdout
 
 
 def test_a_folder_that_cannot_be_given_is_named(open_folder: Path) -> None:

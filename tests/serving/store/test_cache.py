@@ -4,7 +4,6 @@ import functools
 import os
 import random
 import shutil
-import signal
 import subprocess
 import sys
 import threading
@@ -18,9 +17,10 @@ from serving.errors import ArchiveError, ArtifactChanged, DiskFull, ModelTooLarg
 from serving.store import Cache, Stop, Store, StoredModel, download, open_store
 from serving.store.catalog import StoredFile
 from serving.store.s3 import S3Bucket
+from tests.processes import REPOSITORY
+from tests.serving.store.archives import touch
 from tests.serving.store.s3 import S3Server, archive, settings
 
-REPOSITORY = Path(__file__).resolve().parents[3]
 KIB = 1024
 
 
@@ -63,7 +63,7 @@ def kept(folder: Path) -> set[str]:
 
 
 def child(cache_dir: Path, s3: S3Server, code: str) -> subprocess.Popen[str]:
-    """A process with a `cache` and a `model`."""
+    """A process with a `cache` and a `model`, once it has printed `ready`."""
     start = (
         "from pathlib import Path\n"
         "from serving.store import Cache, download, open_store\n"
@@ -73,7 +73,7 @@ def child(cache_dir: Path, s3: S3Server, code: str) -> subprocess.Popen[str]:
         f"cache = Cache(settings(Path({str(cache_dir)!r})))\n"
         "model = open_store('s3://models/kogpt2/').find('소월')\n"
     )
-    return subprocess.Popen(
+    process = subprocess.Popen(
         [sys.executable, "-c", start + code],
         env={**os.environ, **s3.environment},
         cwd=REPOSITORY,
@@ -81,6 +81,9 @@ def child(cache_dir: Path, s3: S3Server, code: str) -> subprocess.Popen[str]:
         stdout=subprocess.PIPE,
         text=True,
     )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    return process
 
 
 def test_an_archive_is_fetched_once_and_survives_a_restart(s3: S3Server, tmp_path: Path) -> None:
@@ -107,9 +110,6 @@ def test_processes_that_want_the_same_model_fetch_it_once(s3: S3Server, tmp_path
     put(s3, "소월")
     code = "print('ready', flush=True); input(); print(cache.acquire(model).hit)\n"
     children = [child(tmp_path, s3, code) for _ in range(2)]
-    for process in children:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "ready\n"
     answers = sorted(process.communicate("\n", timeout=60)[0].strip() for process in children)
     assert answers == ["False", "True"]
 
@@ -122,17 +122,14 @@ def test_a_killed_fetch_is_resumed(s3: S3Server, tmp_path: Path) -> None:
         "def slow(self, *arguments):\n"
         "    asked.append(arguments)\n"
         "    if len(asked) == 4:\n"
-        "        print('three', flush=True)\n"
+        "        print('ready', flush=True)\n"
         "        input()\n"
         "    return read(self, *arguments)\n"
         "S3Bucket.read = slow\n"
         "cache.acquire(model)\n"
     )
     process = child(tmp_path, s3, code)
-    assert process.stdout is not None
-    assert process.stdin is not None
-    assert process.stdout.readline() == "three\n"
-    process.send_signal(signal.SIGKILL)
+    process.kill()
     process.communicate()
     assert list((tmp_path / "temporary").iterdir())
     cache = Cache(settings(tmp_path))
@@ -176,9 +173,7 @@ def test_the_least_recently_used_models_go_first_but_none_in_use(
 def test_a_model_that_another_process_uses_stays(s3: S3Server, tmp_path: Path) -> None:
     put(s3, "소월", 100 * KIB)
     other = put(s3, "a", 100 * KIB)
-    process = child(tmp_path, s3, "cache.acquire(model); print('in use', flush=True); input()\n")
-    assert process.stdout is not None
-    assert process.stdout.readline() == "in use\n"
+    process = child(tmp_path, s3, "cache.acquire(model); print('ready', flush=True); input()\n")
     cache = Cache(settings(tmp_path, cache_max_bytes=250 * KIB))
     with pytest.raises(DiskFull):
         cache.acquire(other)
@@ -333,8 +328,7 @@ def test_a_stopped_fetch_does_not_unpack_an_archive_of_this_machine(tmp_path: Pa
 
 def test_models_of_this_machine_are_used_in_place_or_unpacked(tmp_path: Path) -> None:
     store, cache = tmp_path / "store", Cache(settings(tmp_path / "cache"))
-    (store / "folder").mkdir(parents=True)
-    (store / "folder" / "a.params").write_text("x")
+    touch(store, "folder/a.params")
     (store / "시.tar.gz").write_bytes(archive({"a.params": b"y"}))
     folder = cache.acquire(open_store(str(store)).find("folder"))
     assert (folder.path, folder.hit) == (store / "folder", True)
@@ -435,8 +429,7 @@ def test_what_turned_out_to_be_no_model_is_not_kept(s3: S3Server, tmp_path: Path
 
 
 def test_a_folder_of_this_machine_is_never_discarded(tmp_path: Path) -> None:
-    (tmp_path / "store" / "a").mkdir(parents=True)
-    (tmp_path / "store" / "a" / "a.params").touch()
+    touch(tmp_path, "store/a/a.params")
     cache = Cache(settings(tmp_path / "cache"))
     fetched = cache.acquire(open_store(str(tmp_path / "store")).find("a"))
     cache.release(fetched.path, discard=True)

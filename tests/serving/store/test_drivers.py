@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import importlib.util
 import shutil
+import socket
+import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -14,9 +16,10 @@ from typing import Any
 import pytest
 
 from serving.errors import ArtifactChanged, ModelNotInStore, StoreAccessDenied, StoreUnavailable
-from serving.store import Cache, StoreSettings, drivers, open_store
-from tests.serving.store.emulator import emulator
-from tests.serving.store.s3 import archive
+from serving.store import Cache, drivers, open_store
+from tests.e2e.server import free_port
+from tests.processes import eventually
+from tests.serving.store.s3 import archive, settings
 
 pytestmark = [
     pytest.mark.slow,
@@ -74,10 +77,22 @@ def kind(request: pytest.FixtureRequest) -> Kind:
     return found
 
 
+def _answers(port: int) -> bool:
+    with socket.socket() as client:
+        return client.connect_ex(("127.0.0.1", port)) == 0
+
+
 @pytest.fixture(scope="module")
 def port(kind: Kind) -> Iterator[int]:
-    with emulator(kind.command, kind.port_option) as port:
+    """Where the emulator answers, a process of its own."""
+    port = free_port()
+    process = subprocess.Popen([*kind.command, kind.port_option, str(port)])
+    try:
+        eventually(lambda: _answers(port))
         yield port
+    finally:
+        process.terminate()
+        process.wait()
 
 
 @pytest.fixture
@@ -99,7 +114,7 @@ def files(kind: Kind, port: int, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def cache(kind: Kind, folder: Path) -> Cache:
-    return Cache(StoreSettings(kind.location, folder, 0, 4 << 30, (), ()))
+    return Cache(settings(folder, location=kind.location, cache_max_bytes=0))
 
 
 def test_models_are_offered_and_fetched(kind: Kind, files: Any, tmp_path: Path) -> None:

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import os
-import tarfile
 import unicodedata
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -9,63 +8,33 @@ from typing import Any
 
 import pytest
 
-from serving.errors import ModelNotInStore, NotAModel, StartError
+from serving.errors import ModelNotInStore, NotAModel
 from serving.store.folder import FolderStore
 from serving.store.locate import open_store
+from tests.serving.store.archives import touch
 from tests.serving.store.s3 import S3Server
 
 
-def archive(path: Path, text: str) -> None:
-    source = path.parent / "model.params"
-    source.write_text(text)
-    with tarfile.open(path, "w:gz") as tar:
-        tar.add(source, "model.params")
-    source.unlink()
-
-
-def test_a_store_that_is_no_folder_is_named(tmp_path: Path) -> None:
-    with pytest.raises(StartError, match="MODEL_STORE"):
-        FolderStore(tmp_path / "없음")
-
-
 def test_a_folder_offers_archives_and_unpacked_models_nested_ones_too(tmp_path: Path) -> None:
-    for path in ("소월/a.params", "팀/시/code/inference.py", "corpus/text.txt", ".hidden/a.params"):
-        (tmp_path / path).parent.mkdir(parents=True)
-        (tmp_path / path).write_text("x")
-    archive(tmp_path / "팀" / "동주.tar.gz", "y")
-    (tmp_path / "README.md").touch()
+    touch(tmp_path, "소월/a.params", "팀/시/code/inference.py", "팀/동주.tar.gz")
+    touch(tmp_path, "a/model.onnx", "팀/b/1/model.onnx", "팀/b/2/model.onnx")
+    touch(tmp_path, "d/model/model-symbol.json", "d/model/model-0000.params")
+    touch(tmp_path, "corpus/text.txt", ".hidden/a.params", "README.md", "e/notes/model.onnx.txt")
     store = FolderStore(tmp_path)
-    assert [(m.name, m.kind) for m in store.models()] == [
-        ("소월", "folder"), ("팀/동주", "archive"), ("팀/시", "folder"),
-    ]  # fmt: skip
+    folders = dict.fromkeys(("a", "d", "소월", "팀/b", "팀/시"), "folder")
+    assert {m.name: m.kind for m in store.models()} == {**folders, "팀/동주": "archive"}
     for model in store.models():
         assert store.find(model.name) == model
     assert store.find("팀/동주.tar.gz") == store.find("팀/동주")
-    for missing in ("corpus", "팀", "없음"):
-        with pytest.raises((ModelNotInStore, NotAModel), match=missing):
-            store.find(missing)
-
-
-def test_models_of_tensors_are_models_whatever_folders_they_have_inside(tmp_path: Path) -> None:
-    for path in (
-        "a/model.onnx", "팀/b/1/model.onnx", "팀/b/2/model.onnx", "c/model-symbol.json",
-        "d/model/model-symbol.json", "d/model/model-0000.params", "e/notes/model.onnx.txt",
-    ):  # fmt: skip
-        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / path).touch()
-    store = FolderStore(tmp_path)
-    assert [m.name for m in store.models()] == ["a", "c", "d", "팀/b"]
-    for model in store.models():
-        assert store.find(model.name) == model
-    for missing in ("e", "팀"):
+    for missing in ("corpus", "팀", "없음", "e"):
         with pytest.raises((ModelNotInStore, NotAModel), match=missing):
             store.find(missing)
 
 
 def test_a_name_is_found_however_its_syllables_are_spelled(tmp_path: Path) -> None:
-    archive(tmp_path / (unicodedata.normalize("NFD", "소월") + ".tar.gz"), "y")
+    touch(tmp_path, unicodedata.normalize("NFD", "소월") + ".tar.gz")
     assert [m.name for m in FolderStore(tmp_path).models()] == ["소월"]
-    assert FolderStore(tmp_path).find("소월").size_bytes > 0
+    assert FolderStore(tmp_path).find("소월").kind == "archive"
 
 
 def test_a_spelling_of_several_counts_the_same_in_a_list_as_when_it_is_asked_for(
@@ -73,9 +42,7 @@ def test_a_spelling_of_several_counts_the_same_in_a_list_as_when_it_is_asked_for
 ) -> None:
     for name in ("소월.tar.gz", unicodedata.normalize("NFD", "소월.tar.gz"), "소월.mar"):
         (tmp_path / name).write_text(name)
-    (tmp_path / "소월").mkdir()
-    (tmp_path / "소월" / "a.params").touch()
-    (tmp_path / "b.tar.gz.tar.gz").touch()  # could not be asked for
+    touch(tmp_path, "소월/a.params", "b.tar.gz.tar.gz")  # the latter could not be asked for
     store = FolderStore(tmp_path)
     (listed,) = store.models()
     assert listed == store.find("소월") == store.find(unicodedata.normalize("NFD", "소월.mar"))
@@ -83,9 +50,7 @@ def test_a_spelling_of_several_counts_the_same_in_a_list_as_when_it_is_asked_for
 
 
 def test_a_folder_with_the_handler_that_a_load_names_is_a_model(tmp_path: Path) -> None:
-    for path in ("counter/service.py", "팀/셈/code/service.py"):
-        (tmp_path / path).parent.mkdir(parents=True)
-        (tmp_path / path).touch()
+    touch(tmp_path, "counter/service.py", "팀/셈/code/service.py")
     store = FolderStore(tmp_path)
     assert store.models() == []
     for name in ("counter", "팀/셈"):
@@ -93,9 +58,8 @@ def test_a_folder_with_the_handler_that_a_load_names_is_a_model(tmp_path: Path) 
         for handler in (None, "other:handle"):
             with pytest.raises(NotAModel):
                 store.find(name, handler)
-    (
-        tmp_path / "counter" / "inference.py"
-    ).touch()  # a model: that the handler is not is for its load
+    # Now it is a model: that the handler is not there is for its load to tell.
+    touch(tmp_path, "counter/inference.py")
     assert store.find("counter", "other:handle").kind == "folder"
 
 
@@ -107,10 +71,8 @@ def test_a_client_does_not_learn_where_the_store_is(tmp_path: Path) -> None:
 
 def test_links_do_not_lead_out_of_a_store(tmp_path: Path) -> None:
     outside, store = tmp_path / "outside", tmp_path / "store"
-    for folder in (outside, store):
-        folder.mkdir()
-    (outside / "a.params").touch()
-    archive(outside / "b.tar.gz", "x")
+    store.mkdir()
+    touch(outside, "a.params", "b.tar.gz")
     os.symlink(outside, store / "folder")
     os.symlink(outside / "b.tar.gz", store / "archive.tar.gz")
     assert FolderStore(store).models() == []
@@ -147,9 +109,7 @@ def foreign(server: S3Server, tmp_path_factory: pytest.TempPathFactory) -> Itera
             patch.setenv(name, value)
         for number, (files, _) in enumerate(FOREIGN):
             for file in files.split():
-                path = folder / f"{number}-{file}"
-                path.parent.mkdir(parents=True, exist_ok=True)
-                path.touch()
+                touch(folder, f"{number}-{file}")
                 server.put(f"kogpt2/{number}-{file}", b"x")
         yield [FolderStore(folder), open_store("s3://models/kogpt2/")]
 
@@ -185,22 +145,9 @@ def test_a_folders_version_changes_with_its_files_but_not_with_hidden_ones(tmp_p
     assert FolderStore(tmp_path).find("m").version != first
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "a.params"],
-)
-def test_a_folder_is_a_model_by_its_weights(tmp_path: Path, name: str) -> None:
-    (tmp_path / "시" / "v2").mkdir(parents=True)
-    (tmp_path / "시" / "v2" / name).touch()
-    (tmp_path / "시" / "tokenizer.json").touch()
-    assert [model.name for model in FolderStore(tmp_path).models()] == ["시/v2"]
-    assert FolderStore(tmp_path).find("시/v2").name == "시/v2"
-
-
 def test_a_deep_tree_in_a_store_hides_nothing(tmp_path: Path, deep: Callable[[Path], None]) -> None:
     deep(tmp_path / "깊이")
-    (tmp_path / "시").mkdir()
-    (tmp_path / "시" / "a.params").touch()
+    touch(tmp_path, "시/a.params")
     store = FolderStore(tmp_path)
     assert [model.name for model in store.models()] == ["시"]
     with pytest.raises(ModelNotInStore):

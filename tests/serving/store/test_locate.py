@@ -21,6 +21,7 @@ from serving.errors import (
 from serving.store import Cache, StoreSettings, download, locate, open_store
 from serving.store.drivers import DRIVERS
 from serving.store.https import Https
+from tests.serving.store.archives import touch
 from tests.serving.store.s3 import ENVIRONMENT, archive, settings
 
 ARCHIVE = archive({"a.params": bytes(range(256)) * 4000}, level=0)
@@ -76,9 +77,7 @@ def host() -> Iterator[str]:
 @pytest.fixture
 def folder(tmp_path: Path) -> StoreSettings:
     """A store, a root beside it, and what is outside of both."""
-    for path in ("store/시", "root/hash/model", "outside/m"):
-        (tmp_path / path).mkdir(parents=True)
-        (tmp_path / path / "a.params").touch()
+    touch(tmp_path, "store/시/a.params", "root/hash/model/a.params", "outside/m/a.params")
     return settings(
         tmp_path / "cache", location=str(tmp_path / "store"), roots=(tmp_path / "root",)
     )
@@ -91,8 +90,7 @@ def test_names_and_paths_below_a_root_are_located(folder: StoreSettings, tmp_pat
     assert locate(f"{root}/hash/model", store, folder).url == f"{root}/hash/model"
     for url in (f"{folder.location}/시", f"file://{folder.location}/{quote('시')}"):
         assert locate(url, store, folder) == locate("시", store, folder)
-    (tmp_path / "store" / "file").mkdir()
-    (tmp_path / "store" / "file" / "a.params").touch()
+    touch(tmp_path, "store/file/a.params")
     assert locate("file", store, folder).name == "file"  # and no scheme
     with pytest.raises(ModelNotInStore):
         locate(f"{root}/없음", store, folder)

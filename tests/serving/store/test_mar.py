@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 
 from serving.errors import ArchiveError
-from serving.store import Cache, StoreSettings, locate, open_store
+from serving.store import Cache, locate, open_store
 from serving.store.archive import extract
 from serving.store.archive_limits import MAX_FILES
 from tests.serving.store.archives import MAX_BYTES, unpack
-from tests.serving.store.s3 import BUCKET, s3_server
+from tests.serving.store.s3 import S3Server, settings
 
 
 def make(path: Path, files: dict[str, bytes], mode: int = 0o100644) -> Path:
@@ -35,10 +35,21 @@ def test_a_mar_becomes_a_folder(tmp_path: Path) -> None:
     assert (tmp_path / "models" / "시" / "MAR-INF" / "MANIFEST.json").exists()
 
 
-@pytest.mark.parametrize("name", ["../outside", "a/../../outside", "/etc/outside", "a/../outside"])
-def test_what_would_leave_the_folder_is_refused(tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("../outside", "leads out"),
+        ("a/../../outside", "leads out"),
+        ("/etc/outside", "leads out"),
+        ("a/../outside", "leads out"),
+        ("./first", "twice"),
+        ("", "twice"),
+        ("a/" * 600 + "f", "deeper than 32 folders"),
+    ],
+)
+def test_what_no_archive_may_hold_is_refused(tmp_path: Path, name: str, reason: str) -> None:
     bad = make(tmp_path / "bad.mar", {"first": b"1", name: b"2"})
-    with pytest.raises(ArchiveError, match=r"bad\.mar cannot be unpacked"):
+    with pytest.raises(ArchiveError, match=rf"bad\.mar cannot be unpacked: .* {reason}"):
         unpack(bad, tmp_path / "models" / "m")
     assert not list(tmp_path.rglob("outside"))
 
@@ -48,15 +59,6 @@ def test_links_and_devices_are_refused(tmp_path: Path) -> None:
         bad = make(tmp_path / "bad.mar", {"link": b"/etc/passwd"}, kind | 0o777)
         with pytest.raises(ArchiveError, match="no file or folder"):
             unpack(bad, tmp_path / "m")
-
-
-@pytest.mark.filterwarnings("ignore:Duplicate name")
-def test_a_name_twice_is_refused(tmp_path: Path) -> None:
-    with zipfile.ZipFile(tmp_path / "a.mar", "w") as archive:
-        archive.writestr("a", "1")
-        archive.writestr("a", "2")
-    with pytest.raises(ArchiveError, match="twice"):
-        unpack(tmp_path / "a.mar", tmp_path / "m")
 
 
 def test_a_bomb_is_refused_before_it_is_unpacked(tmp_path: Path) -> None:
@@ -89,46 +91,25 @@ def test_what_the_engine_trusts_cannot_be_brought(tmp_path: Path) -> None:
     assert [p.name for p in (tmp_path / "m").iterdir()] == ["a.params"]
 
 
-def test_a_tree_too_deep_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ArchiveError, match="deeper than 32 folders"):
-        unpack(make(tmp_path / "a.mar", {"a/" * 600 + "f": b"1"}), tmp_path / "m")
-
-
 def test_a_store_offers_mars_by_name(tmp_path: Path) -> None:
     store = tmp_path / "store"
     (store / "team").mkdir(parents=True)
     make(store / "team" / "봄.mar", {"service.py": b"", "MAR-INF/MANIFEST.json": b"{}"})
-    settings = StoreSettings(str(store), tmp_path / "cache", 1 << 30, 4 << 30, (), ())
+    own = settings(tmp_path / "cache", location=str(store))
     offered = open_store(str(store))
     assert [model.name for model in offered.models()] == ["team/봄"]
     for url in ("team/봄", "team/봄.mar", str(store / "team" / "봄.mar")):
-        assert locate(url, offered, settings).url == str(store / "team" / "봄.mar")
-    fetched = Cache(settings).acquire(offered.find("team/봄"))
+        assert locate(url, offered, own).url == str(store / "team" / "봄.mar")
+    fetched = Cache(own).acquire(offered.find("team/봄"))
     assert (fetched.path / "MAR-INF" / "MANIFEST.json").exists()
 
 
-def test_a_tar_gz_counts_where_a_name_has_both(tmp_path: Path) -> None:
-    (tmp_path / "a.mar").write_bytes(b"")
-    (tmp_path / "a.tar.gz").write_bytes(b"")
-    found = open_store(str(tmp_path)).models()
-    assert [model.url for model in found] == [str(tmp_path / "a.tar.gz")]
-
-
 def test_a_mar_in_s3_is_read_from_its_end_while_it_is_downloaded(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    s3: S3Server, tmp_path: Path
 ) -> None:
     weights = random.Random(1).randbytes(18 << 20)  # noqa: S311  three ranges
     packed = make(tmp_path / "a.mar", {"weights": weights, "MAR-INF/MANIFEST.json": b"{}"})
-    with s3_server() as s3:
-        for name, value in s3.environment.items():
-            monkeypatch.setenv(name, value)
-        s3.put("마르.mar", packed.read_bytes())
-        location = f"s3://{BUCKET}/"
-        cache = Cache(StoreSettings(location, tmp_path / "cache", 1 << 30, 4 << 30, (), ()))
-        fetched = cache.acquire(open_store(location).find("마르"))
-        assert (fetched.path / "weights").read_bytes() == weights
-
-
-def test_a_member_without_a_name_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ArchiveError, match="twice"):
-        unpack(make(tmp_path / "a.mar", {"": b"1"}), tmp_path / "m")
+    s3.put("kogpt2/마르.mar", packed.read_bytes())
+    own = settings(tmp_path / "cache")
+    fetched = Cache(own).acquire(open_store(own.location).find("마르"))
+    assert (fetched.path / "weights").read_bytes() == weights

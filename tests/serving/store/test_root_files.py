@@ -18,7 +18,9 @@ from serving.process.root_files import open_below, start
 from serving.store import Cache, RootFiles, StoredModel, StoreSettings, locate
 from serving.store.root_files import is_readable
 from tests.processes import in_a_fork
+from tests.serving.store.archives import touch
 from tests.serving.store.s3 import archive
+from tests.serving.store.s3 import settings as store_settings
 
 A_USER = 54327
 BIG = os.urandom(3 << 20)  # several pieces
@@ -57,15 +59,9 @@ def opener(folder: Path) -> Iterator[socket.socket]:
 @pytest.fixture
 def settings(models: Path) -> Iterator[StoreSettings]:
     with opener(models) as requests:
-        yield StoreSettings(
-            str(models),
-            models.parent / "cache",
-            1 << 30,
-            1 << 30,
-            (models,),
-            (),
-            RootFiles(requests, (models,)),
-        )
+        opener_of = RootFiles(requests, (models,))
+        cache = models.parent / "cache"
+        yield store_settings(cache, location=str(models), roots=(models,), root_files=opener_of)
 
 
 def as_a_user(settings: StoreSettings, function: Callable[[Cache], Any]) -> Any:
@@ -90,8 +86,7 @@ def test_a_closed_model_is_copied_once_and_an_open_one_used_in_place(
     content = {"model.params": BIG, "code/시.py": "봄".encode(), ".prepared/x": b"trusted"}
     folder = closed(models / "7f3e" / "model", content)
     open_one = models / "open"
-    open_one.mkdir()
-    (open_one / "model.params").write_bytes(b"1")
+    touch(open_one, "model.params")
 
     def user(cache: Cache) -> Any:
         model = locate(str(folder), None, settings)

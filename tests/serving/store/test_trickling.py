@@ -11,6 +11,7 @@ import pytest
 
 from serving.errors import StoreUnavailable
 from serving.store import Cache, Lookups, Stop, StoreSettings, download, locate, lookups, open_store
+from tests.serving.store.archives import touch
 from tests.serving.store.s3 import ENVIRONMENT, settings
 from tests.serving.store.trickling import TricklingStore, trickling_store
 
@@ -22,10 +23,11 @@ def store() -> Iterator[TricklingStore]:
 
 
 @pytest.fixture
-def own(store: TricklingStore, tmp_path: Path) -> StoreSettings:
-    """Of a local store with one model, and the trickling one beside it."""
-    (tmp_path / "store" / "시").mkdir(parents=True)
-    (tmp_path / "store" / "시" / "a.params").touch()
+def own(store: TricklingStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> StoreSettings:
+    """Of a local store with one model, and the trickling one beside it, which is S3's, too."""
+    for name, value in {**ENVIRONMENT, "AWS_ENDPOINT_URL_S3": store.url}.items():
+        monkeypatch.setenv(name, value)
+    touch(tmp_path, "store/시/a.params")
     return settings(
         tmp_path / "cache", location=str(tmp_path / "store"), https_hosts=(store.address,)
     )
@@ -60,8 +62,6 @@ async def test_heads_that_trickle_end_in_time_and_hold_up_no_other_look_up(
 async def test_a_thread_whose_question_is_given_up_is_free(
     store: TricklingStore, own: StoreSettings, monkeypatch: pytest.MonkeyPatch, scheme: str
 ) -> None:
-    for name, value in {**ENVIRONMENT, "AWS_ENDPOINT_URL_S3": store.url}.items():
-        monkeypatch.setenv(name, value)
     monkeypatch.setattr(lookups, "LOOKUP_LIMIT_S", 0.3)
     location = "s3://head/" if scheme == "s3" else own.location
     name = "봄" if scheme == "s3" else f"{store.url}/head/봄.tar.gz"
@@ -89,8 +89,6 @@ def test_a_download_that_trickles_is_given_up(
 def test_a_download_that_is_given_up_ends_though_a_byte_comes_now_and_then(
     store: TricklingStore, own: StoreSettings, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
-    for name, value in {**ENVIRONMENT, "AWS_ENDPOINT_URL_S3": store.url}.items():
-        monkeypatch.setenv(name, value)
     monkeypatch.setattr(download, "RANGE_BYTES", 1 << 20)
     given_up, cache = Stop(), Cache(own)
     if kind == "s3":

@@ -10,9 +10,7 @@ from typing import Any, cast
 
 import pytest
 
-from serving.models.fetches import DOWNLOADS_AT_ONCE
-from serving.models.registry import Registry
-from serving.settings import Settings
+from serving.models.fetches import DOWNLOADS_AT_ONCE, Fetches
 from serving.store import Fetched, StoredModel
 
 STORED = StoredModel("소월", "s3://models/소월.tar.gz", "1", 1, "archive")
@@ -46,35 +44,23 @@ class HangingCache:
             self.released += 1
 
 
-async def test_fetches_that_hang_hold_up_nothing_else(tmp_path: Path) -> None:
+@pytest.mark.parametrize("cached", [False, True])
+async def test_downloads_that_hang_hold_up_nothing_else(tmp_path: Path, cached: bool) -> None:
     cache = HangingCache(tmp_path)
-    registry = Registry(Settings(), cast(Any, None), cast(Any, cache))
-    tasks = [asyncio.create_task(registry.fetches.manifest_name(STORED, 60)) for _ in range(60)]
+    fetches = Fetches(cast(Any, cache))
+    here = dataclasses.replace(STORED, name="영랑")
+    cache.here.add("영랑")
+    if not cached:
+        here = dataclasses.replace(here, url="/store/영랑", kind="folder")
+    tasks = [asyncio.create_task(fetches.manifest_name(STORED, 60)) for _ in range(60)]
     for _ in range(DOWNLOADS_AT_ONCE):
         assert await asyncio.to_thread(cache.asked.acquire, True, 30)
+    assert await fetches.manifest_name(here, 60) is None
     # What unloads and recovery use is free.
     assert await asyncio.gather(*(asyncio.to_thread(int, "1") for _ in range(60))) == [1] * 60
     tasks[0].cancel()  # its thread goes on, and what it brings is given back
     cache.answers.set()
     assert await asyncio.gather(*tasks[1:]) == [None] * 59
-    while cache.released < 60:
+    while cache.released < 61:
         await asyncio.sleep(0)
     assert cache.most == DOWNLOADS_AT_ONCE
-
-
-@pytest.mark.parametrize("cached", [False, True])
-async def test_downloads_that_hang_hold_up_nothing_that_is_here(
-    tmp_path: Path, cached: bool
-) -> None:
-    cache = HangingCache(tmp_path)
-    registry = Registry(Settings(), cast(Any, None), cast(Any, cache))
-    here = dataclasses.replace(STORED, name="영랑")
-    cache.here.add("영랑")
-    if not cached:
-        here = dataclasses.replace(here, url="/store/영랑", kind="folder")
-    tasks = [asyncio.create_task(registry.fetches.manifest_name(STORED, 60)) for _ in range(60)]
-    for _ in range(DOWNLOADS_AT_ONCE):
-        assert await asyncio.to_thread(cache.asked.acquire, True, 30)
-    assert await registry.fetches.manifest_name(here, 60) is None
-    cache.answers.set()
-    await asyncio.gather(*tasks)
