@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -122,6 +121,5 @@ def test_a_template_that_never_ends_is_ended_and_the_next_request_works(
 
 def test_the_sandbox_of_the_texts_renders_a_chat(theirs: Path) -> None:
     with texts_of(theirs) as texts:
-        chat = Chat(json.loads(json.dumps(CHAT)))
-        ids = texts.soon(lambda: texts.encode(chat)).result()
+        ids = texts.soon(lambda: texts.encode(Chat(CHAT))).result()
         assert ids == prompts(theirs).encode_chat(CHAT)
