@@ -6,20 +6,15 @@ import threading
 from collections.abc import Callable, Mapping
 
 from common.errors import NeverFits, OutOfMemory
-from common.memory import MIB, memory_limit_bytes
+from common.memory import MIB
 
 # Memory that the budget leaves to the libraries and the other processes. Measured with MXNet and
 # one model: 290 MiB in the engine, 270 in the others. Less: the container runs out of memory.
 RESERVE_MIB = 640
 
 
-def default_budget_bytes() -> int:
-    """The limit less a reserve for the other processes, the libraries and working memory."""
-    return budget_bytes(memory_limit_bytes())
-
-
 def budget_bytes(limit_bytes: int) -> int:
-    """The budget on a machine or in a container with `limit_bytes` of memory."""
+    """The budget on a machine or in a container with `limit_bytes` of memory, less the reserve."""
     return limit_bytes - max(RESERVE_MIB * MIB, limit_bytes // 4)
 
 
