@@ -210,6 +210,9 @@ class EngineProcess:
         while self._open:
             self.drop(self._open[0])
 
+    def connect(self, timeout_s: float = WAIT_S) -> UnixConnection:
+        return UnixConnection(self.socket, timeout_s)
+
     def open(self, method: str, url: str, body: Any = None) -> http.client.HTTPResponse:
         """An answer of which nothing has been read but the head. `drop` hangs up."""
         connection = UnixConnection(self.socket, self._wait_s)

@@ -21,7 +21,6 @@ from starlette.requests import Request
 from common.errors import Cancelled
 from engine.engine import Engine
 from engine.http import protocol, server
-from engine.http.client import UnixConnection
 from engine.http.server import EngineApp
 from engine.settings import Settings
 from tests.engine.conftest import NewEngine
@@ -281,7 +280,7 @@ def test_a_deadline_is_504_and_in_a_stream_the_last_line(loaded: EngineProcess) 
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_that_disconnects_frees_its_row(loaded: EngineProcess, stream: bool) -> None:
-    client = UnixConnection(loaded.socket)
+    client = loaded.connect()
     client.request("POST", f"{URL}/generate", json.dumps({**LONG, "stream": stream}))
     if stream:  # its lines come while it is made
         response = client.getresponse()
