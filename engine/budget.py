@@ -6,20 +6,15 @@ import threading
 from collections.abc import Callable, Mapping
 
 from common.errors import NeverFits, OutOfMemory
-from common.memory import MIB, memory_limit_bytes
+from common.memory import MIB
 
 # Memory that the budget leaves to the libraries and the other processes. Measured with MXNet and
 # one model: 290 MiB in the engine, 270 in the others. Less: the container runs out of memory.
 RESERVE_MIB = 640
 
 
-def default_budget_bytes() -> int:
-    """The limit less a reserve for the other processes, the libraries and working memory."""
-    return budget_bytes(memory_limit_bytes())
-
-
 def budget_bytes(limit_bytes: int) -> int:
-    """The budget on a machine or in a container with `limit_bytes` of memory."""
+    """The budget on a machine or in a container with `limit_bytes` of memory, less the reserve."""
     return limit_bytes - max(RESERVE_MIB * MIB, limit_bytes // 4)
 
 
@@ -42,7 +37,7 @@ class Budget:
         self.on_growth: Callable[[], object] = lambda: None
         self._rows: list[tuple[str, int]] = []  # by model, bytes of a row of full context
         self._claimant: object = None  # the next to get K/V bytes, see `reserve_kv`
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # `declare` checks and counts under one lock
 
     @property
     def free_bytes(self) -> int:
@@ -51,7 +46,7 @@ class Budget:
     def declare(self, size: int, row: int, model: str) -> None:
         """Count a new model's weights, and `row` bytes for one row of full context; see `check`."""
         with self._lock:
-            self._check(size, row, model, 0)
+            self.check(size, row, model)
             self.declared_bytes += size
             self._rows.append((model, row))
 
@@ -63,20 +58,17 @@ class Budget:
         `promised` has bytes by the names of models that will be loaded. Raises `OutOfMemory`, and
         `NeverFits` where the model does not fit into an empty engine either.
         """
-        with self._lock:
-            declared = {name for name, _ in self._rows}
-            to_come = sum(b for name, b in (promised or {}).items() if name not in declared)
-            self._check(size, row, model, to_come)
-
-    def _check(self, size: int, row: int, model: str, promised: int) -> None:
         if size + row > self.total_bytes:
             raise NeverFits(
                 f"model {model} needs {size / MIB:.0f} MiB and {row / MIB:.0f} for one request of"
                 f" its whole context, the engine has {self.total_bytes / MIB:.0f} MiB in all"
                 " (ENGINE_MEMORY_MIB sets it)"
             )
-        reserve = max(row, *(bytes for _, bytes in self._rows), self.kv_bytes)
-        taken = self.declared_bytes + promised + reserve
+        with self._lock:
+            declared = {name for name, _ in self._rows}
+            to_come = sum(b for name, b in (promised or {}).items() if name not in declared)
+            reserve = max(row, *(bytes for _, bytes in self._rows), self.kv_bytes)
+            taken = self.declared_bytes + to_come + reserve
         missing = size + taken - self.overcommit * self.total_bytes
         if missing > 0:
             times = f"{self.overcommit} times " if self.overcommit > 1 else ""

@@ -218,7 +218,6 @@ class Loader:
             core = Core(
                 name=name,
                 key=source.key,
-                path=artifact.path,
                 backend=backend,
                 precision=precision,
                 artifact=artifact,

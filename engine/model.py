@@ -28,7 +28,6 @@ class Core:
 
     name: str
     key: Hashable  # the same for the same weights
-    path: Path
     backend: str
     precision: str
     artifact: Artifact

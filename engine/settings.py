@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from common.errors import InvalidRequest, SettingError
-from common.memory import MIB
+from common.memory import MIB, memory_limit_bytes
 from common.settings import setting
 from engine.backends import DEVICES, nvidia, precisions
-from engine.budget import default_budget_bytes
+from engine.budget import budget_bytes
 
 
 @dataclass(frozen=True)
@@ -94,4 +94,6 @@ class Settings:
         """The memory budget. Raises `InvalidRequest` where it is a GPU's and there is none."""
         if self.memory_mib:
             return self.memory_mib * MIB
-        return nvidia.default_budget_bytes() if self.device == "gpu" else default_budget_bytes()
+        if self.device == "gpu":
+            return nvidia.default_budget_bytes()
+        return budget_bytes(memory_limit_bytes())

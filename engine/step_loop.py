@@ -318,10 +318,9 @@ class Loop:
         logger.error("a step of %s failed", core.name, exc_info=error)
         if nvidia.is_fatal(str(error)):  # no later step can work: the supervisor starts anew
             os._exit(GPU_LOST)
-        known = isinstance(error, EngineError)
-        failure = error if known else EngineError(f"a step of {core.name} failed")
-        assert isinstance(failure, EngineError)
-        return failure
+        if isinstance(error, EngineError):
+            return error
+        return EngineError(f"a step of {core.name} failed")
 
 
 def _order(core: Core) -> tuple[bool, int]:

@@ -112,7 +112,7 @@ class EngineClient:
                 raise EngineUnavailable(message) from error
             except OSError as error:
                 self.close()
-                if not fresh and isinstance(error, _IDLE_CLOSED):
+                if not fresh and isinstance(error, BrokenPipeError | ConnectionResetError):
                     continue  # the connection was closed while it was idle
                 raise EngineUnavailable("the engine is not there") from error
             if headers.get("connection") == "close":
@@ -151,10 +151,6 @@ class EngineClient:
             connection.close()
             raise error_of(response.status, content, response.headers.get("Retry-After"))
         return Lease(connection, response, json.loads(content))
-
-
-# What a request raises on a connection that the engine has closed while it was idle.
-_IDLE_CLOSED = (BrokenPipeError, ConnectionResetError)
 
 
 class Lease:

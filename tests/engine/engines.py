@@ -9,8 +9,8 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +77,10 @@ class Request:
 
     def wait(self) -> Request:
         assert self._done.wait(WAIT_S), "the request was not finished"
+        return self
+
+    def begun(self) -> Request:
+        eventually(lambda: self.tokens)
         return self
 
     @property
@@ -240,12 +244,5 @@ class EngineProcess:
         return next((m for m in models if m["name"] == name), {})
 
 
-@contextmanager
-def engine_process(
-    folder: Path, module: str = "engine", **environment: str
-) -> Iterator[EngineProcess]:
-    process = EngineProcess(folder, module, **environment)
-    try:
-        yield process
-    finally:
-        process.close()
+def engine_process(folder: Path, module: str = "engine", **env: str) -> closing[EngineProcess]:
+    return closing(EngineProcess(folder, module, **env))

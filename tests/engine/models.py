@@ -89,15 +89,16 @@ def write_params(path: Path, arrays: Mapping[str, NDArray[Any]]) -> None:
 
 
 @functools.cache
-def spiece() -> bytes:
+def spiece(size: int = MAX_PIECES, byte_fallback: bool = False) -> bytes:
     """A sentencepiece BPE model with the special pieces of KoGPT2 v1 at their ids."""
     model = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter(SENTENCES * 4),
         model_writer=model,
         model_type="bpe",
-        vocab_size=MAX_PIECES,
+        vocab_size=size,
         hard_vocab_limit=False,
+        byte_fallback=byte_fallback,
         unk_id=0,
         pad_id=1,
         bos_id=2,

@@ -67,11 +67,6 @@ def ask(engine: Engine, new: int = 3, name: str = "m", text: str = PROMPT, **giv
     return Request(engine, name, text, max_new_tokens=new, **given)
 
 
-def begun(request: Request) -> Request:
-    eventually(lambda: request.tokens)
-    return request
-
-
 # Texts
 
 
@@ -300,7 +295,7 @@ def test_unloading_ends_the_requests_of_a_model_with_not_found(
     engine: Engine, model: Model
 ) -> None:
     engine.load("other", str(model.path))
-    running = begun(ask(engine, 400))
+    running = ask(engine, 400).begun()
     with Pause(engine) as pause, ThreadPoolExecutor() as pool:
         waiting, elsewhere = ask(engine, 400), ask(engine, 20, "other")
         unloaded = pool.submit(engine.unload, "m")
@@ -393,7 +388,7 @@ def test_an_error_while_a_token_is_emitted_ends_its_request(engine: Engine, mode
 
 
 def test_closing_ends_running_requests(engine: Engine, model: Model) -> None:
-    running = begun(ask(engine, 400))
+    running = ask(engine, 400).begun()
     with Pause(engine) as pause, ThreadPoolExecutor() as pool:
         closed = pool.submit(engine.close)
         pause.go_on()

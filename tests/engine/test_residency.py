@@ -224,7 +224,6 @@ class Bench:
         return Core(
             name=name,
             key=name,
-            path=Path(),
             backend="fake",
             precision="",
             artifact=cast(Any, SimpleNamespace(config=GPT2Config(1, 1, 1, 1, 1, 1))),

@@ -148,7 +148,6 @@ class Bench:
         core = Core(
             name=name,
             key=name,
-            path=Path(),
             backend="fake",
             precision="",
             artifact=compute,  # for its configuration

@@ -67,11 +67,6 @@ def ask(engine: Engine, new: int = 5, name: str = "m", **given: Any) -> Request:
     return Request(engine, name, PROMPT, max_new_tokens=new, **given)
 
 
-def begun(request: Request) -> Request:
-    eventually(lambda: request.tokens)
-    return request
-
-
 def encode(texts: Texts, prompt: str = PROMPT) -> list[int]:
     return texts.soon(lambda: texts.encode(prompt)).result(WAIT_S)
 
@@ -290,7 +285,7 @@ def test_a_panic_of_a_tokenizer_is_an_error_of_the_text(engine_: Engine, tmp_pat
 
 def test_a_model_has_answered_once_its_request_is_cancelled(engine_: Engine, good: Path) -> None:
     model = engine_.load("m", str(good))
-    cancelled = begun(ask(engine_, 240))
+    cancelled = ask(engine_, 240).begun()
     with Pause(engine_):  # no token of its own comes after it
         model.texts.soon(lambda: None).result(WAIT_S)
         assert not model.answered
@@ -312,7 +307,7 @@ def test_an_answer_begins_while_the_step_loop_adds_another(
     engine_: Engine, good: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     texts: Any = engine_.load("m", str(good)).texts
-    other = begun(ask(engine_, 240))
+    other = ask(engine_, 240).begun()
     over = Sequence.over.fget
     assert over is not None
 
@@ -333,7 +328,7 @@ def test_a_process_that_dies_costs_no_answer(engine_: Engine, tmp_path: Path, ki
     idle = child(engine_)
     os.kill(idle, signal.SIGKILL)
     eventually(lambda: not psutil.pid_exists(idle))
-    killed = begun(ask(engine_, 200, logit_bias=GO_ON))
+    killed = ask(engine_, 200, logit_bias=GO_ON).begun()
     os.kill(child(engine_), signal.SIGKILL)
     assert (killed.wait().ids(), killed.text()) == (whole.ids(), whole.text())
     assert killed.error is None
@@ -362,7 +357,7 @@ def test_tokens_become_text_without_their_process(
 
 def test_processes_lost_with_their_helper_are_started_again(engine_: Engine, good: Path) -> None:
     engine_.load("m", str(good))
-    running = begun(ask(engine_, 240))
+    running = ask(engine_, 240).begun()
     os.kill(psutil.Process(child(engine_)).ppid(), signal.SIGKILL)
     assert len(running.wait().ids()) == 240
     assert ask(engine_).wait().ids() == running.ids()[:5]
@@ -372,7 +367,7 @@ def test_an_answer_that_stalls_fails_in_time(
     engine_: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine_.load("m", str(make_hugging_face(tmp_path / "m", kind=DECODED, max_length=256)))
-    request = begun(ask(engine_, 240, logit_bias=GO_ON))
+    request = ask(engine_, 240, logit_bias=GO_ON).begun()
     monkeypatch.setattr(engine.text.texts, "DECODE_S", 0.5)
     os.kill(child(engine_), signal.SIGSTOP)
     assert isinstance(request.wait().error, DeadlineExceeded)

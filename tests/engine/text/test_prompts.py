@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +49,10 @@ def generation(folder: Path, **fields: Any) -> Path:
 
 def test_a_chat_becomes_the_ids_of_what_its_template_gives(theirs: Path) -> None:
     found = prompts(theirs)
-    assert found.encode_chat(CHAT) == found.tokenizer.encode(RENDERED)
+    ids = found.tokenizer.encode(RENDERED)
+    assert found.encode_chat(CHAT) == ids
+    with texts_of(theirs) as texts:  # in a text process, too
+        assert texts.soon(lambda: texts.encode(Chat(CHAT))).result() == ids
 
 
 def test_a_model_of_v1_may_have_a_chat_template_too(ours: Path) -> None:
@@ -118,10 +120,3 @@ def test_a_template_that_never_ends_is_ended_and_the_next_request_works(
         found = texts.soon(lambda: texts.encode(Raw("오늘은"))).result()
         assert found == prompts(folder).tokenizer.encode("오늘은")
         assert texts.pid not in (None, pid)
-
-
-def test_the_sandbox_of_the_texts_renders_a_chat(theirs: Path) -> None:
-    with texts_of(theirs) as texts:
-        chat = Chat(json.loads(json.dumps(CHAT)))
-        ids = texts.soon(lambda: texts.encode(chat)).result()
-        assert ids == prompts(theirs).encode_chat(CHAT)

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import io
 from pathlib import Path
 
 import pytest
-import sentencepiece
 
 from common.errors import ArtifactError, InvalidRequest
 from engine.text.sentencepiece import SPACE, SentencePieceTokenizer
@@ -28,18 +26,8 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> SentencePieceTokenize
 @pytest.fixture(scope="module")
 def with_bytes(tmp_path_factory: pytest.TempPathFactory) -> SentencePieceTokenizer:
     """A tokenizer that spells unknown characters in bytes."""
-    model = io.BytesIO()
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(SENTENCES * 4),
-        model_writer=model,
-        model_type="bpe",
-        vocab_size=420,
-        hard_vocab_limit=False,
-        byte_fallback=True,
-        minloglevel=2,
-    )
     path = tmp_path_factory.mktemp("tokenizer") / "bytes.spiece"
-    path.write_bytes(model.getvalue())
+    path.write_bytes(spiece(420, byte_fallback=True))
     return SentencePieceTokenizer(path)
 
 
