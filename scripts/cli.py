@@ -13,11 +13,13 @@ import typer
 from command import program
 from command.errors import Problem
 from scripts import (
+    ask,
     convert,
     deploy,
     fine_tune,
     invoke,
     latency_table,
+    load,
     load_test,
     logs,
     models,
@@ -26,6 +28,7 @@ from scripts import (
     settings,
     status,
     teardown,
+    unload,
     upload,
 )
 
@@ -33,12 +36,16 @@ ROOT = Path(__file__).resolve().parent.parent
 app = program.application("Serves many KoGPT2 fine-tunes at once, and manages them.")
 PANELS: dict[str, dict[str, Callable[[Any], int | None]]] = {
     "A server's models": {
-        "ask": invoke.ask,
-        "models": models.show,
-        "load": models.load,
-        "unload": models.unload,
+        "ask": ask.run,
+        "models": models.run,
+        "load": load.run,
+        "unload": unload.run,
     },
-    "Fine-tunes": {"fine-tune": fine_tune.run, "package": package.run, "convert": convert.run},
+    "Fine-tunes": {
+        "fine-tune": fine_tune.run,
+        "package": package.run,
+        "convert": convert.run,
+    },
     "SageMaker": {
         "push": push.run,
         "upload": upload.run,

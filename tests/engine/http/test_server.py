@@ -372,6 +372,27 @@ def test_large_bodies_are_read_and_written_on_threads_of_their_own(
     assert work == {"read": elsewhere, "written": elsewhere}
 
 
+# Leases
+
+
+def lease(engine: EngineProcess, model_dir: Path, name: str = NAME) -> Any:
+    body = {"name": name, "model_dir": str(model_dir), "lease": True}
+    response = engine.open("POST", "/models", body)
+    assert response.status == 200
+    assert json.loads(response.readline())["name"] == name
+    return response
+
+
+def test_a_model_is_unloaded_after_its_last_lease(engine: EngineProcess, model_dir: Path) -> None:
+    first, second = lease(engine, model_dir), lease(engine, model_dir)
+    lasting = lease(engine, model_dir, "other")
+    engine.drop(first)
+    engine.drop(second)
+    eventually(lambda: not engine.statistics(NAME))
+    assert engine.statistics("other")
+    engine.drop(lasting)
+
+
 # The process
 
 
@@ -380,9 +401,7 @@ def test_requests_under_way_at_sigterm_are_finished(tmp_path: Path, model_dir: P
     files = {path.name for path in model_dir.iterdir()} | {".prepared"}
     with engine_process(tmp_path) as engine:
         assert stat.S_IMODE(engine.socket.stat().st_mode) == 0o600
-        load = {"name": NAME, "model_dir": str(model_dir), "lease": True}
-        held = engine.open("POST", "/models", load)
-        assert json.loads(held.readline())["name"] == NAME
+        held = lease(engine, model_dir)
         body = {"inputs": PROMPT, "parameters": {"max_new_tokens": 300}, "stream": True}
         finished = engine.open("POST", f"{URL}/generate", body)
         left = engine.open("POST", f"{URL}/generate", {**LONG, "stream": True})

@@ -1,0 +1,37 @@
+"""Calls to a server's management port."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Any
+
+from command.errors import Failed
+from command.options import option
+
+TIMEOUT_S = 600.0  # above the server's LOAD_TIMEOUT_S, after which it answers 504
+
+
+@dataclass(kw_only=True)
+class Management:
+    url: str = option(
+        "http://localhost:8081", "the server's management port; its token: MANAGEMENT_TOKEN"
+    )
+
+
+def call(options: Management, method: str, path: str, **query: str) -> Any:
+    """Returns the answer's JSON. Raises `Failed` with the server's error message."""
+    import requests
+
+    from scripts.client.targets import message_of, session
+
+    token = os.environ.get("MANAGEMENT_TOKEN") or os.environ.get("INFERENCE_TOKEN")
+    url = options.url.rstrip("/")
+    try:
+        with session(url, token) as calls:
+            answer = calls.request(method, url + path, params=query, timeout=TIMEOUT_S)
+    except requests.RequestException as error:
+        raise Failed(f"{url} does not answer ({type(error).__name__}): is it started?") from None
+    if not answer.ok:
+        raise Failed(f"{message_of(answer.content)} (status {answer.status_code})")
+    return answer.json()

@@ -1,0 +1,28 @@
+"""`kogpt2 load`: loads a model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from command.options import argument, option, pair
+from scripts.client.management import Management, call
+
+
+@dataclass(kw_only=True)
+class Load(Management):
+    name: str = argument("the name in requests")
+    artifact: str | None = argument("the model's name in the store (default: NAME)", None)
+    setting: list[tuple[str, str]] = option(
+        [], "a setting of this model; repeatable", parser=pair, metavar="NAME=VALUE"
+    )
+
+
+def run(options: Load) -> None:
+    """Loads a model from the server's store. A request for a model in the store loads it, too.
+
+    Examples:
+    kogpt2 load sowol
+    kogpt2 load spring poems/2026/spring --setting backend=native --setting precision=int8
+    """
+    query = {"model_name": options.name, "url": options.artifact or options.name}
+    print(call(options, "POST", "/models", **query, **dict(options.setting))["status"])

@@ -1,0 +1,23 @@
+"""`kogpt2 unload`: unloads a model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from urllib.parse import quote
+
+from command.options import argument
+from scripts.client.management import Management, call
+
+
+@dataclass(kw_only=True)
+class Unload(Management):
+    name: str = argument("the model")
+
+
+def run(options: Unload) -> None:
+    """Unloads a model after its requests in flight have been answered.
+
+    Examples:
+    kogpt2 unload sowol
+    """
+    print(call(options, "DELETE", f"/models/{quote(options.name, safe='/')}")["status"])
