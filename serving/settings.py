@@ -33,7 +33,8 @@ class Settings:
         "ALLOWED_HOSTS",
         "",
         "host names that requests may be sent to, separated by commas (`*.example.com`, `*`);"
-        " empty: localhost where `HOST` is a loopback address, else any",
+        " empty: localhost where `HOST` is a loopback address, else any; IP addresses and localhost"
+        " are always allowed",
     )
     port: int = setting("SAGEMAKER_BIND_TO_PORT", 8080, "the port for requests", "--port")
     management_port: int = setting(
@@ -110,7 +111,8 @@ class Settings:
     management_token: str = setting(
         "MANAGEMENT_TOKEN",
         "",
-        "loading and unloading need it as a bearer token; empty: `INFERENCE_TOKEN`, if set",
+        "loading and unloading need it as a bearer token, lists of models it or `INFERENCE_TOKEN`;"
+        " empty: `INFERENCE_TOKEN`, if set",
     )
     inference_token: str = setting("INFERENCE_TOKEN", "", "if set, calls need it as a bearer token")
     tokens_file: str = setting(
@@ -156,7 +158,10 @@ class Settings:
         "`service:handle`: answers for models that hold such a file and name no other",
     )
     request_timeout_s: int = setting(
-        "REQUEST_TIMEOUT_S", 60, "an answer that takes longer is given up with 504"
+        "REQUEST_TIMEOUT_S",
+        60,
+        "seconds from a request's headers to the end of its answer, waiting and loading included;"
+        " then it gets 504",
     )
     jvm_options: str = setting(
         "SAGEMAKER_MODEL_SERVER_VMARGS",
