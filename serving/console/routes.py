@@ -113,7 +113,10 @@ class Console:
         )
 
     async def _encoded(self, request: Request) -> AsyncGenerator[bytes, None]:
-        """Ends when TOKENS_FILE changes, for a token of it: the page connects again."""
+        """The feed as server-sent events, of the models that the request's token may see.
+
+        For a token of TOKENS_FILE it ends when that file changes; the page then connects again.
+        """
         tokens, may_see = self._gateway.tokens, functools.partial(may_call, request)
         version = tokens.version
         async with aclosing(self._feed.watch(may_see)) as messages:

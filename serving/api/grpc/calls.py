@@ -87,7 +87,7 @@ Piece = Callable[[Reply, bytes], Awaitable[None]]
 
 @dataclass(frozen=True)
 class Routes:
-    """The gateway's, as `asgi` answers them on `port`."""
+    """Calls the HTTP routes of the gateway in this process: `asgi` answers them as on `port`."""
 
     asgi: ASGIApp
     port: int
