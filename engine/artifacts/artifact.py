@@ -100,6 +100,17 @@ def check_plain(path: Path) -> Path:
         return path
 
 
+# The names that a `config.json` gives the sizes of a `GPT2Config`, the first that it has counts: in
+# Hugging Face's files max_length is the generation's.
+SIZE_NAMES = {
+    "vocab_size": ("vocab_size",),
+    "units": ("units", "n_embd"),
+    "num_layers": ("num_layers", "n_layer"),
+    "max_length": ("n_positions", "max_length"),
+    "hidden_size": ("hidden_size", "n_inner"),
+}
+
+
 class ConfigFile:
     """A `config.json`, whose fields have several names."""
 
@@ -144,18 +155,12 @@ class ConfigFile:
 
     def must_agree(self, config: GPT2Config, file: str) -> None:
         """Raise `ArtifactError` if it has other sizes than the weights in `file`."""
-        for field_name, names in {
-            "vocab_size": ("vocab_size",),
-            "units": ("units", "n_embd"),
-            "num_layers": ("num_layers", "n_layer"),
-            "max_length": ("max_length", "n_positions"),
-            "hidden_size": ("hidden_size", "n_inner"),
-        }.items():
-            actual = getattr(config, field_name)
+        for size, names in SIZE_NAMES.items():
+            actual = getattr(config, size)
             configured = self.get(*names, default=actual)
             if configured != actual:
                 raise ArtifactError(
-                    f"{CONFIG_FILE} says {names[0]} {configured!r}, but {file} has {actual}"
+                    f"{CONFIG_FILE} says {size} {configured!r}, but {file} has {actual}"
                 )
 
 

@@ -115,20 +115,15 @@ def of_model(files: Mapping[str, bytes], archive_bytes: int, precision: str) -> 
 def _config(content: bytes) -> GPT2Config | None:
     """The sizes in a `config.json`, KoGPT2's or Hugging Face's; None without them."""
     from common.errors import ArtifactError
-    from engine.artifacts.artifact import ConfigFile
+    from engine.artifacts.artifact import SIZE_NAMES, ConfigFile
     from engine.artifacts.config import GPT2Config
 
     try:
         given: Any = ConfigFile(json.loads(content))
-        units = given.get("units", "n_embd")
-        sizes = {
-            "vocab_size": given.get("vocab_size"),
-            "units": units,
-            "num_layers": given.get("num_layers", "n_layer"),
-            "num_heads": given.get("num_heads", "n_head"),
-            "hidden_size": given.get("hidden_size", "n_inner", default=4 * units),
-            "max_length": given.get("n_positions", "max_length", default=1024),
-        }
+        sizes = {size: given.get(*names) for size, names in SIZE_NAMES.items()}
+        sizes["num_heads"] = given.get("num_heads", "n_head")
+        sizes["hidden_size"] = sizes["hidden_size"] or 4 * sizes["units"]
+        sizes["max_length"] = sizes["max_length"] or 1024
         if not all(type(size) is int and size > 0 for size in sizes.values()):
             return None
         return GPT2Config(**sizes, tie_word_embeddings=given.flag("tie_word_embeddings", True))

@@ -115,6 +115,12 @@ def test_each_name_of_gelu_is_understood(folder: Path) -> None:
         assert open_artifact(folder).config.activation == ours
 
 
+def test_a_generations_length_is_not_the_contexts(folder: Path) -> None:
+    """It was taken for that, and the model was refused."""
+    configure(folder, max_length=50)  # beside n_positions
+    assert open_artifact(folder).config.max_length == 128
+
+
 def test_an_untied_output_projection_is_kept(tmp_path: Path) -> None:
     folder = make_hugging_face(tmp_path / "untied", config={"tie_word_embeddings": False})
     artifact = open_artifact(folder)
