@@ -182,6 +182,5 @@ class DeviceKVCache(DenseCache):
 
 
 def load(artifact: Artifact, provider: Provider = CUDA) -> OnnxGpuModel:
-    """Load a model. Raises `OutOfMemory`, `InvalidRequest`; `ArtifactError` where a weight is
-    too large for fp16."""
+    """Load a model. Raises `OutOfMemory`, `InvalidRequest`; `ArtifactError` beyond fp16."""
     return OnnxGpuModel(artifact, provider)
