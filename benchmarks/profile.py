@@ -52,8 +52,15 @@ def run(options: Profile) -> None:
 
     folder = options.model or random_model.make(WORKDIR / "models", random_model.FULL, 0)
     artifact = open_artifact(folder)
+    if options.behind > (most := most_behind(artifact)):
+        raise Problem(f"--behind is {options.behind}, must be at most {most} with this model")
     steps = measured(artifact, options.precision, [*map(int, counts)], options.behind)
     print(tables.table(*table(steps), markdown=True))
+
+
+def most_behind(artifact: Artifact) -> int:
+    """Tokens of a row that leave its context enough for all steps."""
+    return artifact.config.max_length - WARM_UP - STEPS
 
 
 def weight_bytes(artifact: Artifact, precision: str) -> dict[str, int]:
@@ -76,7 +83,7 @@ def measured(
     from engine.backends.interface import Piece
     from engine.native import library
 
-    results = {}
+    results, weights = {}, weight_bytes(artifact, precision)
     for count in counts:
         draw = np.random.default_rng(1).integers
         ids = draw(5, artifact.config.vocab_size, (count, behind)).tolist()
@@ -91,7 +98,7 @@ def measured(
             model.run([Piece(row, prompt[:1]) for row, prompt in rows])
             seconds = time.perf_counter() - began
             steps.append({**library.take_times(), ALL: seconds})
-        read: dict[str, float] = {**weight_bytes(artifact, precision), "attention": model.kv_bytes}
+        read: dict[str, float] = {**weights, "attention": model.kv_bytes}
         model.close()
         name = f"{count} row{'s' * (count != 1)}"
         results[name if behind == BEHIND else f"{name}, {behind} tokens behind"] = {

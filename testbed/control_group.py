@@ -104,7 +104,7 @@ class ControlGroup:
             limit.write_text(self._memory)
 
     def page_ins(self) -> dict[str, int]:
-        """Major faults and pages that were read again soon after they had been let go."""
+        """Major faults, and pages that were read again soon after their eviction."""
         if not self._folders:
             return {}
         rows = (self._folders[0] / "memory.stat").read_text(encoding="ascii").splitlines()

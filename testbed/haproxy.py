@@ -48,7 +48,7 @@ class Proxy(Program):
         return f"http://{self.host}:{self.port}{path}"
 
     def wait_for(self, *names: str) -> None:
-        """Until it sends requests to these servers, and to no other."""
+        """Waits until it sends requests to these servers, and to no other."""
         self._until(lambda: self.up() == set(names), f"does not route to {names} alone", ROUTES_S)
 
 

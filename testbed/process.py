@@ -24,7 +24,7 @@ P = TypeVar("P", bound="Program")
 
 
 class ProgramError(Failed):
-    """A program could not be started or measured; the message says what and why."""
+    """A program or a measurement failed. The message names it and gives the reason."""
 
 
 def fetch(url: str, timeout_s: float) -> bytes:
@@ -59,9 +59,8 @@ class Program:
     `ready_s` is how long it took to what `_wait` waited for.
     """
 
-    backend: ClassVar[str] = (
-        "mxnet"  # ours in int8, the image's; quick ones start sooner by "native"
-    )
+    # Of a server that names none: the image's. Quick runs set "native", which starts sooner.
+    backend: ClassVar[str] = "mxnet"
     ready_s: float
 
     def __init__(

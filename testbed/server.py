@@ -92,7 +92,7 @@ class Server(Program):
             return engine.request("GET", path, timeout_s=timeout_s)
 
     def states(self) -> dict[str, str]:
-        """By model, one of `switching.clients.STATES`; one that is not named is cold.
+        """By model, one of `benchmarks.switching.clients.STATES`; one that is not named is cold.
 
         A server that knows no residency has models loaded, or not.
         """

@@ -298,10 +298,10 @@ class EngineRun(Run):
 
     def profile(self) -> Results:
         artifact = open_artifact(self.models[0])
-        behind = min(LONG, artifact.config.max_length - profile.WARM_UP - profile.STEPS)
+        behind = min(LONG, profile.most_behind(artifact))
         return {
             **profile.measured(artifact, "int8", (1, BATCH)),
-            **profile.measured(artifact, "int8", (BATCH,), behind),
+            **profile.measured(artifact, "int8", (BATCH,), behind),  # the last: a goal is about it
         }
 
 

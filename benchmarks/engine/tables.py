@@ -224,7 +224,7 @@ def _over_http(results: Results) -> list[float]:
 
 def _long_contexts(results: Results) -> list[float]:
     """A step of eight long rows against reading its bytes at each round's bandwidth."""
-    *_, step = results["profile"].values()
+    *_, step = results["profile"].values()  # the last case of EngineRun.profile
     rates = [max(measured.values()) for measured in results["bandwidth"]["rounds"]]
     return [step["seconds"][profile.ALL] * rate / step["read_bytes"][profile.ALL] for rate in rates]
 

@@ -40,3 +40,7 @@ def test_what_is_no_model_or_no_number_is_one_line(tmp_path: Path) -> None:
     assert (done.returncode, done.stderr.count("\n")) == (1, 1)
     assert "*.params" in done.stderr or "model" in done.stderr
     assert profile("--rows", "0").returncode == 2
+    model = make_artifact(tmp_path / "모델", vocab=160, units=64, layers=2)
+    done = profile("--model", str(model), "--behind", "5000")
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert "--behind is 5000, must be at most" in done.stderr

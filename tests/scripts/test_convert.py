@@ -19,6 +19,7 @@ from engine.engine import Engine
 from engine.settings import Settings
 from engine.text.prompts import Prompts
 from scripts.artifacts import tokenizer_json
+from scripts.artifacts.archive import check, write_archive
 from tests.engine.artifacts.test_hugging_face import TORCH_FILE
 from tests.engine.engines import Request, make_talkative
 from tests.engine.hugging_face import TINY, make_hugging_face, write_json
@@ -77,6 +78,15 @@ def test_v1_becomes_a_hugging_face_directory_and_v1_again(tmp_path: Path) -> Non
     weights = read_params(tmp_path / "back" / "kogpt2.params")
     np.testing.assert_array_equal(weights[OUTPUT], weights[EMBEDDING])
     assert (tmp_path / "back" / "kogpt2.spiece").read_bytes() == spiece()
+
+
+def test_an_archive_is_a_source_as_its_folder_is(tmp_path: Path) -> None:
+    write_archive(check(make_artifact(tmp_path / "봄")), tmp_path / "봄.tar.gz")
+    for source in ("봄", "봄.tar.gz"):
+        convert(tmp_path / source, tmp_path / f"{source}-hf", "--to", "hf")
+    folders = (tmp_path / "봄-hf", tmp_path / "봄.tar.gz-hf")
+    made = [{p.name: p.read_bytes() for p in folder.iterdir()} for folder in folders]
+    assert made[0] == made[1]
 
 
 def test_half_precision_stays_half(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.server import REPOSITORY, Server
-from tests.scripts.conftest import Run, refusal
+from tests.scripts.conftest import Poets, Run, refusal
 
 PUBLISHED = json.loads((REPOSITORY / "scripts/published_latency.json").read_text(encoding="utf-8"))
 
@@ -36,6 +36,13 @@ def test_the_table_has_this_machine_and_every_published_one(
     for machine, seconds in PUBLISHED["seconds_per_token"].items():
         line = next(line for line in done.stdout.splitlines() if line.startswith(machine))
         assert line.split()[-2:] == [f"{seconds:.2f}", f"{seconds / here:.1f}x"]
+
+
+def test_an_endpoint_is_measured_too(run: Run, poets: Poets) -> None:
+    options = ("--endpoint", "poets", "--model", "시/봄", "--calls", "3")
+    done = run("latency-table", *options, **poets.environment)
+    assert done.returncode == 0, done.stderr
+    assert "endpoint poets: 3 calls after one to warm up" in done.stdout
 
 
 @pytest.mark.parametrize(

@@ -23,11 +23,13 @@ from engine.engine import Engine
 from engine.http import protocol, server
 from engine.http.server import EngineApp
 from engine.settings import Settings
+from engine.text.sentencepiece import SentencePieceTokenizer
 from tests.engine.conftest import NewEngine
 from tests.engine.engines import (
     WAIT_S,
     EngineProcess,
     engine_process,
+    is_greedy,
     make_talkative,
 )
 from tests.engine.sentences import SENTENCES
@@ -191,15 +193,20 @@ def test_a_prompts_tokens_come_back_if_wanted(loaded: EngineProcess, logprobs: i
         assert [t["token"] for t in prefill[at]["top"]] == [t["token"] for t in step["top"]]
 
 
-def test_requests_at_once_share_steps(loaded: EngineProcess) -> None:
+def test_requests_at_once_share_steps_and_stay_exact(
+    loaded: EngineProcess, model_dir: Path
+) -> None:
     body = {"parameters": {"max_new_tokens": 40}, "stream": True}
     responses = [
         loaded.open("POST", f"{URL}/generate", {**body, "inputs": sentence})
         for sentence in SENTENCES
     ]
-    assert [len(list(response)) for response in responses] == [40] * len(SENTENCES)
+    ids = [[json.loads(line)["token"] for line in response] for response in responses]
     found = loaded.statistics(NAME)
     assert found["rows"] > 2 * found["steps"]
+    encode = SentencePieceTokenizer(model_dir / "kogpt2.spiece").encode
+    for sentence, new in zip(SENTENCES, ids, strict=True):
+        assert is_greedy(model_dir, encode(sentence), new)
 
 
 WRONG_LOADS: list[tuple[Any, str, str]] = [

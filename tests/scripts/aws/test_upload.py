@@ -136,3 +136,9 @@ def test_lists_and_deletes(aws: Cloud) -> None:
     assert len(names(aws)) == 2
     aws.run("upload", MODELS, "--delete", "sowol.tar.gz", "--yes")
     assert names(aws) == ["kogpt2/dongju.tar.gz"]
+
+
+def test_bucket_in_another_region(aws: Cloud) -> None:
+    aws.put_models(sowol=1)
+    said = aws.run("upload", MODELS, "--list", "--region", "ap-northeast-2", code=2)
+    assert f"bucket {BUCKET} is in us-east-1, the command's region is ap-northeast-2" in said
