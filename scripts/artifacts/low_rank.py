@@ -120,7 +120,7 @@ def compare(
 
 
 def _windows(artifact: Artifact, texts: Sequence[str]) -> Iterator[list[int]]:
-    """Yields the texts' ids in rows of at most `WINDOW`; random ids without a text of two."""
+    """Yields the texts' ids in rows of at most `WINDOW`; random ids if no text has two tokens."""
     c, left = artifact.config, MAX_TOKENS
     size = min(WINDOW, c.max_length - NEW)
     encode = Prompts(artifact).encode

@@ -92,7 +92,9 @@ class _Handler(BaseHTTPRequestHandler):
             return
         answer, body = self._of_moto()
         whole = self.command == "GET" and answer.status in (200, 206) and ENDING in self.path
-        if mode == "gone" or (mode == "stall" and not whole):
+        if mode == "gone":
+            return
+        if mode == "stall" and not whole:
             self._stall()
             return
         self.send_response_only(answer.status, answer.reason)
@@ -135,7 +137,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(data)
 
     def _stall(self) -> None:
-        """Until the mode is another."""
+        """Waits until the store has another mode."""
         while self.server.store.mode == "stall":
             time.sleep(0.05)
 

@@ -47,6 +47,7 @@ def started(
 ) -> Iterator[Proxy]:
     places = [f"127.0.0.1:{server.port}" for server in running]
     with request.param(tmp_path_factory.mktemp("proxy"), places) as proxy:
+        proxy.wait_for(*names(3))
         yield proxy
 
 
