@@ -37,22 +37,22 @@ TARGET static void NAME(gelu)(float *x, size_t count, int tanh_form) {
     }
 }
 
-/* A page has for each head its keys, (size, PAGE_TOKENS), and its values, (PAGE_TOKENS, padded size):
-   so the keys of sixteen tokens lie beside each other, and a token's values do. Both take as many bytes.
-   fp16 holds 65504 at most: larger numbers are stored as that. */
+/* On a page a head's keys are (size, PAGE_TOKENS) and its values (PAGE_TOKENS, padded size): so the keys
+   of sixteen tokens lie beside each other, and a token's values do. Both take as many bytes. fp16 holds
+   65504 at most: larger numbers are stored as that. */
 
 TARGET static void NAME(store_kv)(int half, const float *k, const float *v, size_t size, size_t slot,
-                               void *page) {
-  const size_t line = padded(size), values = line * PAGE_TOKENS + slot * line;
+                                  void *keys, void *values) {
+  const size_t line = padded(size);
   if (!half) {
-    float *numbers = page;
+    float *to = (float *)values + slot * line;
     for (size_t s = 0; s < line; s++) { /* a NaN would reach the tokens before it */
-      if (s < size) numbers[s * PAGE_TOKENS + slot] = k[s];
-      numbers[values + s] = s < size && isfinite(v[s]) ? v[s] : 0;
+      if (s < size) ((float *)keys)[s * PAGE_TOKENS + slot] = k[s];
+      to[s] = s < size && isfinite(v[s]) ? v[s] : 0;
     }
     return;
   }
-  uint16_t *numbers = page;
+  uint16_t *to = (uint16_t *)values + slot * line;
   for (size_t i = 0; i < size; i += LINE) {
     const float *from[2] = {k + i, v + i};
     float lines[2][LINE] = {{0}};
@@ -66,8 +66,9 @@ TARGET static void NAME(store_kv)(int half, const float *k, const float *v, size
       x = HIGHER(x, NAME(all)(-65504.0f));
       STORE_HALVES(halves[j] + p * LANES, x);
     }
-    for (size_t s = 0; s < length; s++) numbers[(i + s) * PAGE_TOKENS + slot] = halves[0][s];
-    memcpy(numbers + values + i, halves[1], sizeof *halves);
+    for (size_t s = 0; s < length; s++)
+      ((uint16_t *)keys)[(i + s) * PAGE_TOKENS + slot] = halves[0][s];
+    memcpy(to + i, halves[1], sizeof *halves);
   }
 }
 
@@ -93,19 +94,24 @@ TARGET static float NAME(softmax)(float *scores, size_t count, size_t length) {
   return NAME(sum)(sums);
 }
 
-TARGET INLINE floats NAME(load_number)(int half, const uint8_t *numbers, size_t i) {
-  return half ? LOAD_HALVES(numbers + i * 2) : NAME(load)((const float *)numbers + i);
+/* Loads LANES numbers from number i on. Few queries wait for memory, not for arithmetic: what lies behind
+   is fetched early. */
+TARGET INLINE floats NAME(load_number)(int Q, int half, const uint8_t *numbers, size_t i) {
+  const uint8_t *from = numbers + i * (half ? 2 : 4);
+  if (Q <= FEW_QUERIES) __builtin_prefetch(from + KV_PREFETCH);
+  return half ? LOAD_HALVES(from) : NAME(load)((const float *)from);
 }
 
-/* The scores of Q queries against the keys of pages n, ..., n + N - 1. */
+/* The scores of a head's Q queries against its keys on pages n, ..., n + N - 1. */
 TARGET INLINE void NAME(score_pages)(int Q, int N, int half, const Queries *x, const float *q,
-                                     size_t n, float *scores, size_t length) {
+                                     size_t head, size_t n, float *scores, size_t length) {
   floats sums[MAX_QUERIES][PARTS];
-  const uint8_t *const *pages = x->pages + n;
+  const size_t keys = head * padded(x->size) * PAGE_TOKENS;
   EACH(i, Q * N) EACH(p, PARTS) sums[i][p] = (floats){0};
   for (size_t s = 0; s < x->size; s++)
     EACH(page, N) EACH(p, PARTS) {
-      const floats key = NAME(load_number)(half, pages[page], s * PAGE_TOKENS + p * LANES);
+      const size_t number = keys + s * PAGE_TOKENS + p * LANES;
+      const floats key = NAME(load_number)(Q, half, x->pages[n + page], number);
       EACH(i, Q) {
         floats *sum = &sums[page * Q + i][p];
         *sum = FMA(NAME(all)(q[i * x->stride + s]), key, *sum);
@@ -116,61 +122,82 @@ TARGET INLINE void NAME(score_pages)(int Q, int N, int half, const Queries *x, c
                 sums[page * Q + i][p] * x->scale);
 }
 
-/* The weighted sums of values, of columns [at, at + N lines). */
-TARGET INLINE void NAME(add_values)(int Q, int N, int half, const Queries *x, size_t at,
-                                    size_t tokens, const float *weights, size_t length,
-                                    const float *inverse, float *out) {
+/* Adds a head's values of tokens [t, end), weighted, to sums (Q, padded size), in N lines from `at`. */
+TARGET INLINE void NAME(add_values)(int Q, int N, int half, const Queries *x, size_t head, size_t at,
+                                    size_t t, size_t end, const float *weights, size_t length,
+                                    float *to) {
   enum { MAX_SUMS = 16 };
   floats sums[MAX_SUMS][PARTS];
-  const size_t line = padded(x->size);
-  EACH(i, Q * N) EACH(p, PARTS) sums[i][p] = (floats){0};
-  for (size_t t = 0; t < tokens;) {
+  const size_t line = padded(x->size), values = x->values + head * line * PAGE_TOKENS + at;
+  EACH(i, Q) EACH(j, N) EACH(p, PARTS)
+    sums[j * Q + i][p] = NAME(load)(to + i * line + at + j * LINE + p * LANES);
+  while (t < end) {
     const uint8_t *page = x->pages[t / PAGE_TOKENS];
-    const size_t end = t + PAGE_TOKENS < tokens ? t + PAGE_TOKENS : tokens;
-    for (size_t number = line * PAGE_TOKENS + at; t < end; t++, number += line)
+    const size_t stop = t + PAGE_TOKENS < end ? t + PAGE_TOKENS : end;
+    for (size_t number = values; t < stop; t++, number += line)
       EACH(j, N) EACH(p, PARTS) {
-        const floats value = NAME(load_number)(half, page, number + j * LINE + p * LANES);
+        const floats value = NAME(load_number)(Q, half, page, number + j * LINE + p * LANES);
         EACH(i, Q) {
           floats *sum = &sums[j * Q + i][p];
           *sum = FMA(NAME(all)(weights[i * length + t]), value, *sum);
         }
       }
   }
-  EACH(i, Q) EACH(j, N) {
-    const size_t from = at + j * LINE;
-    EACH(p, PARTS) sums[j * Q + i][p] *= inverse[i];
-    memcpy(out + i * x->out_stride + from, sums[j * Q + i],
-           (x->size - from < LINE ? x->size - from : LINE) * sizeof *out);
-  }
+  EACH(i, Q) EACH(j, N) EACH(p, PARTS)
+    NAME(store)(to + i * line + at + j * LINE + p * LANES, sums[j * Q + i][p]);
 }
 
-/* Q queries of one row and head at positions position, position + 1, ...: each sees the tokens up to
-   its own. `scores` has space for Q times the row's pages. A query's sums run over the tokens in their
-   order; those beyond its position have the weight 0, which changes no sum. Q and `half` are constants. */
+/* Q queries of each head of one row, at positions position, position + 1, ...: each sees the tokens up
+   to its own. `scores` has space for heads * Q times the row's pages, and for as many sums. A query's
+   sums run over the tokens in their order; those beyond its position have the weight 0, which changes no
+   sum. Q and `half` are constants. */
 TARGET INLINE void NAME(attend_to)(int Q, int half, const Queries *x, const float *q,
                                    size_t position, float *scores, float *out) {
   const size_t tokens = position + Q, num_pages = (tokens + PAGE_TOKENS - 1) / PAGE_TOKENS;
   const size_t length = num_pages * PAGE_TOKENS; /* of a query's scores */
-
-  /* Several pages or lines of values at once, where few queries would leave the processor waiting for
-     each sum. */
+  const size_t line = padded(x->size), queries = x->heads * Q;
+  /* A few pages or lines of values at once, where few queries would leave the processor waiting for each
+     sum. Several heads are read as they lie in memory, a single one page after page. */
   enum { AT_ONCE = 4 };
-  size_t n = 0;
-  if (Q < AT_ONCE)
-    for (; n + AT_ONCE <= num_pages; n += AT_ONCE)
-      NAME(score_pages)(Q, AT_ONCE, half, x, q, n, scores, length);
-  for (; n < num_pages; n++) NAME(score_pages)(Q, 1, half, x, q, n, scores, length);
+  const size_t step = x->heads > 1 ? AT_ONCE : num_pages;
+  for (size_t begin = 0; begin < num_pages; begin += step)
+    for (size_t head = 0; head < x->heads; head++) {
+      const size_t end = begin + step < num_pages ? begin + step : num_pages;
+      const float *of_head = q + head * x->size;
+      float *to = scores + head * Q * length;
+      size_t n = begin;
+      if (Q < AT_ONCE)
+        for (; n + AT_ONCE <= end; n += AT_ONCE)
+          NAME(score_pages)(Q, AT_ONCE, half, x, of_head, head, n, to, length);
+      for (; n < end; n++) NAME(score_pages)(Q, 1, half, x, of_head, head, n, to, length);
+    }
 
-  float inverse[MAX_QUERIES];
-  for (int i = 0; i < Q; i++)
-    inverse[i] = 1 / NAME(softmax)(scores + i * length, position + i + 1, length);
+  float *sums = scores + queries * length;
+  memset(sums, 0, queries * line * sizeof *sums);
+  float *weight = sums + queries * line;
+  for (size_t i = 0; i < queries; i++)
+    weight[i] = 1 / NAME(softmax)(scores + i * length, position + i % Q + 1, length);
 
-  size_t at = 0;
-  if (Q <= AT_ONCE)
-    for (; at + AT_ONCE * LINE <= padded(x->size); at += AT_ONCE * LINE)
-      NAME(add_values)(Q, AT_ONCE, half, x, at, tokens, scores, length, inverse, out);
-  for (; at < x->size; at += LINE)
-    NAME(add_values)(Q, 1, half, x, at, tokens, scores, length, inverse, out);
+  for (size_t begin = 0; begin < num_pages; begin += step)
+    for (size_t head = 0; head < x->heads; head++) {
+      const size_t first = begin * PAGE_TOKENS, last = first + step * PAGE_TOKENS;
+      const size_t end = last < tokens ? last : tokens;
+      const float *weights = scores + head * Q * length;
+      float *to = sums + head * Q * line;
+      size_t at = 0;
+      if (Q <= AT_ONCE)
+        for (; at + AT_ONCE * LINE <= line; at += AT_ONCE * LINE)
+          NAME(add_values)(Q, AT_ONCE, half, x, head, at, first, end, weights, length, to);
+      for (; at < line; at += LINE)
+        NAME(add_values)(Q, 1, half, x, head, at, first, end, weights, length, to);
+    }
+
+  for (size_t head = 0; head < x->heads; head++)
+    for (int i = 0; i < Q; i++) {
+      const size_t query = head * Q + i;
+      for (size_t s = 0; s < x->size; s++)
+        out[i * x->out_stride + head * x->size + s] = sums[query * line + s] * weight[query];
+    }
 }
 
 TARGET static size_t NAME(attend)(const Queries *x, size_t first, size_t left, float *scores,

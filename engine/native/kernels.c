@@ -27,7 +27,9 @@
 #endif
 
 #define INLINE static inline __attribute__((always_inline))
-#define TILE_PREFETCH 4096 /* bytes ahead: hardware prefetchers stop at the end of a page */
+/* Bytes ahead: hardware prefetchers stop at the end of a page. Less or more is slower. */
+#define TILE_PREFETCH 4096
+#define KV_PREFETCH 1024
 #define EACH(i, count) _Pragma("GCC unroll 16") for (int i = 0; i < (count); i++)
 
 /* Plain C, for any processor. Numbers are multiplied in 16 bits, two at a time: the bytes of a register

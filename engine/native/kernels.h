@@ -9,7 +9,8 @@ enum {
   BESIDE = 4,      /* quantized rows whose numbers lie beside each other */
   MAX_BLOCK = 64,  /* numbers that share a scale */
   MAX_ROWS = 12,   /* of a tile */
-  MAX_QUERIES = 12 /* of one row and head that attention takes at once */
+  MAX_QUERIES = 12, /* of one row and head that attention takes at once */
+  FEW_QUERIES = 4   /* of one row, for which attention takes several heads at once */
 };
 
 /* Rows of floats, quantized: each is `planes` rows of int8 numbers, the upper plane first. */
@@ -20,13 +21,15 @@ typedef struct {
   int32_t *sums;  /* as scales: what a kernel adds for the 128 that weights are stored with */
 } Quantized;
 
-/* What attention of one row and head reads. pages[i]: where the head's keys of the row's i-th page
-   begin; its values lie behind them. */
+/* What attention of one row reads, for `heads` heads that lie beside each other. pages[i]: where the
+   first one's keys of the row's i-th page begin; the others' keys lie behind them, see pass.c. */
 typedef struct {
   const float *q; /* (count, stride) */
   const uint8_t *const *pages;
-  size_t size, stride, out_stride; /* size: of the head */
-  size_t position;                 /* of the first query */
+  size_t heads, size;   /* size: of a head */
+  size_t values;        /* numbers from a head's keys to its values */
+  size_t stride, out_stride;
+  size_t position; /* of the first query */
   float scale;
   int half; /* keys and values in fp16, else fp32 */
 } Queries;
@@ -46,7 +49,8 @@ typedef struct {
   void (*gelu)(float *x, size_t count, int tanh_form); /* in place */
   void (*layer_norm)(const float *x, size_t units, Norm norm, float epsilon, float *y);
   /* Writes one token's keys and values of one head to slot `slot` of a page, in fp16 or fp32. */
-  void (*store_kv)(int half, const float *k, const float *v, size_t size, size_t slot, void *page);
+  void (*store_kv)(int half, const float *k, const float *v, size_t size, size_t slot, void *keys,
+                   void *values);
   /* Attention of at most `left` queries, the first of them number `first`. Returns how many. */
   size_t (*attend)(const Queries *queries, size_t first, size_t left, float *scores, float *out);
   double (*weigh)(const float *logits, size_t count, float temperature, float *weights);

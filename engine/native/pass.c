@@ -19,6 +19,7 @@ enum {
   HEAD_GROUPS = 24,
   FEW = 8,         /* tokens that are not worth the other threads between two products */
   AHEAD = 4,       /* tokens whose keys and values are prefetched before they are stored */
+  THREAD_PARTS = 4, /* of attention, for each thread or more */
   RUN = 48,        /* queries of one row and head that a thread takes at once */
   MAX_RANK = 1 << 16 /* of an adapter */
 };
@@ -43,14 +44,15 @@ static struct {
   size_t num_pieces;
   size_t tokens;      /* T */
   size_t row;         /* padded C: the stride of x, h and attended */
-  size_t head_bytes;  /* of one head's keys and values on a page */
+  size_t head_bytes;  /* of one head's keys on a page, and of its values */
+  size_t head_groups; /* of a run: parts of attention */
   int layer;          /* that is computed */
   float *x;           /* (T, C) the residual stream */
   float *h;           /* (T, C) after a LayerNorm */
   float *qkv;         /* (T, 3C): queries, keys, values, heads inside each */
   float *attended;    /* (T, C) */
   float *hidden;      /* (T, F) */
-  float *scores;      /* for each thread (MAX_QUERIES, the longest row) */
+  float *scores;      /* for each thread (queries, the longest row), their sums and weights */
   size_t scores_size; /* of one thread */
   const uint8_t **pages; /* for each thread (pages of the longest row,) */
   size_t max_pages;
@@ -312,54 +314,78 @@ static void normalize(const float *x, float *y, size_t count, Norm norm) {
 
 /* --- Attention ----------------------------------------------------------------------------------- */
 
-static uint8_t *page_of(const Piece *piece, size_t position, size_t head) {
+/* Where the keys of a head are on a row's page. In a page, each layer has the keys of all heads, then
+   the values of all heads: what a row's heads read lies beside each other. */
+static uint8_t *keys_of(const Piece *piece, size_t position, size_t head) {
   const Model *m = pass.model;
   const size_t page = piece->pages[position / PAGE_TOKENS];
-  const size_t heads = (page * m->num_layers + pass.layer) * m->heads + head;
+  const size_t heads = (page * m->num_layers + pass.layer) * 2 * m->heads + head;
   return pass.arena + heads * pass.head_bytes;
 }
 
-/* Part (run, head): the run's keys and values of the head go to their pages. */
+/* The heads of a part, of which a run has pass.head_groups. */
+typedef struct {
+  const Run *run;
+  size_t first, last;
+} Heads;
+
+static Heads heads_of(size_t part) {
+  const size_t heads = pass.model->heads, group = part % pass.head_groups;
+  return (Heads){&pass.runs[part / pass.head_groups], group * heads / pass.head_groups,
+                 (group + 1) * heads / pass.head_groups};
+}
+
+/* Part: the keys and values of some heads of a run go to their pages. */
 static void store_part(void *data, size_t part, int thread) {
   const Model *m = pass.model;
-  const Run *run = &pass.runs[part / m->heads];
-  const size_t head = part % m->heads, size = m->units / m->heads, stride = padded(3 * m->units);
-  const float *keys = pass.qkv + run->token * stride + m->units + head * size;
+  const Heads heads = heads_of(part);
+  const Run *run = heads.run;
+  const size_t size = m->units / m->heads, stride = padded(3 * m->units);
   (void)data, (void)thread;
-  for (size_t at = run->position; at < run->position + run->count; at++, keys += stride) {
-    for (size_t i = 0; i < size; i += LINE) { /* strides of this length are not foreseen */
-      __builtin_prefetch(keys + AHEAD * stride + m->units + i);
-      __builtin_prefetch(keys + AHEAD * stride + i);
+  for (size_t head = heads.first; head < heads.last; head++) {
+    const float *k = pass.qkv + run->token * stride + m->units + head * size;
+    for (size_t at = run->position; at < run->position + run->count; at++, k += stride) {
+      for (size_t i = 0; i < size; i += LINE) { /* strides of this length are not foreseen */
+        __builtin_prefetch(k + AHEAD * stride + m->units + i);
+        __builtin_prefetch(k + AHEAD * stride + i);
+      }
+      uint8_t *keys = keys_of(run->piece, at, head);
+      kernels->store_kv(m->block != 0, k, k + m->units, size, at % PAGE_TOKENS, keys,
+                        keys + m->heads * pass.head_bytes);
     }
-    kernels->store_kv(m->block != 0, keys, keys + m->units, size, at % PAGE_TOKENS,
-                      page_of(run->piece, at, head));
   }
 }
 
 static void attend_part(void *data, size_t part, int thread) {
   const Model *m = pass.model;
-  const Run *run = &pass.runs[part / m->heads];
-  const size_t head = part % m->heads, size = m->units / m->heads, stride = padded(3 * m->units);
+  const Heads heads = heads_of(part);
+  const Run *run = heads.run;
+  const size_t size = m->units / m->heads, stride = padded(3 * m->units);
+  const size_t at_once = run->count <= FEW_QUERIES ? heads.last - heads.first : 1;
   const uint8_t **pages = pass.pages + thread * pass.max_pages;
   float *scores = pass.scores + thread * pass.scores_size;
-  float *out = pass.attended + run->token * pass.row + head * size;
   if (!pass.is_stored) store_part(data, part, thread);
-  for (size_t at = 0; at < run->position + run->count; at += PAGE_TOKENS)
-    pages[at / PAGE_TOKENS] = page_of(run->piece, at, head);
-  const Queries queries = {pass.qkv + run->token * stride + head * size,
-                           pages,
-                           size,
-                           stride,
-                           pass.row,
-                           run->position,
-                           m->layers[pass.layer].attention_scale,
-                           m->block != 0};
-  for (size_t i = 0; i < run->count;)
-    i += kernels->attend(&queries, i, run->count - i, scores, out + i * pass.row);
+  for (size_t head = heads.first; head < heads.last; head += at_once) {
+    for (size_t at = 0; at < run->position + run->count; at += PAGE_TOKENS)
+      pages[at / PAGE_TOKENS] = keys_of(run->piece, at, head);
+    const Queries queries = {pass.qkv + run->token * stride + head * size,
+                             pages,
+                             at_once,
+                             size,
+                             m->heads * padded(size) * PAGE_TOKENS,
+                             stride,
+                             pass.row,
+                             run->position,
+                             m->layers[pass.layer].attention_scale,
+                             m->block != 0};
+    float *out = pass.attended + run->token * pass.row + head * size;
+    for (size_t i = 0; i < run->count;)
+      i += kernels->attend(&queries, i, run->count - i, scores, out + i * pass.row);
+  }
 }
 
 static void attend(void) {
-  const size_t parts = pass.num_runs * pass.model->heads;
+  const size_t parts = pass.num_runs * pass.head_groups;
   /* A run that is not its piece's only one needs the others' keys. */
   pass.is_stored = pass.num_runs > pass.num_pieces;
   if (pass.is_stored) in_parallel(store_part, NULL, parts);
@@ -493,7 +519,9 @@ static size_t place(const Model *m, size_t count, size_t wanted, size_t length, 
   bytes += padded(size) * sizeof(float)
   pass.row = row;
   pass.max_pages = ceil_div(length, PAGE_TOKENS);
-  pass.scores_size = MAX_QUERIES * (pass.max_pages + 1) * PAGE_TOKENS;
+  const size_t queries = m->heads * FEW_QUERIES > MAX_QUERIES ? m->heads * FEW_QUERIES : MAX_QUERIES;
+  pass.scores_size =
+      queries * (pass.max_pages * PAGE_TOKENS + padded(m->units / m->heads)) + padded(queries);
   pass.down_row = padded(rank);
   PLACE(x, count * row);
   PLACE(h, more * row);
@@ -571,7 +599,7 @@ PassStatus run_pass(const Model *model, uint8_t *arena, const Piece *pieces, siz
   pass.pieces = pieces;
   pass.num_pieces = num_pieces;
   pass.tokens = count;
-  pass.head_bytes = page_bytes(model) / model->num_layers / model->heads;
+  pass.head_bytes = page_bytes(model) / model->num_layers / model->heads / 2;
   pass.num_runs = pass.num_spans = 0;
   size_t token = 0;
   for (size_t i = 0; i < num_pieces; i++) {
@@ -582,6 +610,9 @@ PassStatus run_pass(const Model *model, uint8_t *arena, const Piece *pieces, siz
     }
   }
   if (rank) find_spans();
+  /* Many heads at once read memory faster; parts enough keep all threads busy, where rows differ, too. */
+  pass.head_groups = THREAD_PARTS * num_threads() / (pass.num_runs + 1) + 1;
+  if (pass.head_groups > (size_t)model->heads) pass.head_groups = model->heads;
   in_parallel(embed_part, NULL, pass.num_runs);
   count_time(EMBEDDING, &time);
   for (pass.layer = 0; pass.layer < model->num_layers; pass.layer++)
