@@ -15,12 +15,15 @@
    A kernel computes a token by the same sums in the same order whatever is computed beside it. So the
    library is compiled with -ffp-contract=off, and FMA is the only fused operation. */
 
+#define _GNU_SOURCE /* syscall */
 #include "kernels.h"
 
 #include <math.h>
 #include <string.h>
 #if defined(__x86_64__)
 #include <immintrin.h>
+#include <sys/syscall.h>
+#include <unistd.h>
 #elif defined(__aarch64__)
 #include <arm_neon.h>
 #include <sys/auxv.h>
@@ -111,6 +114,9 @@ TARGET static inline __m256i dot_avx2(__m256i sums, const uint8_t *packed, __m25
 #include "product.h"
 #include "attention.h"
 #include "undefine.h"
+#if __GNUC__ >= 11
+#include "amx.h"
+#endif
 
 #elif defined(__aarch64__)
 
@@ -136,15 +142,19 @@ TARGET static inline int32x4_t dot_neon(int32x4_t sums, const uint8_t *packed, i
 
 #endif
 
-#define KERNELS(set)                                                                          \
-  {                                                                                           \
-    #set, quantize_##set, int8_tile_##set, float_tile_##set, add_product_##set, gelu_##set,   \
-        layer_norm_##set, store_kv_##set, attend_##set, weigh_##set                              \
+#define KERNELS(set) KERNELS_OF(set, set, SIZE_MAX, NULL)
+#define KERNELS_OF(name, set, tiles_from, end_tiles)                                             \
+  {                                                                                              \
+    #name, quantize_##set, int8_tile_##name, float_tile_##set, add_product_##set, gelu_##set,    \
+        layer_norm_##set, store_kv_##set, attend_##set, weigh_##set, tiles_from, end_tiles       \
   }
 
 /* The best one first. */
 static const Kernels all_kernels[] = {
 #if defined(__x86_64__)
+#if __GNUC__ >= 11
+    KERNELS_OF(amx, vnni, 5, end_tiles), /* faster from five vectors on */
+#endif
     KERNELS(vnni),
     KERNELS(avx2),
 #elif defined(__aarch64__)
@@ -158,6 +168,9 @@ const Kernels *kernels = &all_kernels[NUM_KERNELS - 1];
 static int is_supported(const char *name) {
 #if defined(__x86_64__)
   __builtin_cpu_init();
+#if __GNUC__ >= 11
+  if (!strcmp(name, "amx")) return is_supported("vnni") && has_tiles();
+#endif
   if (!strcmp(name, "vnni"))
     return __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512vl") &&
            __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq");

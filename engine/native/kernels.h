@@ -6,17 +6,19 @@
 #include "pass.h"
 
 enum {
-  BESIDE = 4,      /* quantized rows whose numbers lie beside each other */
+  BESIDE = 4,      /* vectors whose numbers lie beside each other */
   MAX_BLOCK = 64,  /* numbers that share a scale */
-  MAX_ROWS = 12,   /* of a tile */
+  MAX_ROWS = 16,   /* of a tile */
   MAX_QUERIES = 12, /* of one row and head that attention takes at once */
   FEW_QUERIES = 4   /* of one row, for which attention takes several heads at once */
 };
 
-/* Rows of floats, quantized: each is `planes` rows of int8 numbers, the upper plane first. */
+/* Rows of floats, quantized: each is `planes` vectors of int8 numbers, the upper plane first. Four numbers
+   of a vector are followed by the same ones of the vectors beside it. */
 typedef struct {
   size_t count, planes, width, blocks, block; /* width: numbers of a row, whole blocks */
-  int32_t *fours; /* (count * planes / BESIDE, width / 4, BESIDE), each four numbers */
+  size_t beside;  /* BESIDE, or 1 for kernels with tiles */
+  int32_t *fours; /* (count * planes / beside, width / 4, beside), each four numbers */
   float *scales;  /* (count * planes / BESIDE, blocks, BESIDE) */
   int32_t *sums;  /* as scales: what a kernel adds for the 128 that weights are stored with */
 } Quantized;
@@ -37,8 +39,8 @@ typedef struct {
 typedef struct {
   const char *name;
   /* One block of at most MAX_BLOCK numbers to `planes` planes of int8, see Quantized. */
-  void (*quantize)(const float *x, size_t block, size_t planes, int32_t *const to[2], float *scale,
-                   int32_t sums[2]);
+  void (*quantize)(const float *x, size_t block, size_t planes, size_t beside,
+                   int32_t *const to[2], float *scale, int32_t sums[2]);
   /* Products of rows [row, row + the returned number) with a group of columns, plus its bias. */
   size_t (*int8_tile)(const Quantized *x, size_t row, const uint8_t *packed, const float *bias,
                       float out[][LINE]);
@@ -54,6 +56,10 @@ typedef struct {
   /* Attention of at most `left` queries, the first of them number `first`. Returns how many. */
   size_t (*attend)(const Queries *queries, size_t first, size_t left, float *scores, float *out);
   double (*weigh)(const float *logits, size_t count, float temperature, float *weights);
+  /* int8_tile uses tile registers for this many vectors or more, which are not beside each other. A
+     thread calls end_tiles, which may be NULL, behind its last ones. */
+  size_t tiles_from;
+  void (*end_tiles)(void);
 } Kernels;
 
 extern const Kernels *kernels;

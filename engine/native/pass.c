@@ -152,11 +152,11 @@ static void quantize_block(const Product *product, size_t row, size_t b) {
   const size_t count = product->k - begin < block ? product->k - begin : block;
   if (count % LINE || count < block) x = memcpy(line, x, count * sizeof *x);
   for (size_t plane = 0; plane < planes; plane++) {
-    const size_t group = (v + plane) / BESIDE, beside = (v + plane) % BESIDE;
-    fours[plane] = to->fours + group * to->width + begin + beside; /* begin / 4 * BESIDE */
-    at[plane] = (group * to->blocks + b) * BESIDE + beside;
+    const size_t vector = v + plane, n = to->beside;
+    fours[plane] = to->fours + vector / n * n * (to->width / 4) + begin / 4 * n + vector % n;
+    at[plane] = (vector / BESIDE * to->blocks + b) * BESIDE + vector % BESIDE;
   }
-  kernels->quantize(x, block, planes, fours, &scale, sums);
+  kernels->quantize(x, block, planes, to->beside, fours, &scale, sums);
   for (size_t plane = 0; plane < planes; plane++) {
     to->scales[at[plane]] = scale;
     to->sums[at[plane]] = sums[plane];
@@ -264,6 +264,7 @@ static void multiply_part(void *data, size_t part, int thread) {
       }
     }
   }
+  if (kernels->end_tiles) kernels->end_tiles();
 }
 
 /* y (count, padded n) = x (count, k) W^T + bias and what adapters add, with `residual` added, or
@@ -279,8 +280,10 @@ static void multiply(const Matrix *matrix, Adapted adapted, const float *x, cons
     const size_t vectors = num_vectors(product.count, planes);
     float *scales = pass.quantized;
     int32_t *sums = (int32_t *)(scales + vectors * blocks);
-    product.quantized = (Quantized){product.count,   planes, blocks * block,         blocks,
-                                    block,           sums + vectors * blocks, scales, sums};
+    product.quantized = (Quantized){
+        count, planes, blocks * block, blocks, block,
+        count * planes < kernels->tiles_from ? BESIDE : 1,
+        sums + vectors * blocks, scales, sums};
     product.quantize_parts = ceil_div(product.count, BESIDE);
   }
   in_parallel_if(spans || count > FEW, prepare_part, &product, product.quantize_parts + spans);

@@ -11,9 +11,9 @@
    are exact, and blocks are added one after the other. */
 
 /* One block of numbers: x is about scale * (128 * upper + lower). With one plane, upper alone is about
-   x / scale. Behind the block's end x is 0 up to a whole line. `to` has the planes' fours, BESIDE from
+   x / scale. Behind the block's end x is 0 up to a whole line. `to` has the planes' fours, `beside` from
    each other; `sums` is what a kernel adds for the 128 that weights are stored with. */
-TARGET INLINE void NAME(quantize_block)(size_t block, size_t planes, const float *x,
+TARGET INLINE void NAME(quantize_block)(size_t block, size_t planes, size_t beside, const float *x,
                                         int32_t *const to[2], float *scale, int32_t sums[2]) {
   int8_t numbers[2][MAX_BLOCK];
   int32_t lanes[LANES];
@@ -43,7 +43,7 @@ TARGET INLINE void NAME(quantize_block)(size_t block, size_t planes, const float
   *scale = largest / range;
   for (size_t plane = 0; plane < planes; plane++) {
     int32_t *const fours = to[plane];
-    for (size_t i = 0; i < block / 4; i++) memcpy(fours + i * BESIDE, numbers[plane] + 4 * i, 4);
+    for (size_t i = 0; i < block / 4; i++) memcpy(fours + i * beside, numbers[plane] + 4 * i, 4);
     memcpy(lanes, &total[plane], sizeof lanes);
     int32_t sum = 0;
     for (int i = 0; i < LANES; i++) sum += lanes[i];
@@ -51,14 +51,14 @@ TARGET INLINE void NAME(quantize_block)(size_t block, size_t planes, const float
   }
 }
 
-TARGET static void NAME(quantize)(const float *x, size_t block, size_t planes, int32_t *const to[2],
-                                  float *scale, int32_t sums[2]) {
+TARGET static void NAME(quantize)(const float *x, size_t block, size_t planes, size_t beside,
+                                  int32_t *const to[2], float *scale, int32_t sums[2]) {
   if (planes == 1 && block == MAX_BLOCK)
-    NAME(quantize_block)(MAX_BLOCK, 1, x, to, scale, sums);
+    NAME(quantize_block)(MAX_BLOCK, 1, beside, x, to, scale, sums);
   else if (block == MAX_BLOCK)
-    NAME(quantize_block)(MAX_BLOCK, 2, x, to, scale, sums);
+    NAME(quantize_block)(MAX_BLOCK, 2, beside, x, to, scale, sums);
   else
-    NAME(quantize_block)(block, planes, x, to, scale, sums);
+    NAME(quantize_block)(block, planes, beside, x, to, scale, sums);
 }
 
 /* R rows of P planes, both constants. */

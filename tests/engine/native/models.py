@@ -40,7 +40,7 @@ SHAPES = [
 def supported_kernels() -> list[str]:
     """Names of the kernels that this processor runs."""
     names = []
-    for name in ("vnni", "avx2", "neon", "plain"):
+    for name in ("amx", "vnni", "avx2", "neon", "plain"):
         try:
             names.append(library.use_kernels(name))
         except InvalidRequest:

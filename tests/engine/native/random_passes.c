@@ -347,7 +347,7 @@ static void check_model(void) {
   }
   float *first = keep(m.max_length * width * sizeof *first);
   int compared = 0;
-  for (const char *const *name = (const char *const[]){"vnni", "avx2", "neon", "plain", NULL}; *name;
+  for (const char *const *name = (const char *const[]){"amx", "vnni", "avx2", "neon", "plain", NULL}; *name;
        name++) {
     if (!use_kernels(*name)) continue;
     check_law(&m, arena, rows);

@@ -1,0 +1,99 @@
+/* Products in int8 with the tile registers of AMX, where a pass has more than a few tokens.
+
+   A tile register has up to 16 lines of 64 bytes. One instruction multiplies 16 vectors of x, a block of
+   numbers each, with a block of a group of columns, as it is packed. Sums within a block are integers,
+   and blocks are added as in product.h: the results are those of VNNI, bit for bit. */
+
+#define TARGET_AMX \
+  __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,amx-tile,amx-int8")))
+
+enum { TILE_LINES = 16 };
+#define DOTS_TILE 0 /* the intrinsics write these numbers into assembly */
+#define X_TILE 1
+#define WEIGHTS_TILE 2
+
+static __thread size_t lines_of_tiles, block_of_tiles; /* of this thread's tiles; 0: it has none */
+
+/* Linux gives a process tiles when it asks for them, because they enlarge its threads' state. */
+static int has_tiles(void) {
+  enum { ARCH_REQ_XCOMP_PERM = 0x1023, XFEATURE_XTILEDATA = 18 };
+  return !syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA);
+}
+
+TARGET_AMX static void begin_tiles(size_t lines, size_t block) {
+  struct {
+    uint8_t palette, start, reserved[14];
+    uint16_t bytes[16];
+    uint8_t lines[16];
+  } config = {.palette = 1,
+              .bytes = {[DOTS_TILE] = 64, [X_TILE] = block, [WEIGHTS_TILE] = 64},
+              .lines = {[DOTS_TILE] = lines, [X_TILE] = lines, [WEIGHTS_TILE] = block / 4}};
+  if (lines == lines_of_tiles && block == block_of_tiles) return;
+  __asm__ volatile("" : : "r"(&config) : "memory"); /* gcc's intrinsic names 8 of its bytes alone */
+  _tile_loadconfig(&config);
+  lines_of_tiles = lines;
+  block_of_tiles = block;
+}
+
+/* Behind a part's products: the system need not save this thread's tiles. */
+TARGET_AMX static void end_tiles(void) {
+  if (!lines_of_tiles) return;
+  _tile_release();
+  lines_of_tiles = 0;
+}
+
+#define DOT_AMX(v)                                  \
+  _mm512_add_epi32(_mm512_loadu_si512(dots[v]), \
+                   _mm512_set1_epi32(sums[(v) / BESIDE * others + (v) % BESIDE]))
+
+/* R rows of P planes, both constants. */
+TARGET_AMX INLINE void rows_amx(int R, int P, const Quantized *x, size_t row, const uint8_t *packed,
+                                const float *bias, float out[][LINE]) {
+  row *= P;
+  const int32_t *fours = x->fours + row * (x->width / 4);
+  const size_t others = x->blocks * BESIDE; /* from BESIDE vectors' scales to the next */
+  const float *scales = x->scales + row / BESIDE * others + row % BESIDE;
+  const int32_t *sums = x->sums + row / BESIDE * others + row % BESIDE;
+  const size_t bytes = LINE * x->block, distance = TILE_PREFETCH;
+  __m512 y[TILE_LINES];
+  EACH(r, R) y[r] = _mm512_loadu_ps(bias);
+  begin_tiles(R * P, x->block);
+  for (size_t b = 0; b < x->blocks; b++, scales += BESIDE, sums += BESIDE) {
+    int32_t dots[TILE_LINES][LINE];
+    for (size_t i = 0; row == 0 && i <= bytes; i += 64) __builtin_prefetch(packed + distance + i);
+    _tile_zero(DOTS_TILE);
+    _tile_loadd(X_TILE, fours + b * (x->block / 4), x->width);
+    _tile_loadd(WEIGHTS_TILE, packed, 64);
+    _tile_dpbsud(DOTS_TILE, X_TILE, WEIGHTS_TILE);
+    _tile_stored(DOTS_TILE, dots, 64);
+    const __m512 scale = _mm512_loadu_ps(packed + bytes);
+    packed += bytes + sizeof scale;
+    EACH(r, R) {
+      const int v = r * P;
+      __m512i dot = DOT_AMX(v);
+      if (P == 2) dot = _mm512_add_epi32(_mm512_slli_epi32(dot, 7), DOT_AMX(v + 1));
+      const __m512 x_scale = _mm512_set1_ps(scales[v / BESIDE * others + v % BESIDE]);
+      y[r] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(dot), _mm512_mul_ps(scale, x_scale), y[r]);
+    }
+  }
+  EACH(r, R) _mm512_storeu_ps(out[r], y[r]);
+}
+
+TARGET_AMX static size_t int8_tile_amx(const Quantized *x, size_t row, const uint8_t *packed,
+                                       const float *bias, float out[][LINE]) {
+  const size_t left = x->count - row;
+  if (x->beside == BESIDE) return int8_tile_vnni(x, row, packed, bias, out);
+#define USE(R, P) \
+  if (x->planes == P && left >= R) return rows_amx(R, P, x, row, packed, bias, out), R
+  USE(16, 1);
+  USE(8, 1);
+  USE(4, 1);
+  USE(2, 1);
+  USE(1, 1);
+  USE(8, 2);
+  USE(4, 2);
+  USE(2, 2);
+  USE(1, 2);
+#undef USE
+  return 0;
+}
