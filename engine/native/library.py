@@ -108,8 +108,7 @@ _STATUS = ("ok", "the model's sizes", "a piece's tokens or positions", "memory")
 
 def page_bytes(model: Model) -> int:
     """Bytes of a page of keys and values: `PAGE_TOKENS` tokens of all layers."""
-    size: int = _library.page_bytes(byref(model))
-    return size
+    return int(_library.page_bytes(byref(model)))
 
 
 def use_kernels(name: str | None = None) -> str:
@@ -122,8 +121,7 @@ def use_kernels(name: str | None = None) -> str:
 
 def use_threads(count: int) -> int:
     """Set the threads of a pass, including the calling one; returns how many started."""
-    started: int = _library.use_threads(count)
-    return started
+    return int(_library.use_threads(count))
 
 
 def start() -> None:

@@ -339,8 +339,8 @@ def test_trained_rows_of_wrong_sizes_are_refused(
     native: Engine, base: Path, tmp_path: Path
 ) -> None:
     for i, (ids, rows, units, message) in enumerate((
-        ([9], 2, 64, "the trained rows of _embed.weight are (2, 64), must be (1, 64)"),
-        ([9], 1, 63, "the trained rows of _embed.weight are (1, 63), must be (1, 64)"),
+        ([9], 2, 64, "the trained rows of _embed.weight must be (1, 64) instead of (2, 64)"),
+        ([9], 1, 63, "the trained rows of _embed.weight must be (1, 64) instead of (1, 63)"),
         ([100000], 1, 64, "trainable_token_indices has 100000, but the vocabulary has"),
         (None, 1, 64, "adapter_config.json lacks the trainable_token_indices of"),
     )):  # fmt: skip
@@ -429,13 +429,13 @@ def lora(name: str, *shape: int, value: float = 0.5, dtype: Any = np.float32) ->
 A, B = "h.{}.attn.c_attn.lora_A.weight", "h.{}.attn.c_attn.lora_B.weight"
 BAD_WEIGHTS: dict[str, dict[str, Any]] = {
     "layer 2, but its base has 2 layers": lora(A.format(2), 4, 64) | lora(B.format(2), 192, 4),
-    "down of qkv in layer 0 is (4, 65), must be (4, 64)": lora(A.format(0), 4, 65),
-    "up of ffn_out in layer 1 is (63, 4)": lora("h.1.mlp.c_proj.lora_B.weight", 63, 4),
+    "down of qkv in layer 0 must be (4, 64) instead of (4, 65)": lora(A.format(0), 4, 65),
+    "up of ffn_out in layer 1 must be (64, 4)": lora("h.1.mlp.c_proj.lora_B.weight", 63, 4),
     "of different ranks": lora(A.format(0), 5, 64),
-    "lacks lora_B of h.3.attn.c_attn": lora(A.format(3), 4, 64),
-    "_embed.weight is (5, 63), must be (5, 64)": lora("wte.weight", 5, 63),
+    "lacks lora_B of transformer.h.3.attn.c_attn": lora(A.format(3), 4, 64),
+    "_embed.weight must be (5, 64) instead of (5, 63)": lora("wte.weight", 5, 63),
     "of different sizes": lora("wte.weight", 5, 64),
-    "_attn_ln.0.beta is (63,), must be (64,)": lora("h.0.ln_1.bias", 63),
+    "_attn_ln.0.beta must be (64,) instead of (63,)": lora("h.0.ln_1.bias", 63),
     "holds base_model.model.transformer.ln_x.weight": lora("ln_x.weight", 64),
     "c_attn.lora_velora_embed, which is no LoRA": lora("h.0.attn.c_attn.lora_velora_embed", 1),
     "holds NaN or infinity": lora(A.format(0), 4, 64, value=np.nan),
