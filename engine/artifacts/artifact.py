@@ -138,35 +138,41 @@ class ConfigFile:
             raise _wrong(name, value, "be true or false")
         return value
 
-    def heads(self, units: int, default: int) -> int:
-        value = self.get("num_heads", "n_head", default=default)
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1 or units % value:
-            raise _wrong("num_heads", value, f"divide the {units} units")
-        return value
+    def config(
+        self,
+        sizes: Mapping[str, Any],
+        file: str,
+        *,
+        heads: int,
+        activation: str,
+        aliases: Mapping[str, str],
+        **flags: bool,
+    ) -> GPT2Config:
+        """The configuration of the weights in `file`, whose sizes are given.
 
-    def activation(self, default: str, aliases: Mapping[str, str]) -> str:
-        value = self.get("activation", "activation_function", default=default)
-        ours = aliases.get(value, value) if isinstance(value, str) else value
-        if ours not in ACTIVATIONS:
-            raise _wrong("activation", value, f"be one of {', '.join(ACTIVATIONS)}")
-        return str(ours)
-
-    def layer_norm_eps(self) -> float:
-        value = self.get("layer_norm_eps", "layer_norm_epsilon", default=1e-5)
+        `heads` and `activation` are defaults, `aliases` other names of activations. Raises
+        `ArtifactError`, also where the file says other sizes.
+        """
+        num_heads, units = self.get("num_heads", "n_head", default=heads), sizes["units"]
+        if type(num_heads) is not int or num_heads < 1 or units % num_heads:
+            raise _wrong("num_heads", num_heads, f"divide the {units} units")
+        name = self.get("activation", "activation_function", default=activation)
+        activation = aliases.get(name, name) if isinstance(name, str) else name
+        if activation not in ACTIVATIONS:
+            raise _wrong("activation", name, f"be one of {', '.join(ACTIVATIONS)}")
+        epsilon = self.get("layer_norm_eps", "layer_norm_epsilon", default=1e-5)
         # Smaller ones vanish beside a variance in fp32.
-        if not isinstance(value, float) or not MIN_EPSILON <= value < 1:
-            raise _wrong("layer_norm_eps", value, f"be at least {MIN_EPSILON} and below 1")
-        return value
-
-    def must_agree(self, config: GPT2Config, file: str) -> None:
-        """Raise `ArtifactError` if it has other sizes than the weights in `file`."""
+        if not isinstance(epsilon, float) or not MIN_EPSILON <= epsilon < 1:
+            raise _wrong("layer_norm_eps", epsilon, f"be at least {MIN_EPSILON} and below 1")
         for size, names in SIZE_NAMES.items():
-            actual = getattr(config, size)
-            configured = self.get(*names, default=actual)
-            if configured != actual:
+            configured = self.get(*names, default=sizes[size])
+            if configured != sizes[size]:
                 raise ArtifactError(
-                    f"{CONFIG_FILE} says {size} {configured!r}, but {file} has {actual}"
+                    f"{CONFIG_FILE} says {size} {configured!r}, but {file} has {sizes[size]}"
                 )
+        return GPT2Config(
+            **sizes, num_heads=num_heads, activation=activation, layer_norm_eps=epsilon, **flags
+        )
 
 
 def shared_prefix(weights: Index, embedding: str, positions: str, otherwise: str) -> str:

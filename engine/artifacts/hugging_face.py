@@ -144,18 +144,17 @@ def read(folder: Path, generation: Generation) -> artifact.Artifact:
         untied = True
     if untied:
         canonical[OUTPUT] = weights[head]
-    measured = artifact.sizes(canonical, file, _their_names(1, prefix))
-    config = GPT2Config(
-        **measured,
-        num_heads=given.heads(measured["units"], 12),
-        activation=given.activation("gelu_new", ACTIVATION_ALIASES),
-        layer_norm_eps=given.layer_norm_eps(),
+    # reorder_and_upcast_attn only says in what precision to compute: here it is always fp32.
+    config = given.config(
+        artifact.sizes(canonical, file, _their_names(1, prefix)),
+        file,
+        heads=12,
+        activation="gelu_new",
+        aliases=ACTIVATION_ALIASES,
         tie_word_embeddings=not untied,
         scale_attn_weights=given.flag("scale_attn_weights", True),
         scale_attn_by_inverse_layer_idx=given.flag("scale_attn_by_inverse_layer_idx", False),
     )
-    # reorder_and_upcast_attn only says in what precision to compute: here it is always fp32.
-    given.must_agree(config, file)
     artifact.check_weights(canonical, config, file, _their_names(config.num_layers, prefix))
     tokenizer_file = artifact.check_plain(folder / TOKENIZER_FILE)
     settings = generation.over(read_generation_config(folder, fields))
