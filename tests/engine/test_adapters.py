@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +19,12 @@ from engine.artifacts.open import open_artifact
 from engine.backends.interface import Piece
 from engine.backends.mxnet.gpt2 import GPT2
 from engine.engine import Engine
-from engine.native.adapter import load_adapter
+from engine.native.adapter import NativeAdapter, load_adapter
 from engine.native.model import NativeModel
 from engine.native.prepared import prepared
 from engine.prepared.manifest import Manifests
 from tests.engine.adapters import make_adapter, merged
+from tests.engine.backends.running import logits_of
 from tests.engine.conftest import NewEngine
 from tests.engine.engines import Pause, Request, make_talkative
 from tests.engine.hugging_face import make_hugging_face
@@ -90,43 +93,35 @@ def ask(engine: Engine, name: str, new: int = NEW, prompt: str = PROMPT, **given
     return Request(engine, name, prompt, max_new_tokens=new, **given)
 
 
-def logits_of(model: NativeModel, ids: list[int], adapter: Any = None) -> Any:
-    row = model.open_row()
-    found = model.run([Piece(row, ids, len(ids), adapter)]).copy()
-    model.close_row(row)
-    return found
+IDS = np.random.default_rng(0).integers(4, 150, 60).tolist()
+Packed = tuple[str, NativeModel, dict[str, NativeAdapter]]
 
 
-@pytest.mark.parametrize("precision", ["fp32", "int8"])
-def test_logits_are_those_of_merged_models(
-    base: Path, adapters: Paths, wholes: Paths, precision: str
-) -> None:
-    ids = np.random.default_rng(0).integers(4, 150, 60).tolist()
-    of_base = Manifests().open(base)
-    model = NativeModel(prepared(of_base, precision, None))
-    alone = logits_of(model, ids)
-    for kind, path in adapters.items():
-        adapter = load_adapter(Manifests().open_adapter(path), of_base, precision)
-        found = logits_of(model, ids, adapter)
-        whole = NativeModel(prepared(Manifests().open(wholes[kind]), "fp32", None))
-        wanted = logits_of(whole, ids)
-        whole.close()
+@pytest.fixture(params=["fp32", "int8"])
+def packed(request: pytest.FixtureRequest, base: Path, adapters: Paths) -> Iterator[Packed]:
+    """A precision, the base in it, and the adapters."""
+    precision, of_base = request.param, Manifests().open(base)
+    opened = {kind: Manifests().open_adapter(path) for kind, path in adapters.items()}
+    with closing(NativeModel(prepared(of_base, precision, None))) as model:
+        yield precision, model, {k: load_adapter(a, of_base, precision) for k, a in opened.items()}
+
+
+def test_logits_are_those_of_merged_models(packed: Packed, wholes: Paths) -> None:
+    precision, model, adapters = packed
+    alone = logits_of(model, IDS)
+    for kind, adapter in adapters.items():
+        found = logits_of(model, IDS, adapter)
+        with closing(NativeModel(prepared(Manifests().open(wholes[kind]), "fp32", None))) as whole:
+            wanted = logits_of(whole, IDS)
         error = np.sqrt(np.mean((found - wanted) ** 2)) / wanted.std()
         assert error < (1e-5 if precision == "fp32" else 0.08), kind
         assert np.abs(found - alone).max() > 0.5 * wanted.std()  # it changes something
-    model.close()
 
 
-@pytest.mark.parametrize("precision", ["fp32", "int8"])
-def test_a_row_is_the_same_bits_beside_others(base: Path, adapters: Paths, precision: str) -> None:
-    of_base = Manifests().open(base)
-    model = NativeModel(prepared(of_base, precision, None))
-    packed = [
-        None,
-        *(load_adapter(Manifests().open_adapter(p), of_base, precision) for p in adapters.values()),
-    ]
-    rng = np.random.default_rng(1)
-    rows = [(rng.integers(4, 150, 100).tolist(), packed[i % len(packed)]) for i in range(14)]
+def test_a_row_is_the_same_bits_beside_others(packed: Packed) -> None:
+    _, model, adapters = packed
+    rng, kinds = np.random.default_rng(1), [None, *adapters.values()]
+    rows = [(rng.integers(4, 150, 100).tolist(), kinds[i % len(kinds)]) for i in range(14)]
     alone = [logits_of(model, ids, adapter) for ids, adapter in rows]
     opened, done = [model.open_row() for _ in rows], [0] * len(rows)
     while any(count < 100 for count in done):
@@ -143,7 +138,6 @@ def test_a_row_is_the_same_bits_beside_others(base: Path, adapters: Paths, preci
             same = alone[i][done[i] : done[i] + count]
             assert logits[at : at + count].tobytes() == same.tobytes()
             done[i], at = done[i] + count, at + count
-    model.close()
 
 
 @BOTH
@@ -312,11 +306,9 @@ def test_products_of_dora_and_parameters_of_an_adapter_are_merged(
     assert set(found.weights) == set(expected)
     for name, weight in expected.items():
         np.testing.assert_allclose(found.weights[name], weight, rtol=0, atol=2e-6)
-    model = NativeModel(prepared(found, "fp32", None))
-    ids = np.random.default_rng(0).integers(4, 150, 60).tolist()
-    wanted = GPT2(found.config, found.weights)(mx.nd.array([ids])).asnumpy()[0]
-    np.testing.assert_allclose(logits_of(model, ids), wanted, rtol=0, atol=1e-3)
-    model.close()
+    wanted = GPT2(found.config, found.weights)(mx.nd.array([IDS])).asnumpy()[0]
+    with closing(NativeModel(prepared(found, "fp32", None))) as model:
+        np.testing.assert_allclose(logits_of(model, IDS), wanted, rtol=0, atol=1e-3)
 
 
 def test_trained_rows_replace_those_of_the_embedding(base: Path, tmp_path: Path) -> None:

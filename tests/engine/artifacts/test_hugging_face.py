@@ -7,6 +7,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,9 @@ from engine import backends
 from engine.artifacts.artifact import EMBEDDING, OUTPUT, shapes
 from engine.artifacts.config import GPT2Config
 from engine.artifacts.open import open_artifact
-from engine.backends.interface import Piece
 from tests.engine.artifacts.reading import assert_same_weights, read_safetensors, refused
 from tests.engine.artifacts.torch_files import Saved, state_dict, write
+from tests.engine.backends.running import logits_of
 from tests.engine.hugging_face import (
     EOS,
     TINY,
@@ -319,10 +320,9 @@ def test_a_file_cut_anywhere_is_refused(folder: Path) -> None:
 
 
 def first_logits(folder: Path, precision: str, cache: Path) -> Any:
-    model = backends.load(open_artifact(folder), "native", precision, cache_dir=cache)
-    logits = model.run([Piece(model.open_row(), range(8))]).copy()
-    model.close()
-    return logits
+    artifact = open_artifact(folder)
+    with closing(backends.load(artifact, "native", precision, cache_dir=cache)) as model:
+        return logits_of(model, range(8))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])

@@ -6,6 +6,7 @@ import itertools
 import json
 import os
 import shutil
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,6 @@ import pytest
 
 from common.errors import ArtifactError
 from engine.artifacts.artifact import Artifact
-from engine.backends.interface import Piece
 from engine.native import prepared as module
 from engine.native.model import NativeModel
 from engine.native.prepared import Prepared, num_bytes, prepared
@@ -22,6 +22,7 @@ from engine.prepared import folder as folders
 from engine.prepared.folder import prune
 from engine.prepared.manifest import Manifests
 from tests.engine.artifacts.reading import Counted
+from tests.engine.backends.running import logits_of
 from tests.engine.models import make_artifact
 
 PRECISIONS = ("int8", "fp32")
@@ -38,11 +39,8 @@ def file_of(artifact: Artifact) -> Path:
 
 
 def logits(found: Prepared) -> Any:
-    model = NativeModel(found)
-    row = model.open_row()
-    result = model.run([Piece(row, [5, 6, 7])]).copy()
-    model.close()
-    return result
+    with closing(NativeModel(found)) as model:
+        return logits_of(model, [5, 6, 7])
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
