@@ -120,10 +120,12 @@ def read(folder: Path, generation: Generation) -> artifact.Artifact:
     """Read and check the folder. Raises `ArtifactError` with what is missing or wrong."""
     for needed in (CONFIG_FILE, TOKENIZER_FILE):
         if not (folder / needed).is_file():
+            advice = ""
+            if needed == TOKENIZER_FILE and (folder / "vocab.json").exists():
+                advice = "; vocab.json alone is not enough: save the tokenizer with use_fast=True"
             raise ArtifactError(
-                f"{folder.name} holds no {needed} beside its weights"
-                + _tokenizer_advice(folder) * (needed == TOKENIZER_FILE)
-                + f" (found: {list_files(folder)})"
+                f"{folder.name} holds no {needed} beside its weights{advice}"
+                f" (found: {list_files(folder)})"
             )
     fields = read_json(folder / CONFIG_FILE)
     _refuse_unsupported(fields)
@@ -159,12 +161,6 @@ def read(folder: Path, generation: Generation) -> artifact.Artifact:
     tokenizer_file = artifact.check_plain(folder / TOKENIZER_FILE)
     settings = generation.over(read_generation_config(folder, fields))
     return artifact.Artifact(folder, config, canonical, tokenizer_file, settings)
-
-
-def _tokenizer_advice(folder: Path) -> str:
-    if not (folder / "vocab.json").exists():
-        return ""
-    return "; vocab.json alone does not say how text is cut: save the tokenizer with use_fast=True"
 
 
 def _refuse_unsupported(fields: dict[str, Any]) -> None:

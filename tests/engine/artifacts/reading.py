@@ -38,6 +38,13 @@ class Counted:
         return json.loads(json.dumps(target(*arguments)))
 
 
+def file_of(array: Any) -> Path:
+    """The file that an array is a view of."""
+    while not isinstance(array, np.memmap):
+        array = array.base
+    return Path(str(array.filename))
+
+
 def assert_same_weights(found: Artifact, expected: Mapping[str, Any]) -> None:
     assert found.weights.keys() == expected.keys()
     for name, weight in expected.items():

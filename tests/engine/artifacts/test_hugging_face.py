@@ -19,7 +19,12 @@ from engine import backends
 from engine.artifacts.artifact import EMBEDDING, OUTPUT, shapes
 from engine.artifacts.config import GPT2Config
 from engine.artifacts.open import open_artifact
-from tests.engine.artifacts.reading import assert_same_weights, read_safetensors, refused
+from tests.engine.artifacts.reading import (
+    assert_same_weights,
+    file_of,
+    read_safetensors,
+    refused,
+)
 from tests.engine.artifacts.torch_files import Saved, state_dict, write
 from tests.engine.backends.running import logits_of
 from tests.engine.hugging_face import (
@@ -58,11 +63,7 @@ def test_a_directory_is_opened_as_views_under_our_names(folder: Path) -> None:
     assert artifact.weights.keys() == dict(shapes(artifact.config)).keys()
     assert_same_weights(artifact, dict(random_weights(artifact.config, 0)))
     assert artifact.generation.end_ids == (EOS,)
-    for weight in artifact.weights.values():
-        base: Any = weight
-        while not isinstance(base, np.memmap):
-            base = base.base
-            assert base is not None
+    assert {file_of(weight) for weight in artifact.weights.values()} == {folder / WEIGHTS}
 
 
 @pytest.mark.parametrize("prefix", ["", "model.", "kogpt2.transformer."])
