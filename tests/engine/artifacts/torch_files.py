@@ -79,8 +79,8 @@ def write_old(path: Path, state: Mapping[str, NDArray[np.float32]]) -> Path:
     return path
 
 
-def write(path: Path, pickled: bytes, data: bytes = bytes(64)) -> Path:
+def write(path: Path, pickled: bytes, data: bytes = bytes(64), **files: bytes) -> Path:
     with zipfile.ZipFile(path, "w") as archive:
-        archive.writestr("archive/data.pkl", pickled)
-        archive.writestr("archive/data/0", data)
+        for name, content in {"data.pkl": pickled, "data/0": data, **files}.items():
+            archive.writestr(f"archive/{name}", content)
     return path
