@@ -13,24 +13,25 @@ from numpy.typing import NDArray
 from safetensors import TensorSpec, serialize_file
 
 from common.model_files import ADAPTER
+from engine.artifacts import read_params
 from engine.artifacts.adapter import PRODUCTS, WEIGHT_FILES
 
 if TYPE_CHECKING:
     from engine.native.adapter import LowRank
 
-CODES = {"float32": 0, "float16": 2}
+CODES = {dtype: code for code, dtype in read_params.CODES.items()}
 
 
 def write_params(
     path: Path,
     weights: Iterable[tuple[str, NDArray[Any]]],
-    dtype: str,
+    dtype: str | None = None,
     progress: Callable[[int], object] = lambda size: None,
 ) -> None:
     """Writes MXNet's format as `mx.nd.save` does, but one array at a time and without MXNet.
 
-    `engine.artifacts.read_params` describes the format. `dtype`: float32 or float16. `progress` is
-    called with bytes written.
+    `engine.artifacts.read_params` describes the format. `dtype`: of the file, by default that of
+    each array. `progress` is called with bytes written.
     """
     names = []
     with path.open("wb") as file:
@@ -39,7 +40,7 @@ def write_params(
             names.append(name.encode())
             file.write(struct.pack("<IiI", 0xF993FAC9, 0, w.ndim))
             file.write(struct.pack(f"<{w.ndim}q", *w.shape))
-            file.write(struct.pack("<iii", 1, 0, CODES[dtype]))
+            file.write(struct.pack("<iii", 1, 0, CODES[dtype or w.dtype.name]))
             data = np.ascontiguousarray(w, dtype=dtype).data
             file.write(data)
             progress(data.nbytes)

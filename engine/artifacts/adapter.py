@@ -15,11 +15,18 @@ from typing import Any
 from common.errors import ArtifactError
 from common.model_files import ADAPTER
 from engine.artifacts import artifact
-from engine.artifacts.artifact import EMBEDDING, OUTPUT, POSITIONS, list_files
+from engine.artifacts.artifact import EMBEDDING, OUTPUT, list_files
 from engine.artifacts.config import GPT2Config
 from engine.artifacts.files import read_json
 from engine.artifacts.generation_config import Generation, read_generation
-from engine.artifacts.hugging_face import HEAD, index_weights, our_name
+from engine.artifacts.hugging_face import (
+    HEAD,
+    MERGE,
+    TRUNK,
+    index_weights,
+    is_transposed,
+    our_name,
+)
 from engine.artifacts.tensor_index import Index, Tensor
 
 WEIGHT_FILES = ("adapter_model.safetensors", "adapter_model.bin")
@@ -30,12 +37,7 @@ PRODUCTS = {
     "mlp.c_fc": "ffn_hidden",
     "mlp.c_proj": "ffn_out",
 }
-BASE_NAMES = {
-    "qkv": artifact.QKV,
-    "attention_out": artifact.ATTENTION_OUT,
-    "ffn_hidden": artifact.FFN_HIDDEN,
-    "ffn_out": artifact.FFN_OUT,
-}
+BASE_NAMES = artifact.PRODUCTS
 PARTS = {
     "lora_A.weight": "down",
     "lora_B.weight": "up",
@@ -48,7 +50,6 @@ WHOLE = "="  # in front of the name of a parameter that the adapter replaces
 ROWS = ".rows"  # behind the name where it replaces some rows of the parameter only
 TRAINED_TOKENS = ".token_adapter.trainable_tokens_delta"
 MODULE = re.compile(rf"(?:.*\.)?h\.(\d{{1,4}})\.({'|'.join(map(re.escape, PRODUCTS))})")
-MERGE = "merge it into its base (peft: merge_and_unload, then save_pretrained)"
 # Options that are not supported, with the values that have no effect.
 NOT_DONE: Mapping[str, tuple[Any, ...]] = {
     "use_qalora": (False,),
@@ -91,63 +92,50 @@ class Adapter(artifact.MappedWeights):
         return not any(n.startswith(WHOLE) or n.endswith(".magnitude") for n in self.index)
 
     def check_fits(self, config: GPT2Config) -> None:
-        """Raise `ArtifactError` unless the matrices fit the layers of a base."""
-        self._check_whole(config)
-        shapes = dict(artifact.shapes(config))
+        """Raise `ArtifactError` unless the tensors fit a base of this configuration."""
+        base = dict(artifact.shapes(replace(config, tie_word_embeddings=False)))
         for name, tensor in self.index.items():
-            if name.startswith(WHOLE):
-                continue
-            layer, product, part = name.split(".")
-            if int(layer) >= config.num_layers:
-                raise ArtifactError(
-                    f"the adapter {self.path.name} has matrices for layer {layer}, but its base has"
-                    f" {config.num_layers} layers (from 0)"
-                )
-            outputs, inputs = shapes[f"{BASE_NAMES[product].format(layer)}.weight"]
-            rank = self.index[f"{layer}.{product}.down"].shape[0]
-            expected = {"down": (rank, inputs), "up": (outputs, rank)}.get(part, (outputs,))
-            if tensor.shape != expected:
-                raise ArtifactError(
-                    f"the adapter {self.path.name} does not fit its base: {part} of {product} in"
-                    f" layer {layer} is {tensor.shape}, must be {expected}"
-                )
-            if rank > config.units:
-                raise ArtifactError(
-                    f"the adapter {self.path.name} has rank {rank} in layer {layer}, more than the"
-                    f" {config.units} units of its base: serve a whole model instead ({MERGE})"
-                )
-
-    def _check_whole(self, config: GPT2Config) -> None:
-        """Check replaced parameters; embedding and head may have more or fewer rows."""
-        expected = dict(artifact.shapes(replace(config, tie_word_embeddings=False)))
-        for name, tensor in self.index.items():
-            if not name.startswith(WHOLE):
-                continue
-            if name.endswith(ROWS):
-                self._check_rows(name.removesuffix(ROWS), tensor, config)
-                continue
-            shape = expected.get(name.removeprefix(WHOLE))
-            if name in (WHOLE + EMBEDDING, WHOLE + OUTPUT) and tensor.ndim == 2:
-                shape = (tensor.shape[0], config.units)
+            what, shape = self._expected(name, config, base)
             if tensor.shape != shape:
                 raise ArtifactError(
-                    f"the adapter {self.path.name} does not fit its base:"
-                    f" {name.removeprefix(WHOLE)} is {tensor.shape}, must be {shape}"
+                    f"the adapter {self.path.name} does not fit its base: {what} must be {shape}"
+                    f" instead of {tensor.shape}"
                 )
 
-    def _check_rows(self, name: str, rows: Tensor, config: GPT2Config) -> None:
-        """Of the matrix `name`, the base's or one that the adapter brings."""
-        ids = self.tokens[name.removeprefix(WHOLE)]
-        if rows.shape != (len(ids), config.units):
+    def _expected(
+        self, name: str, config: GPT2Config, base: Mapping[str, tuple[int, ...]]
+    ) -> tuple[str, tuple[int, ...] | None]:
+        """What a tensor is, and the shape that it must have. Raises `ArtifactError`."""
+        if name.endswith(ROWS):
+            matrix = name.removeprefix(WHOLE).removesuffix(ROWS)
+            ids, whole = self.tokens[matrix], self.index.get(WHOLE + matrix)
+            size = whole.shape[0] if whole else config.vocab_size
+            if max(ids) >= size:
+                raise ArtifactError(
+                    f"{ADAPTER}: trainable_token_indices has {max(ids)}, but the vocabulary has"
+                    f" {size}"
+                )
+            return f"the trained rows of {matrix}", (len(ids), config.units)
+        if name.startswith(WHOLE):
+            ours, shape = name.removeprefix(WHOLE), self.index[name].shape
+            if ours in (EMBEDDING, OUTPUT) and len(shape) == 2:
+                return ours, (shape[0], config.units)  # of more or fewer tokens
+            return ours, base.get(ours)
+        layer, product, part = name.split(".")
+        if int(layer) >= config.num_layers:
             raise ArtifactError(
-                f"the adapter {self.path.name} does not fit its base: the trained rows of"
-                f" {name.removeprefix(WHOLE)} are {rows.shape}, must be {(len(ids), config.units)}"
+                f"the adapter {self.path.name} has matrices for layer {layer}, but its base has"
+                f" {config.num_layers} layers (from 0)"
             )
-        size = self.index[name].shape[0] if name in self.index else config.vocab_size
-        if max(ids) >= size:
+        rank = self.index[f"{layer}.{product}.down"].shape[0]
+        if rank > config.units:
             raise ArtifactError(
-                f"{ADAPTER}: trainable_token_indices has {max(ids)}, but the vocabulary has {size}"
+                f"the adapter {self.path.name} has rank {rank} in layer {layer}, more than the"
+                f" {config.units} units of its base: serve a whole model instead ({MERGE})"
             )
+        outputs, inputs = base[f"{BASE_NAMES[product].format(layer)}.weight"]
+        shapes = {"down": (rank, inputs), "up": (outputs, rank)}
+        return f"{part} of {product} in layer {layer}", shapes.get(part, (outputs,))
 
 
 def read(path: str | Path) -> Adapter:
@@ -156,30 +144,27 @@ def read(path: str | Path) -> Adapter:
     config = read_json(folder / ADAPTER)
     _check_kind(config)
     base = config.get("base_model_name_or_path")
-    if not isinstance(base, str):
-        base = ""
     weights, file = _read_weights(folder)
     index: Index = {}
     trained, tokens = _tokens(config), dict[str, list[int]]()
     called: dict[str, str] = {}  # what the modules are to PEFT
     for name, tensor in weights.items():
-        if (whole := _whole(name)) is not None:
-            index[WHOLE + whole] = _checked(name, tensor, file)
-            if whole.endswith(".weight") and whole not in (EMBEDDING, POSITIONS, OUTPUT):
-                index[WHOLE + whole] = index[WHOLE + whole].T  # transformers has [in, out]
-            if whole.endswith(ROWS):
-                matrix = whole.removesuffix(ROWS)
-                # The rows of a head that is the embedding are saved once more where both are whole.
-                tokens[matrix] = trained.get(matrix) or trained.get(EMBEDDING, [])
-                if not tokens[matrix]:
-                    raise ArtifactError(f"{ADAPTER} lacks the trainable_token_indices of {name}")
-                if ".transformer." not in name and matrix == EMBEDDING:  # PEFT saw no head
-                    tokens.setdefault(OUTPUT, [])
+        if (whole := _whole(name)) is None:
+            module, part, its_name = _place(name, file)
+            index[f"{module}.{part}"] = _checked(name, tensor, file)
+            if part != "bias":
+                called[module] = its_name
             continue
-        module, part, its_name = _place(name, file)
-        index[f"{module}.{part}"] = _checked(name, tensor, file)
-        if part != "bias":
-            called[module] = its_name
+        _checked(name, tensor, file)
+        index[WHOLE + whole] = tensor.T if is_transposed(whole) else tensor
+        if whole.endswith(ROWS):
+            matrix = whole.removesuffix(ROWS)
+            # The rows of a head that is the embedding are saved once more where both are whole.
+            tokens[matrix] = trained.get(matrix) or trained.get(EMBEDDING, [])
+            if not tokens[matrix]:
+                raise ArtifactError(f"{ADAPTER} lacks the trainable_token_indices of {name}")
+            if ".transformer." not in name and matrix == EMBEDDING:  # PEFT saw no head
+                tokens.setdefault(OUTPUT, [])
     for name in [name for name in index if name.endswith(".bias") and name[0].isdecimal()]:
         module = name.removesuffix(".bias")
         if module not in called:  # trained without a matrix
@@ -187,12 +172,11 @@ def read(path: str | Path) -> Adapter:
             index[f"{WHOLE}{BASE_NAMES[product].format(layer)}.bias"] = index.pop(name)
     if not index:
         raise ArtifactError(f"{file} holds no matrices of an adapter")
-    for module in sorted(called):
-        _check_pair(index, module, file)
-    scales = {
-        module: _scale(config, called[module], index[f"{module}.down"].shape[0])
-        for module in sorted(called)
-    }
+    scales = {}
+    for module, its_name in sorted(called.items()):
+        rank = _check_pair(index, module, its_name, file)
+        scales[module] = _scale(config, its_name, rank)
+    base = base if isinstance(base, str) else ""
     return Adapter(folder, base, index, scales, tokens, read_generation(folder))
 
 
@@ -253,13 +237,8 @@ def _whole(name: str) -> str | None:
     own = own.replace(".token_adapter.", ".").replace(".base_layer.", ".")
     if own == HEAD:
         return OUTPUT
-    own = own.removeprefix("transformer.")
-    if own == "wte.weight":
-        return EMBEDDING
-    if own == "wpe.weight":
-        return POSITIONS
-    ours = our_name(own)
-    return None if ours is None or MODULE.fullmatch(own.removesuffix(".bias")) else ours
+    own = own.removeprefix(TRUNK)
+    return None if MODULE.fullmatch(own.removesuffix(".bias")) else our_name(own)
 
 
 def _tokens(config: Mapping[str, Any]) -> dict[str, list[int]]:
@@ -288,20 +267,23 @@ def _checked(name: str, tensor: Tensor, file: str) -> Tensor:
     return tensor
 
 
-def _check_pair(index: Index, module: str, file: str) -> None:
-    layer, product = module.split(".")
-    called = f"h.{layer}.{next(name for name, ours in PRODUCTS.items() if ours == product)}"
+def _check_pair(index: Index, module: str, called: str, file: str) -> int:
+    """Return the rank of a module's two matrices. Raises `ArtifactError`."""
+    shapes = []
     for part, theirs in (("down", "lora_A"), ("up", "lora_B")):
-        if f"{module}.{part}" not in index:
+        if (tensor := index.get(f"{module}.{part}")) is None:
             raise ArtifactError(f"{file} lacks {theirs} of {called}")
-    down, up = index[f"{module}.down"].shape, index[f"{module}.up"].shape
-    for shape in (down, up):
-        if len(shape) != 2:
-            raise ArtifactError(f"{file}: a matrix of {called} has the shape {shape}, must be two")
+        if tensor.ndim != 2:
+            raise ArtifactError(
+                f"{file}: {theirs} of {called} has the shape {tensor.shape}, must be two"
+            )
+        shapes.append(tensor.shape)
+    down, up = shapes
     if down[0] != up[1]:
         raise ArtifactError(
             f"{file}: lora_A of {called} is {down} and lora_B {up}, of different ranks"
         )
+    return down[0]
 
 
 def _scale(config: Mapping[str, Any], called: str, rank: int) -> float:

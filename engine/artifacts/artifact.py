@@ -29,6 +29,14 @@ FFN_OUT = "_ffn_layers.{}._out_map"
 ATTENTION_NORM = "_attn_ln.{}"
 FFN_NORM = "_ffn_ln.{}"
 FINAL_NORM = "_final_ln"
+# The products and LayerNorms of a block, by their names in the native library.
+PRODUCTS = {
+    "qkv": QKV,
+    "attention_out": ATTENTION_OUT,
+    "ffn_hidden": FFN_HIDDEN,
+    "ffn_out": FFN_OUT,
+}
+NORMS = {"attention_norm": ATTENTION_NORM, "ffn_norm": FFN_NORM}
 
 DTYPES = ("float32", "float16", "bfloat16")
 CONFIG_FILE = "config.json"
@@ -81,7 +89,7 @@ def shapes(config: GPT2Config) -> Iterator[tuple[str, tuple[int, ...]]]:
         ):
             yield f"{name.format(i)}.weight", (out, wide)
             yield f"{name.format(i)}.bias", (out,)
-        for name in (ATTENTION_NORM, FFN_NORM):
+        for name in NORMS.values():
             yield f"{name.format(i)}.gamma", (c.units,)
             yield f"{name.format(i)}.beta", (c.units,)
     yield f"{FINAL_NORM}.gamma", (c.units,)
@@ -111,6 +119,10 @@ SIZE_NAMES = {
 }
 
 
+def _wrong(name: str, value: Any, must: str) -> ArtifactError:
+    return ArtifactError(f"{CONFIG_FILE}: {name} is {value!r}, must {must}")
+
+
 class ConfigFile:
     """A `config.json`, whose fields have several names."""
 
@@ -123,45 +135,44 @@ class ConfigFile:
     def flag(self, name: str, default: bool) -> bool:
         value = self.get(name, default=default)
         if not isinstance(value, bool):
-            raise ArtifactError(f"{CONFIG_FILE}: {name} is {value!r}, must be true or false")
+            raise _wrong(name, value, "be true or false")
         return value
 
-    def heads(self, units: int, default: int) -> int:
-        value = self.get("num_heads", "n_head", default=default)
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1 or units % value:
-            raise ArtifactError(
-                f"{CONFIG_FILE}: num_heads is {value!r}, must divide the {units} units"
-            )
-        return value
+    def config(
+        self,
+        sizes: Mapping[str, Any],
+        file: str,
+        *,
+        heads: int,
+        activation: str,
+        aliases: Mapping[str, str],
+        **flags: bool,
+    ) -> GPT2Config:
+        """The configuration of the weights in `file`, whose sizes are given.
 
-    def activation(self, default: str, aliases: Mapping[str, str]) -> str:
-        value = self.get("activation", "activation_function", default=default)
-        ours = aliases.get(value, value) if isinstance(value, str) else value
-        if ours not in ACTIVATIONS:
-            raise ArtifactError(
-                f"{CONFIG_FILE}: activation is {value!r}, must be one of {', '.join(ACTIVATIONS)}"
-            )
-        return str(ours)
-
-    def layer_norm_eps(self) -> float:
-        value = self.get("layer_norm_eps", "layer_norm_epsilon", default=1e-5)
+        `heads` and `activation` are defaults, `aliases` other names of activations. Raises
+        `ArtifactError`, also where the file says other sizes.
+        """
+        num_heads, units = self.get("num_heads", "n_head", default=heads), sizes["units"]
+        if type(num_heads) is not int or num_heads < 1 or units % num_heads:
+            raise _wrong("num_heads", num_heads, f"divide the {units} units")
+        name = self.get("activation", "activation_function", default=activation)
+        activation = aliases.get(name, name) if isinstance(name, str) else name
+        if activation not in ACTIVATIONS:
+            raise _wrong("activation", name, f"be one of {', '.join(ACTIVATIONS)}")
+        epsilon = self.get("layer_norm_eps", "layer_norm_epsilon", default=1e-5)
         # Smaller ones vanish beside a variance in fp32.
-        if not isinstance(value, float) or not MIN_EPSILON <= value < 1:
-            raise ArtifactError(
-                f"{CONFIG_FILE}: layer_norm_eps is {value!r}, must be at least {MIN_EPSILON} and"
-                " below 1"
-            )
-        return value
-
-    def must_agree(self, config: GPT2Config, file: str) -> None:
-        """Raise `ArtifactError` if it has other sizes than the weights in `file`."""
+        if not isinstance(epsilon, float) or not MIN_EPSILON <= epsilon < 1:
+            raise _wrong("layer_norm_eps", epsilon, f"be at least {MIN_EPSILON} and below 1")
         for size, names in SIZE_NAMES.items():
-            actual = getattr(config, size)
-            configured = self.get(*names, default=actual)
-            if configured != actual:
+            configured = self.get(*names, default=sizes[size])
+            if configured != sizes[size]:
                 raise ArtifactError(
-                    f"{CONFIG_FILE} says {size} {configured!r}, but {file} has {actual}"
+                    f"{CONFIG_FILE} says {size} {configured!r}, but {file} has {sizes[size]}"
                 )
+        return GPT2Config(
+            **sizes, num_heads=num_heads, activation=activation, layer_norm_eps=epsilon, **flags
+        )
 
 
 def shared_prefix(weights: Index, embedding: str, positions: str, otherwise: str) -> str:
@@ -195,8 +206,8 @@ def sizes(weights: Index, file: str, called: FileNames | None = None) -> dict[st
 
 def _count_layers(weights: Index) -> int:
     """One more than the highest layer of any parameter, so that none is left out."""
-    blocks = (QKV, ATTENTION_OUT, FFN_HIDDEN, FFN_OUT, ATTENTION_NORM, FFN_NORM)
-    pattern = re.compile("|".join(re.escape(b).replace(r"\{\}", r"(\d{1,4})") for b in blocks))
+    blocks = map(re.escape, (PRODUCTS | NORMS).values())
+    pattern = re.compile("|".join(block.replace(r"\{\}", r"(\d{1,4})") for block in blocks))
     matches = (pattern.match(name) for name in weights)
     return 1 + max(int(m[m.lastindex or 0]) for m in matches if m)
 

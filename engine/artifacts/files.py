@@ -6,6 +6,8 @@ import errno
 import mmap
 import os
 import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -22,11 +24,12 @@ LFS, MAX_POINTER_BYTES = b"version https://git-lfs.github.com/spec/v1", 1024
 
 def open_file(path: Path) -> BinaryIO:
     """Open a plain file: a pipe would block. Raises `FileNotFoundError`, `ArtifactError`."""
-    try:
+    with readable(path.name, but=(FileNotFoundError,)):
         status = os.stat(path)
         if not stat.S_ISREG(status.st_mode):
             raise ArtifactError(f"{path.name} is no plain file, but must be")
-        file = open(str(path), "rb", opener=_open_nonblocking)  # noqa: SIM115
+        opener = lambda name, flags: os.open(name, flags | os.O_NONBLOCK)  # noqa: E731
+        file = open(str(path), "rb", opener=opener)  # noqa: SIM115
         if status.st_size < MAX_POINTER_BYTES and file.read(len(LFS)) == LFS:
             file.close()
             raise ArtifactError(
@@ -35,39 +38,36 @@ def open_file(path: Path) -> BinaryIO:
             )
         file.seek(0)
         return file
-    except FileNotFoundError:
+
+
+@contextmanager
+def readable(name: object, but: tuple[type[OSError], ...] = ()) -> Iterator[None]:
+    """Make an `OSError`, but for the classes in `but`, an `ArtifactError` or `OutOfMemory`."""
+    try:
+        yield
+    except but:
         raise
     except OSError as error:
-        raise ArtifactError(f"{path.name} cannot be read: {why(error)}") from None
-
-
-def why(error: OSError) -> str:
-    """The reason of an error, with advice for files that only another user may read."""
-    if error.errno != errno.EACCES:
-        return str(error.strerror or error)
-    return (
-        f"{error.strerror} for user {os.geteuid()}: let others read it (chmod -R a+rX on the"
-        " model's folder), or run the server as its owner (docker run --user)"
-    )
-
-
-def _open_nonblocking(path: str, flags: int) -> int:
-    return os.open(path, flags | os.O_NONBLOCK)
+        if error.errno == errno.ENOMEM:
+            raise OutOfMemory(f"there is no memory to read {name}") from error
+        reason = str(error.strerror or error)
+        if error.errno == errno.EACCES:
+            reason += (
+                f" for user {os.geteuid()}: let others read it (chmod -R a+rX on the model's"
+                " folder), or run the server as its owner (docker run --user)"
+            )
+        raise ArtifactError(f"{name} cannot be read: {reason}") from None
 
 
 def map_file(path: Path, advice: int = mmap.MADV_NORMAL) -> NDArray[np.uint8]:
     """A file's bytes, mapped. Raises `ArtifactError`, and `OutOfMemory` without address space."""
     try:
-        with open_file(path) as file:
+        with open_file(path) as file, readable(path.name):
             if os.fstat(file.fileno()).st_size == 0:
                 return np.empty(0, dtype=np.uint8)
             data = np.memmap(file, np.uint8, "r")
     except FileNotFoundError:
         raise ArtifactError(f"there is no {path.name}") from None
-    except OSError as error:
-        if error.errno == errno.ENOMEM:
-            raise OutOfMemory(f"there is no memory to map {path.name}") from error
-        raise ArtifactError(f"{path.name} cannot be read: {why(error)}") from None
     if advice != mmap.MADV_NORMAL:
         data._mmap.madvise(advice)  # type: ignore[attr-defined]
     return data
@@ -83,14 +83,11 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def read_file(path: Path, max_bytes: int = MAX_JSON_BYTES) -> bytes:
     """A file's content. Raises `ArtifactError`, and `FileNotFoundError`."""
-    with open_file(path) as file:
+    with open_file(path) as file, readable(path.name):
         size = os.fstat(file.fileno()).st_size
         if size > max_bytes:
             raise ArtifactError(f"{path.name} is longer than {max_bytes >> 20} MiB")
-        try:
-            return file.read(size)
-        except OSError as error:
-            raise ArtifactError(f"{path.name} cannot be read: {why(error)}") from None
+        return file.read(size)
 
 
 def parse_json(content: bytes, file: str) -> dict[str, Any]:

@@ -30,9 +30,14 @@ FILE = "generation.json"
 HUGGING_FACE_FILE = "generation_config.json"
 # Parameters that only a request may set.
 ONLY_IN_REQUESTS = (
-    *("num_return_sequences", "return_full_text", "logprobs", "seed"),
-    "decoder_input_details",
-)
+    "num_return_sequences", "return_full_text", "logprobs", "seed", "decoder_input_details",
+)  # fmt: skip
+# Fields of generation_config.json that are parameters here, and those that count if it samples.
+LIMITS = (
+    "max_new_tokens", "min_new_tokens", "repetition_penalty", "no_repeat_ngram_size",
+    "bad_words_ids",
+)  # fmt: skip
+SAMPLING = ("do_sample", "temperature", "top_k", "top_p", "min_p", "typical_p")
 MAX_STRIPS = 16
 MAX_STRIP_CHARACTERS = 64
 # Fields of generation_config.json that are not supported, with the values that have no effect.
@@ -71,15 +76,13 @@ class Template:
     def fill(self, inputs: str | Mapping[str, str]) -> list[Part]:
         """The parts with the fields filled in; a text alone is for the first without a default."""
         open_fields = [name for name in self.fields if name not in self.defaults]
+        known = ", ".join(self.fields)
         if isinstance(inputs, str):
             if not open_fields:
-                raise InvalidRequest(
-                    f"inputs must be an object of fields; known are {', '.join(self.fields)}"
-                )
+                raise InvalidRequest(f"inputs must be an object of fields; known are {known}")
             inputs = {open_fields[0]: inputs}
         for name in inputs:
             if name not in self.fields:
-                known = ", ".join(self.fields)
                 raise InvalidRequest(f"inputs.{name} is not known; known are {known}")
         values = {**self.defaults, **inputs}
         for name in self.fields:
@@ -205,14 +208,10 @@ def read_generation_config(folder: Path, config: Mapping[str, Any]) -> Generatio
     for name, harmless in NOT_DONE.items():
         if given.get(name) is not None and given[name] not in harmless:
             logger.warning("%s: %s is not done here and is left out", file, name)
-    names = ["max_new_tokens", "min_new_tokens", "repetition_penalty", "no_repeat_ngram_size"]
-    names.append("bad_words_ids")
-    if given.get("do_sample"):
-        names += ["do_sample", "temperature", "top_k", "top_p", "min_p", "typical_p"]
-    parameters: dict[str, Any] = {name: given[name] for name in names if name in given}
+    names = LIMITS + SAMPLING if given.get("do_sample") else LIMITS
+    parameters = {name: given[name] for name in names if given.get(name) is not None}
     if given.get("stop_strings"):
         parameters["stop"] = given["stop_strings"]
-    parameters = {name: value for name, value in parameters.items() if value is not None}
     try:
         Parameters.parse(None, parameters)
     except InvalidRequest as error:

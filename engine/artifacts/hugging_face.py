@@ -38,10 +38,11 @@ ACTIVATION_ALIASES = {
 }
 ARCHITECTURES = ("GPT2LMHeadModel", "GPT2Model", "GPT2DoubleHeadsModel")
 # Options that would change the computation, with the value that does not.
-UNSUPPORTED = {
+UNSUPPORTED: dict[str, Any] = {
     "add_cross_attention": False,
     "quantization_config": None,
     "is_encoder_decoder": False,
+    "pruned_heads": {},
 }
 
 NORM, PRODUCT = {"gamma": "weight", "beta": "bias"}, {"weight": "weight", "bias": "bias"}
@@ -58,10 +59,12 @@ BLOCK = {
     )
     for kind, their_kind in kinds.items()
 }
+TABLES = {EMBEDDING: "wte.weight", POSITIONS: "wpe.weight"}
 LAST = {f"{artifact.FINAL_NORM}.{kind}": f"ln_f.{theirs}" for kind, theirs in NORM.items()}
-OUR_NAMES = {theirs: ours for ours, theirs in (BLOCK | LAST).items()}
+OUR_NAMES = {theirs: ours for ours, theirs in (TABLES | BLOCK | LAST).items()}
 HEAD = "lm_head.weight"
 TRUNK = "transformer."
+MERGE = "merge it into its base (peft: merge_and_unload, then save_pretrained)"
 # Masks that older versions saved beside the weights.
 BUFFERS = (".attn.bias", ".attn.masked_bias")
 
@@ -79,13 +82,12 @@ def is_in(folder: Path) -> bool:
     if ADAPTER in names and theirs:
         raise ArtifactError(
             f"{folder.name} holds a base model and an adapter ({ADAPTER}), which would not be"
-            " applied: merge it (peft: merge_and_unload, then save_pretrained), or remove"
-            f" {ADAPTER} to serve the base alone"
+            f" applied: {MERGE}, or remove {ADAPTER} to serve the base alone"
         )
     if ADAPTER in names:
         raise ArtifactError(
-            f"{folder.name} holds an adapter ({ADAPTER}), not a whole model: it is served beside"
-            " its base, or merged into it (peft: merge_and_unload, then save_pretrained)"
+            f"{folder.name} holds an adapter ({ADAPTER}), not a whole model: serve it beside its"
+            f" base, or {MERGE}"
         )
     if not ours and not theirs and not any(name.endswith(".spiece") for name in names):
         raise ArtifactError(
@@ -96,27 +98,34 @@ def is_in(folder: Path) -> bool:
     return theirs
 
 
-def names(config: GPT2Config) -> Iterator[tuple[str, str, bool]]:
+def names(config: GPT2Config, prefix: str = TRUNK) -> Iterator[tuple[str, str, bool]]:
     """For each parameter our name, theirs, and whether theirs is transposed ([in, out])."""
-    yield EMBEDDING, f"{TRUNK}wte.weight", False
-    yield POSITIONS, f"{TRUNK}wpe.weight", False
-    for i in range(config.num_layers):
-        for ours, theirs in BLOCK.items():
-            yield ours.format(i), f"{TRUNK}h.{i}.{theirs}", ours.endswith(".weight")
-    for ours, theirs in LAST.items():
-        yield ours, TRUNK + theirs, False
+    blocks = (
+        (ours.format(i), f"h.{i}.{theirs}")
+        for i in range(config.num_layers)
+        for ours, theirs in BLOCK.items()
+    )
+    for ours, theirs in (*TABLES.items(), *blocks, *LAST.items()):
+        yield ours, prefix + theirs, is_transposed(ours)
     if not config.tie_word_embeddings:
-        yield OUTPUT, HEAD, False
+        yield OUTPUT, prefix.removesuffix(TRUNK) + HEAD, False
+
+
+def is_transposed(ours: str) -> bool:
+    """Whether transformers has a parameter as [in, out]: the products' matrices."""
+    return ours.endswith(".weight") and ours not in (EMBEDDING, POSITIONS, OUTPUT)
 
 
 def read(folder: Path, generation: Generation) -> artifact.Artifact:
     """Read and check the folder. Raises `ArtifactError` with what is missing or wrong."""
     for needed in (CONFIG_FILE, TOKENIZER_FILE):
         if not (folder / needed).is_file():
+            advice = ""
+            if needed == TOKENIZER_FILE and (folder / "vocab.json").exists():
+                advice = "; vocab.json alone is not enough: save the tokenizer with use_fast=True"
             raise ArtifactError(
-                f"{folder.name} holds no {needed} beside its weights"
-                + _tokenizer_advice(folder) * (needed == TOKENIZER_FILE)
-                + f" (found: {list_files(folder)})"
+                f"{folder.name} holds no {needed} beside its weights{advice}"
+                f" (found: {list_files(folder)})"
             )
     fields = read_json(folder / CONFIG_FILE)
     _refuse_unsupported(fields)
@@ -137,28 +146,21 @@ def read(folder: Path, generation: Generation) -> artifact.Artifact:
         untied = True
     if untied:
         canonical[OUTPUT] = weights[head]
-    measured = artifact.sizes(canonical, file, _their_names(1, prefix))
-    config = GPT2Config(
-        **measured,
-        num_heads=given.heads(measured["units"], 12),
-        activation=given.activation("gelu_new", ACTIVATION_ALIASES),
-        layer_norm_eps=given.layer_norm_eps(),
+    # reorder_and_upcast_attn only says in what precision to compute: here it is always fp32.
+    config = given.config(
+        artifact.sizes(canonical, file, _their_names(1, prefix)),
+        file,
+        heads=12,
+        activation="gelu_new",
+        aliases=ACTIVATION_ALIASES,
         tie_word_embeddings=not untied,
         scale_attn_weights=given.flag("scale_attn_weights", True),
         scale_attn_by_inverse_layer_idx=given.flag("scale_attn_by_inverse_layer_idx", False),
     )
-    # reorder_and_upcast_attn only says in what precision to compute: here it is always fp32.
-    given.must_agree(config, file)
     artifact.check_weights(canonical, config, file, _their_names(config.num_layers, prefix))
     tokenizer_file = artifact.check_plain(folder / TOKENIZER_FILE)
     settings = generation.over(read_generation_config(folder, fields))
     return artifact.Artifact(folder, config, canonical, tokenizer_file, settings)
-
-
-def _tokenizer_advice(folder: Path) -> str:
-    if not (folder / "vocab.json").exists():
-        return ""
-    return "; vocab.json alone does not say how text is cut: save the tokenizer with use_fast=True"
 
 
 def _refuse_unsupported(fields: dict[str, Any]) -> None:
@@ -179,8 +181,6 @@ def _refuse_unsupported(fields: dict[str, Any]) -> None:
     for name, harmless in UNSUPPORTED.items():
         if fields.get(name, harmless) not in (harmless, None):
             raise ArtifactError(f"{CONFIG_FILE}: {name} {fields[name]!r} is not supported")
-    if fields.get("pruned_heads"):
-        raise ArtifactError(f"{CONFIG_FILE}: pruned_heads are not supported")
 
 
 def _read_weights(folder: Path) -> tuple[Index, str]:
@@ -189,36 +189,31 @@ def _read_weights(folder: Path) -> tuple[Index, str]:
         if (folder / name).exists():
             return index_weights(folder / name), name
         index = folder / f"{name}.index.json"
-        if not index.exists():
-            continue
-        files = _shards(index)
-        weights: Index = {}
-        for file in files:
-            weights |= index_weights(file)
-            check_count(len(weights), index.name)
-        missing = set(read_json(index)["weight_map"]) - set(weights)
-        if missing:
-            raise ArtifactError(f"{index.name} names {min(missing)}, which no shard holds")
-        return weights, files[0].name
+        if index.exists():
+            return _read_shards(index)
     raise AssertionError("is_in has found one")
+
+
+def _read_shards(index: Path) -> tuple[Index, str]:
+    """The same of the files that an index names, which must be in its folder."""
+    places = read_json(index).get("weight_map")
+    if not isinstance(places, dict) or not places:
+        raise ArtifactError(f"{index.name} has no weight_map")
+    weights: Index = {}
+    files = sorted({str(place) for place in places.values()})
+    for name in files:
+        if Path(name).name != name or not (index.parent / name).is_file():
+            raise ArtifactError(f"{index.name} names {name}, which is not beside it")
+        weights |= index_weights(index.parent / name)
+        check_count(len(weights), index.name)
+    if missing := set(places) - set(weights):
+        raise ArtifactError(f"{index.name} names {min(missing)}, which no shard holds")
+    return weights, files[0]
 
 
 def index_weights(path: Path) -> Index:
     """The places of the tensors in a file of safetensors or torch. Raises `ArtifactError`."""
     return index_safetensors(path) if path.suffix == ".safetensors" else index_torch(path)
-
-
-def _shards(index: Path) -> tuple[Path, ...]:
-    """The files that an index names, which must be in the same folder."""
-    places = read_json(index).get("weight_map")
-    if not isinstance(places, dict) or not places:
-        raise ArtifactError(f"{index.name} has no weight_map")
-    files = []
-    for name in sorted({str(place) for place in places.values()}):
-        if Path(name).name != name or not (index.parent / name).is_file():
-            raise ArtifactError(f"{index.name} names {name}, which is not beside it")
-        files.append(index.parent / name)
-    return tuple(files)
 
 
 def _differs(folder: Path, head: Tensor | None, embedding: Tensor) -> bool:
@@ -235,37 +230,29 @@ def _differs(folder: Path, head: Tensor | None, embedding: Tensor) -> bool:
 def _their_names(num_layers: int, prefix: str) -> dict[str, tuple[str, bool]]:
     """For each parameter the name in the file, and whether it is transposed there."""
     config = dataclasses.replace(KOGPT2, num_layers=num_layers, tie_word_embeddings=False)
-    return {
-        ours: (
-            prefix.removesuffix(TRUNK) + theirs
-            if ours == OUTPUT
-            else prefix + theirs.removeprefix(TRUNK),
-            transposed,
-        )
-        for ours, theirs, transposed in names(config)
-    }
+    return {ours: (theirs, transposed) for ours, theirs, transposed in names(config, prefix)}
 
 
 def canonical_names(weights: Index, file: str) -> tuple[Index, str]:
     """Weights under our names, Conv1D matrices transposed; and the prefix of their names."""
-    wte, wpe = "wte.weight", "wpe.weight"
+    wte, wpe = TABLES[EMBEDDING], TABLES[POSITIONS]
     prefix = artifact.shared_prefix(weights, wte, wpe, f"{file} is not a GPT-2")
-    canonical = {EMBEDDING: weights[prefix + wte], POSITIONS: weights[prefix + wpe]}
+    canonical: Index = {}
     for name, value in weights.items():
         own = name.removeprefix(prefix)
-        if not name.startswith(prefix) or own in (wte, wpe) or own.endswith(BUFFERS):
+        if not name.startswith(prefix) or own.endswith(BUFFERS):
             continue
         ours = our_name(own)
         if ours is None:
             if prefix or own.startswith("h."):
                 raise ArtifactError(f"{file} holds {name}, which is not part of a GPT-2")
             continue  # beside a bare GPT2Model, such as its head
-        canonical[ours] = value.T if ours.endswith(".weight") and value.ndim == 2 else value
+        canonical[ours] = value.T if is_transposed(ours) else value
     return canonical, prefix
 
 
 def our_name(theirs: str) -> str | None:
-    """Our name of `h.0.attn.c_attn.weight`; None for what is no parameter of a block."""
+    """Our name of `h.0.attn.c_attn.weight`; None for what is no parameter of the trunk."""
     layer = re.match(r"h\.(\d{1,4})\.", theirs)  # as many as `sizes` can count
     ours = OUR_NAMES.get(theirs[layer.end() :] if layer else theirs)
     if ours is None or (ours in BLOCK) != (layer is not None):

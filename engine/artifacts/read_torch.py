@@ -14,19 +14,27 @@ import pickle
 import struct
 import zipfile
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
 from common.errors import ArtifactError
 from engine.artifacts import tensor_index
-from engine.artifacts.files import map_file, open_file, why
+from engine.artifacts.files import map_file, open_file, readable
 from engine.artifacts.tensor_index import DTYPES, Index, Tensor
 
 MAX_PICKLE_BYTES = 64 << 20
 # Of torch before 1.6: a number, pickled, that is in torch/serialization.py.
 OLD_MAGIC = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
 OLD_PROTOCOL = 1001
+# What damaged archives raise, RuntimeError where a password is needed, and damaged pickles.
+_DAMAGED = (
+    zipfile.BadZipFile, zlib.error, struct.error, NotImplementedError, EOFError, RuntimeError,
+    ValueError,
+)  # fmt: skip
 _NONSENSE = (
     ValueError, LookupError, TypeError, AttributeError, EOFError, OverflowError, struct.error,
     pickle.UnpicklingError,
@@ -60,7 +68,7 @@ def is_torch(path: Path) -> bool:
 def index_torch(path: Path) -> Index:
     """The places of the tensors of a state_dict by `torch.save`. Raises `ArtifactError`."""
     try:
-        with open_file(path) as file:
+        with readable(path.name), open_file(path) as file:
             old = file.read(len(OLD_MAGIC)) == OLD_MAGIC
             if not old and not zipfile.is_zipfile(file):
                 raise ArtifactError(
@@ -71,26 +79,15 @@ def index_torch(path: Path) -> Index:
                 content = file.read(MAX_PICKLE_BYTES)
             else:
                 with zipfile.ZipFile(file) as archive:
-                    folder, entries, content = _unzip(path.name, archive)
-    except OSError as error:
-        raise ArtifactError(f"{path.name} cannot be read: {why(error)}") from None
-    except (
-        zipfile.BadZipFile,
-        NotImplementedError,
-        EOFError,
-        RuntimeError,  # a password
-        ValueError,
-        struct.error,
-        zlib.error,
-    ) as error:
+                    content, entries = _unzip(path.name, archive)
+    except _DAMAGED as error:
         raise ArtifactError(f"{path.name} is damaged: {error}") from None
-    data = map_file(path)
+    data, stream = map_file(path), io.BytesIO(content)
     try:
         if old:
-            state = _load_old(path.name, data, content)
+            state = _load_old(path.name, data, stream)
         else:
-            storages = _Storages(path.name, data, folder, entries)
-            state = _Unpickler(io.BytesIO(content), storages).load()
+            state = _load(path.name, data, stream, entries)
     except _NONSENSE:
         raise ArtifactError(f"{path.name} is damaged: its pickle makes no sense") from None
     if not isinstance(state, dict) or not all(isinstance(name, str) for name in state):
@@ -109,8 +106,8 @@ def index_torch(path: Path) -> Index:
     }
 
 
-def _unzip(file: str, archive: zipfile.ZipFile) -> tuple[str, dict[str, zipfile.ZipInfo], bytes]:
-    """The folder inside the archive, its entries by name, and the pickle."""
+def _unzip(file: str, archive: zipfile.ZipFile) -> tuple[bytes, dict[str, zipfile.ZipInfo]]:
+    """The pickle, and the entries by their names behind the folder that all are in."""
     entries = {entry.filename: entry for entry in archive.infolist()}
     pickles = [name for name in entries if name.rpartition("/")[2] == "data.pkl"]
     if len(pickles) != 1 or entries[pickles[0]].file_size > MAX_PICKLE_BYTES:
@@ -119,48 +116,31 @@ def _unzip(file: str, archive: zipfile.ZipFile) -> tuple[str, dict[str, zipfile.
     order = entries.get(folder + "byteorder")
     if order is not None and (order.file_size > 10 or archive.read(order) != b"little"):
         raise ArtifactError(f"{file} was written on a big-endian machine")
-    return folder, entries, archive.read(pickles[0])
+    inside = {n.removeprefix(folder): e for n, e in entries.items() if n.startswith(folder)}
+    return archive.read(pickles[0]), inside
 
 
-class _Storages:
-    """The numbers of the tensors, by their keys in the pickle."""
+def _load(
+    file: str, data: NDArray[np.uint8], stream: io.BytesIO, entries: Mapping[str, zipfile.ZipInfo]
+) -> Any:
+    """Read a pickle whose storages are entries of an archive."""
 
-    def __init__(self, file: str, data: Any, folder: str, entries: dict[str, Any]) -> None:
-        self.file, self._data, self._folder, self._entries = file, data, folder, entries
-
-    def get(self, description: Any) -> _Storage:
+    def find(description: Any) -> _Storage:
         """Find a storage by its description: ('storage', class, key, device, count)."""
         _, kind, key, _, count = description
-        dtype = _dtype(self.file, kind)
-        entry = self._entries[f"{self._folder}data/{key}"]
+        dtype, entry = _dtype(file, kind), entries[f"data/{key}"]
         # The entry's own header says how long its name and its padding are.
-        header = self._data[entry.header_offset : entry.header_offset + 30].tobytes()
+        header = data[entry.header_offset : entry.header_offset + 30].tobytes()
         name_bytes, extra_bytes = struct.unpack("<26xHH", header)
         begin = entry.header_offset + 30 + name_bytes + extra_bytes
         if type(count) is not int or count < 0 or entry.compress_type != zipfile.ZIP_STORED:
-            raise ArtifactError(f"{self.file} is damaged: its tensors are packed")
+            raise ArtifactError(f"{file} is damaged: its tensors are packed")
         end = begin + count * DTYPES[dtype].itemsize
-        if end > min(len(self._data), begin + entry.file_size):
-            raise ArtifactError(f"{self.file} is cut short")
-        return _Storage(self.file, begin, dtype, count)
+        if end > min(len(data), begin + entry.file_size):
+            raise ArtifactError(f"{file} is cut short")
+        return _Storage(file, begin, dtype, count)
 
-
-class _OldStorages:
-    """The same for torch before 1.6, read twice: places are known only after the pickle."""
-
-    def __init__(self, file: str) -> None:
-        self.file = file
-        self.sizes: dict[str, int] = {}  # bytes
-        self.begins: dict[str, int] = {}
-
-    def get(self, description: Any) -> _Storage:
-        """Find a storage by its description: ('storage', class, key, device, count, view)."""
-        _, kind, key, _, count, view = description
-        dtype = _dtype(self.file, kind)
-        if view is not None or type(count) is not int or count < 0:
-            raise ValueError("no storage of its own")
-        self.sizes[key] = count * DTYPES[dtype].itemsize
-        return _Storage(self.file, self.begins.get(key, 0), dtype, count)
+    return _Unpickler(stream, file, find).load()
 
 
 def _dtype(file: str, kind: Any) -> str:
@@ -172,43 +152,51 @@ def _dtype(file: str, kind: Any) -> str:
     return STORAGES[kind.name]
 
 
-def _load_old(file: str, data: Any, content: bytes) -> Any:
-    """Read a file by torch before 1.6; `content` follows the magic number.
+def _load_old(file: str, data: NDArray[np.uint8], stream: io.BytesIO) -> Any:
+    """Read a file by torch before 1.6; `stream` follows the magic number.
 
     It is protocol, machine, object and keys, each a pickle; then for each storage the count of its
-    numbers and the numbers.
+    numbers and the numbers. The object is read twice: the keys say where its storages are.
     """
-    stream, storages = io.BytesIO(content), _OldStorages(file)
-    if _Unpickler(stream, storages).load() != OLD_PROTOCOL:
+    sizes, begins = dict[str, int](), dict[str, int]()  # in bytes
+
+    def find(description: Any) -> _Storage:
+        """Find a storage by its description: ('storage', class, key, device, count, view)."""
+        _, kind, key, _, count, view = description
+        dtype = _dtype(file, kind)
+        if view is not None or type(count) is not int or count < 0:
+            raise ValueError("no storage of its own")
+        sizes[key] = count * DTYPES[dtype].itemsize
+        return _Storage(file, begins.get(key, 0), dtype, count)
+
+    def load() -> Any:
+        return _Unpickler(stream, file, find).load()
+
+    if load() != OLD_PROTOCOL:
         raise ValueError("another protocol")
-    if not _Unpickler(stream, storages).load()["little_endian"]:
+    if not load()["little_endian"]:
         raise ArtifactError(f"{file} was written on a big-endian machine")
     start = stream.tell()
-    _Unpickler(stream, storages).load()
-    keys = _Unpickler(stream, storages).load()
-    if not isinstance(keys, list) or set(keys) != set(storages.sizes):
+    load()
+    keys = load()
+    if not isinstance(keys, list) or set(keys) != set(sizes):
         raise ValueError("other storages")
     position = len(OLD_MAGIC) + stream.tell()
     for key in keys:
-        storages.begins[key] = position + 8
-        position += 8 + storages.sizes[key]
+        begins[key] = position + 8
+        position += 8 + sizes[key]
     if position > len(data):
         raise ArtifactError(f"{file} is cut short")
     stream.seek(start)
-    return _Unpickler(stream, storages).load()
+    return load()
 
 
 def _tensor(storage: Any, offset: Any, shape: Any, strides: Any, *rest: Any) -> Tensor:
     """A view of a storage. Strides are in numbers, and may be in any order."""
-    if not isinstance(storage, _Storage) or not isinstance(shape, tuple):
+    if not isinstance(storage, _Storage):
         raise ValueError("no storage")
-    if not isinstance(strides, tuple) or len(shape) != len(strides):
+    if not isinstance(shape, tuple) or not isinstance(strides, tuple) or len(shape) != len(strides):
         raise ValueError("no strides")
-    if len(shape) > tensor_index.MAX_DIMENSIONS:
-        raise ArtifactError(
-            f"{storage.file}: a tensor has {len(shape)} dimensions, at most"
-            f" {tensor_index.MAX_DIMENSIONS} can be"
-        )
     if not all(type(n) is int and n >= 0 for n in (offset, *shape, *strides)):
         raise ValueError("no natural numbers")
     last = offset + sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
@@ -276,15 +264,15 @@ class _Opcodes(dict[int, Any]):
 class _Unpickler(pickle._Unpickler):
     """The unpickler in Python: the one in C allocates whatever a file announces."""
 
-    def __init__(self, content: io.BytesIO, storages: _Storages | _OldStorages) -> None:
-        super().__init__(content)
-        self._storages = storages
-        self.dispatch = _Opcodes(storages.file)  # type: ignore[misc]
+    def __init__(self, stream: io.BytesIO, file: str, find: Callable[[Any], _Storage]) -> None:
+        super().__init__(stream)
+        self._file, self._find = file, find
+        self.dispatch = _Opcodes(file)  # type: ignore[misc]
 
     def find_class(self, module: str, name: str) -> _Global:
         if len(module) + len(name) > MAX_GLOBAL:
             raise ValueError("no name")
-        return _Global(self._storages.file, f"{module} {name}")
+        return _Global(self._file, f"{module} {name}")
 
     def persistent_load(self, description: Any) -> _Storage:
-        return self._storages.get(description)
+        return self._find(description)

@@ -63,9 +63,9 @@ class Tensor(NamedTuple):
                 f"{self.file}: {name} has {self.ndim} dimensions, at most {MAX_DIMENSIONS} can be"
             )
         numbers = (self.offset, *self.shape, *self.strides)
-        if len(self.strides) != self.ndim or not all(type(n) is int and n >= 0 for n in numbers):
-            raise ArtifactError(f"{self.file}: {name} has no possible shape (damaged)")
-        if math.prod(max(n, 1) for n in self.shape) > MAX_NUMBERS:
+        natural = all(type(n) is int and n >= 0 for n in numbers)
+        possible = natural and math.prod(max(n, 1) for n in self.shape) <= MAX_NUMBERS
+        if len(self.strides) != self.ndim or not possible:
             raise ArtifactError(f"{self.file}: {name} has no possible shape (damaged)")
         if not self.size:
             return self

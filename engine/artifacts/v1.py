@@ -10,13 +10,11 @@ from pathlib import Path
 from common.errors import ArtifactError
 from engine.artifacts import artifact
 from engine.artifacts.artifact import EMBEDDING, OUTPUT, POSITIONS, Artifact, ConfigFile
-from engine.artifacts.config import GPT2Config
 from engine.artifacts.files import read_json
 from engine.artifacts.generation_config import Generation
 from engine.artifacts.hugging_face import canonical_names
 from engine.artifacts.read_params import index_params
 from engine.artifacts.read_torch import index_torch, is_torch
-from engine.artifacts.tensor_index import Index
 
 DEFAULT_HEAD_SIZE = 64
 
@@ -33,7 +31,10 @@ def read(folder: Path, generation: Generation) -> Artifact:
         otherwise = f"{file} is not a KoGPT2 model"
         prefix = artifact.shared_prefix(weights, EMBEDDING, POSITIONS, otherwise)
         weights = {n.removeprefix(prefix): w for n, w in weights.items() if n.startswith(prefix)}
-    config = _config(weights, ConfigFile(read_json(folder / artifact.CONFIG_FILE)), file)
+    sizes = artifact.sizes(weights, file)
+    heads = max(sizes["units"] // DEFAULT_HEAD_SIZE, 1)
+    given = ConfigFile(read_json(folder / artifact.CONFIG_FILE))
+    config = given.config(sizes, file, heads=heads, activation="gelu", aliases={})
     # v1 files carry the tied output projection a second time.
     if OUTPUT in weights and weights[OUTPUT].shape != weights[EMBEDDING].shape:
         raise ArtifactError(
@@ -52,16 +53,3 @@ def _only(folder: Path, pattern: str) -> Path:
             f" (found: {artifact.list_files(folder)})"
         )
     return paths[0]
-
-
-def _config(weights: Index, given: ConfigFile, file: str) -> GPT2Config:
-    """Sizes from the weights; heads and activation from config.json."""
-    measured = artifact.sizes(weights, file)
-    config = GPT2Config(
-        **measured,
-        num_heads=given.heads(measured["units"], max(measured["units"] // DEFAULT_HEAD_SIZE, 1)),
-        activation=given.activation("gelu", {}),
-        layer_norm_eps=given.layer_norm_eps(),
-    )
-    given.must_agree(config, file)
-    return config

@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +22,13 @@ from engine.artifacts.artifact import Artifact
 from engine.artifacts.config import GPT2Config
 from engine.backends.page_cache import Span
 from engine.native import library
-from engine.native.prepared import PreparedFile, Stored, file_name, open_prepared, put, write_file
+from engine.native.prepared import PreparedFile, Stored, open_prepared, write
 from engine.prepared import manifest as manifests
 from engine.prepared.manifest import Run, directly, to_manifest
 from engine.sandbox import Limits
 
 Module = tuple[int, str]  # a layer, and one of `library.PRODUCTS`
+Shape = tuple[int, ...]
 BUILD_MIB, BUILD_CPU_S = 512, 60
 
 
@@ -45,32 +47,32 @@ class NativeAdapter:
     def __init__(
         self,
         config: GPT2Config,
-        ranks: Mapping[Module, int],
-        addresses: Mapping[str, int],
+        tensors: Mapping[str, tuple[int, Shape]],
         num_bytes: int,
+        close: Callable[[], object],
         mapped: Sequence[Span] = (),
-        close: Callable[[], object] = lambda: None,
     ) -> None:
-        """`addresses` say where tensors such as `3.qkv.down` lie; valid until `close`."""
+        """`tensors`: addresses, valid until `close`, and packed shapes, by `3.qkv.down`."""
         self._layers = (library.AdapterLayer * config.num_layers)()
         self.address = ctypes.addressof(self._layers)
         self.num_bytes, self.mapped, self._close = num_bytes, mapped, close
-        for (layer, product), rank in ranks.items():
-            entry = getattr(self._layers[layer], product)
-            entry.rank = rank
-            for part in ("down", "up", "bias"):
-                setattr(entry, part, addresses.get(f"{layer}.{product}.{part}"))
+        for name, (address, shape) in tensors.items():
+            layer, product, part = name.split(".")
+            entry = getattr(self._layers[int(layer)], product)
+            setattr(entry, part, address)
+            if part == "up":
+                entry.rank = shape[1]
 
     @classmethod
     def of(
         cls, config: GPT2Config, precision: str, matrices: Mapping[Module, LowRank]
     ) -> NativeAdapter:
         """One in memory. Raises `ArtifactError` for numbers that fp16 does not hold."""
-        arrays = _packed_arrays(matrices, precision)
-        addresses = {name: array.ctypes.data for name, array in arrays.items()}
-        ranks = {module: len(matrix.down) for module, matrix in matrices.items()}
+        modules = {f"{layer}.{product}": m for (layer, product), m in matrices.items()}
+        arrays = _packed_arrays(modules, precision)
+        tensors = {name: (array.ctypes.data, array.shape) for name, array in arrays.items()}
         size = sum(array.nbytes for array in arrays.values())
-        return cls(config, ranks, addresses, size, close=arrays.clear)  # keeps them until then
+        return cls(config, tensors, size, arrays.clear)  # which keeps them until then
 
     def close(self) -> None:
         """No pass may use it any more."""
@@ -90,40 +92,24 @@ def load_adapter(
     entries = list(layout(adapter, precision))
     changes_biases = any(entry.name.endswith(".bias") for entry in entries)
     content = adapter.content + (base.content if changes_biases else "")
-
-    def build_at(file: Path) -> Any:
-        size = sum(tensor.nbytes for tensor in adapter.index.values())
-        return run(
-            build,
-            *(str(adapter.path), to_manifest(adapter), str(base.path), to_manifest(base)),
-            str(file),
-            precision,
-            content,
-            what=adapter.path.name,
-            limits=Limits(
-                memory_mib=BUILD_MIB + 16 * size // MIB,
-                cpu_s=BUILD_CPU_S,
-                write_mib=64 + 4 * size // MIB,
-                niceness=manifests.NICENESS,
-            ),
-        )
-
+    size = sum(tensor.nbytes for tensor in adapter.index.values())
+    limits = Limits(
+        memory_mib=BUILD_MIB + 16 * size // MIB,
+        cpu_s=BUILD_CPU_S,
+        write_mib=64 + 4 * size // MIB,
+        niceness=manifests.NICENESS,
+    )
+    sources = [(str(part.path), to_manifest(part)) for part in (adapter, base)]
     file = open_prepared(
         adapter.path,
-        file_name(["adapter", content, precision, sorted(adapter.scales.items())]),
+        ["adapter", content, precision, sorted(adapter.scales.items())],
         cache_dir,
         lambda path: PreparedFile(path, entries, content),
-        build_at,
+        partial(run, build, sources, precision, content, what=adapter.path.name, limits=limits),
     )
-    ranks = {_module(entry.name): entry.shape[1] for entry in entries if entry.name.endswith(".up")}
-    return NativeAdapter(
-        base.config,
-        ranks,
-        file.addresses,
-        sum(entry.num_bytes for entry in entries),
-        [file.span],
-        file.close,
-    )
+    tensors = {entry.name: (file.addresses[entry.name], entry.shape) for entry in entries}
+    size = sum(entry.num_bytes for entry in entries)
+    return NativeAdapter(base.config, tensors, size, file.close, [file.span])
 
 
 def num_bytes(adapter: Adapter, precision: str) -> int:
@@ -145,28 +131,22 @@ def layout(adapter: Adapter, precision: str) -> Iterator[Stored]:
             yield Stored(f"{module}.bias", (-(-rank // line) * line,), "F32")
 
 
-def _module(name: str) -> Module:
-    layer, product, _ = name.split(".")
-    return int(layer), product
-
-
 # In the sandbox
 
 
 def build(
-    path: str,
-    manifest: dict[str, Any],
-    base_path: str,
-    base_manifest: dict[str, Any],
-    file: str,
-    precision: str,
-    content: str,
+    sources: list[tuple[str, dict[str, Any]]], precision: str, content: str, file: str
 ) -> str | None:
-    """Write an adapter's prepared file; returns what is wrong with its folder, if anything."""
+    """Write an adapter's prepared file; returns what is wrong with its folder, if anything.
+
+    sources: path and manifest of the adapter, and of its base
+    """
+    (path, manifest), (base_path, base_manifest) = sources
     adapter = manifests.adapter_from_manifest(Path(path), manifest)
     base = manifests.from_manifest(Path(base_path), base_manifest)
     entries = list(layout(adapter, precision))
-    arrays = _packed_arrays(low_ranks(adapter, base), precision)
+    matrices = {module: _low_rank(adapter, base, module) for module in adapter.scales}
+    arrays = _packed_arrays(matrices, precision)
 
     def fill(data: NDArray[np.uint8]) -> None:
         at = 0
@@ -174,23 +154,17 @@ def build(
             data[at : at + entry.num_bytes] = arrays[entry.name].reshape(-1).view(np.uint8)
             at += entry.num_bytes
 
-    return put(Path(file), lambda target: write_file(target, entries, content, fill))
+    return write(file, entries, content, fill)
 
 
-def low_ranks(adapter: Adapter, base: Artifact) -> dict[Module, LowRank]:
-    """An adapter's matrices by layer and product, its scales in `up`."""
-    matrices = {}
-    for module, scale in adapter.scales.items():
-        layer, product = module.split(".")
-        matrices[int(layer), product] = _low_rank(adapter, base, module, scale)
-    return matrices
+def _low_rank(adapter: Adapter, base: Artifact, module: str) -> LowRank:
+    """The matrices of a module such as `3.qkv`, its scale in `up`."""
 
-
-def _low_rank(adapter: Adapter, base: Artifact, module: str, scale: float) -> LowRank:
     def numbers(name: str, weights: Mapping[str, NDArray[Any]] = adapter.weights) -> Any:
         return np.asarray(weights[name], np.float32) if name in weights else None
 
     layer, product = module.split(".")
+    scale = adapter.scales[module]
     down, up = numbers(f"{module}.down"), scale * numbers(f"{module}.up")
     if not adapter.changes_bias(module):
         return LowRank(down, up)
@@ -205,16 +179,15 @@ def _low_rank(adapter: Adapter, base: Artifact, module: str, scale: float) -> Lo
     return LowRank(down, np.concatenate([up, more[:, None]], axis=1), ones)
 
 
-def _packed_arrays(matrices: Mapping[Module, LowRank], precision: str) -> dict[str, NDArray[Any]]:
+def _packed_arrays(matrices: Mapping[str, LowRank], precision: str) -> dict[str, NDArray[Any]]:
     """The parts of adapters' products as the library reads them, such as `3.qkv.down`."""
     arrays: dict[str, NDArray[Any]] = {}
     dtype = np.float16 if precision == "int8" else np.float32
-    for (layer, product), matrix in matrices.items():
-        arrays[f"{layer}.{product}.down"] = _grouped(matrix.down, dtype)
-        arrays[f"{layer}.{product}.up"] = _grouped(matrix.up, dtype)
+    for module, matrix in matrices.items():
+        arrays[f"{module}.down"] = _grouped(matrix.down, dtype)
+        arrays[f"{module}.up"] = _grouped(matrix.up, dtype)
         if matrix.bias is not None:
-            padding = (0, -len(matrix.bias) % library.LINE)
-            arrays[f"{layer}.{product}.bias"] = np.pad(matrix.bias, padding)
+            arrays[f"{module}.bias"] = np.pad(matrix.bias, (0, -len(matrix.bias) % library.LINE))
     return arrays
 
 

@@ -10,6 +10,7 @@ import importlib.machinery
 from ctypes import POINTER, Structure, byref, c_char_p, c_double, c_float, c_int, c_int32, c_size_t
 from ctypes import c_void_p as Pointer
 from pathlib import Path
+from typing import Any
 
 from common.cpus import cpu_count
 from common.errors import InvalidRequest, OutOfMemory
@@ -68,53 +69,44 @@ class Truncation(Structure):
     )  # fmt: skip
 
 
-def _open() -> ctypes.CDLL:
-    library = ctypes.CDLL(str(LIBRARY))
-    size, model = c_size_t, POINTER(Model)
-    signatures = {
-        "run_pass": (c_int, [model, Pointer, POINTER(Piece), size, Pointer]),
-        "page_bytes": (size, [model]),
-        "release_scratch": (None, []),
-        "use_threads": (c_int, [c_int]),
-        "use_kernels": (c_char_p, [c_char_p]),
-        "packed_bytes": (size, [size, size, size]),
-        "pack": (None, [Pointer, c_int, *[size] * 7, Pointer]),
-        "softmax_weights": (c_double, [Pointer, size, c_float, Pointer]),
-        "largest_tokens": (size, [Pointer, size, size, Pointer, Pointer]),
-        "draw_token": (c_int32, [Pointer, size, POINTER(Truncation), c_double, Pointer]),
-        "allowed_logits": (size, [Pointer, Pointer, size, Pointer, Pointer]),
-        "allowed_argmax": (c_int32, [Pointer, Pointer, size]),
-        "only_allowed": (c_int32, [Pointer, size]),
-        "take_times": (None, [POINTER(c_double * 5)]),
-    }
-    for name, (result, arguments) in signatures.items():
-        function = getattr(library, name)
-        function.restype, function.argtypes = result, arguments
-    return library
+_library = ctypes.CDLL(str(LIBRARY))
 
 
-_library = _open()
-packed_bytes = _library.packed_bytes
-pack = _library.pack
-softmax_weights = _library.softmax_weights
-largest_tokens = _library.largest_tokens
-draw_token = _library.draw_token
-allowed_logits = _library.allowed_logits
-allowed_argmax = _library.allowed_argmax
-only_allowed = _library.only_allowed
-release_scratch = _library.release_scratch
+def _function(name: str, result: Any, *arguments: Any) -> Any:
+    """The library's function of this name, with its types."""
+    function = getattr(_library, name)
+    function.restype, function.argtypes = result, arguments
+    return function
+
+
+_size, _model = c_size_t, POINTER(Model)
+_run_pass = _function("run_pass", c_int, _model, Pointer, POINTER(Piece), _size, Pointer)
+_page_bytes = _function("page_bytes", _size, _model)
+_use_threads = _function("use_threads", c_int, c_int)
+_use_kernels = _function("use_kernels", c_char_p, c_char_p)
+_take_times = _function("take_times", None, POINTER(c_double * 5))
+release_scratch = _function("release_scratch", None)
+packed_bytes = _function("packed_bytes", _size, _size, _size, _size)
+pack = _function("pack", None, Pointer, c_int, *[_size] * 7, Pointer)
+softmax_weights = _function("softmax_weights", c_double, Pointer, _size, c_float, Pointer)
+largest_tokens = _function("largest_tokens", _size, Pointer, _size, _size, Pointer, Pointer)
+draw_token = _function(
+    "draw_token", c_int32, Pointer, _size, POINTER(Truncation), c_double, Pointer
+)
+allowed_logits = _function("allowed_logits", _size, Pointer, Pointer, _size, Pointer, Pointer)
+allowed_argmax = _function("allowed_argmax", c_int32, Pointer, Pointer, _size)
+only_allowed = _function("only_allowed", c_int32, Pointer, _size)
 _STATUS = ("ok", "the model's sizes", "a piece's tokens or positions", "memory")
 
 
 def page_bytes(model: Model) -> int:
     """Bytes of a page of keys and values: `PAGE_TOKENS` tokens of all layers."""
-    size: int = _library.page_bytes(byref(model))
-    return size
+    return int(_page_bytes(byref(model)))
 
 
 def use_kernels(name: str | None = None) -> str:
     """Use an instruction set, by default the best; returns its name. Raises `InvalidRequest`."""
-    used: bytes | None = _library.use_kernels(None if name is None else name.encode())
+    used: bytes | None = _use_kernels(None if name is None else name.encode())
     if used is None:
         raise InvalidRequest(f"this processor has no {name} instructions")
     return used.decode()
@@ -122,8 +114,7 @@ def use_kernels(name: str | None = None) -> str:
 
 def use_threads(count: int) -> int:
     """Set the threads of a pass, including the calling one; returns how many started."""
-    started: int = _library.use_threads(count)
-    return started
+    return int(_use_threads(count))
 
 
 def start() -> None:
@@ -136,7 +127,7 @@ def run_pass(
     model: Model, arena: int, pieces: ctypes.Array[Piece], count: int, logits: int
 ) -> None:
     """Compute pieces and write logits, both by address. Raises `OutOfMemory`, `InvalidRequest`."""
-    check(_library.run_pass(byref(model), arena, pieces, count, logits))
+    check(_run_pass(byref(model), arena, pieces, count, logits))
 
 
 def check(status: int) -> None:
@@ -150,5 +141,5 @@ def check(status: int) -> None:
 def take_times() -> dict[str, float]:
     """Seconds of the passes since the last call, by part."""
     times = (c_double * 5)()
-    _library.take_times(byref(times))
+    _take_times(byref(times))
     return dict(zip(("embedding", "products", "attention", "rest", "head"), times, strict=True))

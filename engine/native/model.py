@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import mmap
 import threading
 from collections.abc import Callable, Sequence
@@ -20,15 +21,12 @@ RunPass = Callable[[library.Model, int, "ctypes.Array[library.Piece]", int, int]
 _lock = threading.Lock()
 _arenas: dict[int, tuple[Arena, int]] = {}  # by the bytes of a page, with the number of models
 _logits: list[mmap.mmap] = []  # the memory of passes' logits, once there is some
-_started = False
+_start = functools.cache(library.start)
 
 
 def _open_arena(page_bytes: int) -> Arena:
-    global _started
     with _lock:
-        if not _started:
-            library.start()
-            _started = True
+        _start()
         arena, models = _arenas.get(page_bytes) or (Arena(page_bytes), 0)
         _arenas[page_bytes] = arena, models + 1
         return arena

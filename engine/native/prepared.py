@@ -9,6 +9,7 @@ crash may have cut off what was not on the disk yet.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import logging
 import math
@@ -35,7 +36,7 @@ from engine.artifacts.adapter import Adapter
 from engine.artifacts.artifact import Artifact
 from engine.artifacts.config import GPT2Config
 from engine.artifacts.merged import Merged, merge
-from engine.artifacts.read_safetensors import read_safetensors
+from engine.artifacts.read_safetensors import DTYPES, read_safetensors
 from engine.backends.page_cache import Span
 from engine.native import library
 from engine.prepared import folder as folders
@@ -51,9 +52,7 @@ BLOCKS = {"int8": 64, "fp32": 0}  # numbers that share a scale
 # 1.8%, for nothing at one row and 10 to 14% of the time of eight rows and of prompts; two for all
 # would give 0.9 to 1.0% for half the speed.
 PLANES = {"qkv": 1, "attention_out": 1, "ffn_hidden": 2, "ffn_out": 1, "head": 1}
-ITEM_BYTES = {"F32": 4, "F16": 2, "U8": 1}
 SOURCE_TYPES = {"float32": 0, "float16": 1, "bfloat16": 2}  # pass.h, SourceType
-DTYPES = {"float32": "F32", "float16": "F16", "uint8": "U8"}
 GROUPS_AT_ONCE = 256  # groups of columns that a thread packs in one task
 ALIGNMENT = 4096  # of the first tensor
 ALIGNED = 32  # of each: half a cache line, in which an adapter's rows of fp16 lie
@@ -76,7 +75,7 @@ class Stored:
 
     @property
     def num_bytes(self) -> int:
-        return math.prod(self.shape) * ITEM_BYTES[self.dtype]
+        return math.prod(self.shape) * np.dtype(DTYPES[self.dtype]).itemsize
 
 
 @dataclass(frozen=True)
@@ -89,41 +88,37 @@ class Entry(Stored):
     block: int | None  # of a matrix
 
 
-def _entry(name: str, source: str, n: int, k: int, block: int | None = None) -> Entry:
+def _entry(name: str, source: str, shape: tuple[int, ...], block: int | None) -> Entry:
+    n, k = shape if len(shape) == 2 else (1, *shape)
     groups, line = -(-n // library.LINE), library.LINE
-    shape: tuple[int, ...] = (groups, k, line)
+    stored: tuple[int, ...] = (groups, k, line)
     if block is None:
-        shape = (n, -(-k // line) * line)
+        stored = (n, -(-k // line) * line)
     elif block:
-        shape = (groups, library.packed_bytes(n, k, block) // groups)
-    return Entry(name, shape, "U8" if block else "F32", source, n, k, block)
+        stored = (groups, library.packed_bytes(n, k, block) // groups)
+    return Entry(name, stored, "U8" if block else "F32", source, n, k, block)
 
 
 def layout(config: GPT2Config, precision: str) -> Iterator[Entry]:
     """The tensors of a file, in order."""
-    block, c = BLOCKS[precision], config
-
-    def norm(name: str, source: str) -> Iterator[Entry]:
-        for part in ("gamma", "beta"):
-            yield _entry(f"{name}.{part}", f"{source}.{part}", 1, c.units)
-
-    def matrix(name: str, source: str, n: int, k: int) -> Iterator[Entry]:
-        yield _entry(f"{name}.weight", f"{source}.weight", n, k, block)
-        yield _entry(f"{name}.bias", f"{source}.bias", 1, n)
-
-    yield _entry("embedding.weight", names.EMBEDDING, c.vocab_size, c.units, block)
-    if not c.tie_word_embeddings:
-        yield _entry("head.weight", names.OUTPUT, c.vocab_size, c.units, block)
-    yield _entry("positions", names.POSITIONS, c.max_length, c.units)
-    for i in range(c.num_layers):
-        at = f"layers.{i}"
-        yield from norm(f"{at}.attention_norm", names.ATTENTION_NORM.format(i))
-        yield from matrix(f"{at}.qkv", names.QKV.format(i), 3 * c.units, c.units)
-        yield from matrix(f"{at}.attention_out", names.ATTENTION_OUT.format(i), c.units, c.units)
-        yield from norm(f"{at}.ffn_norm", names.FFN_NORM.format(i))
-        yield from matrix(f"{at}.ffn_hidden", names.FFN_HIDDEN.format(i), c.hidden_size, c.units)
-        yield from matrix(f"{at}.ffn_out", names.FFN_OUT.format(i), c.units, c.hidden_size)
-    yield from norm("final_norm", names.FINAL_NORM)
+    sources = {
+        "embedding.weight": names.EMBEDDING,
+        "head.weight": names.OUTPUT,
+        "positions": names.POSITIONS,
+    }
+    blocks = {
+        f"layers.{i}.{name}": pattern.format(i)
+        for i in range(config.num_layers)
+        for name, pattern in (names.PRODUCTS | names.NORMS).items()
+    }
+    for name, source in {**blocks, "final_norm": names.FINAL_NORM}.items():
+        parts = ("gamma", "beta") if name.endswith("norm") else ("weight", "bias")
+        sources |= {f"{name}.{part}": f"{source}.{part}" for part in parts}
+    shapes = dict(names.shapes(config))
+    for name, source in sources.items():
+        block = BLOCKS[precision] if name.endswith(".weight") else None
+        if source in shapes:  # a tied head has no weights of its own
+            yield _entry(name, source, shapes[source], block)
 
 
 def num_bytes(config: GPT2Config, precision: str) -> int:
@@ -149,8 +144,8 @@ class PreparedFile:
         expected = {entry.name: entry for entry in entries}
         for name, tensor in index.items():
             entry = expected.pop(name, None)
-            place = None if entry is None else (entry.dtype, entry.shape)
-            if (DTYPES.get(tensor.dtype), tensor.shape) != place or tensor.offset % ALIGNED:
+            place = None if entry is None else (DTYPES[entry.dtype], entry.shape)
+            if (tensor.dtype, tensor.shape) != place or tensor.offset % ALIGNED:
                 raise ArtifactError(f"{path.name}: {name} is not of this model")
         if expected or metadata.get("source") != content:
             raise ArtifactError(f"{path.name} is not of this model")
@@ -196,48 +191,36 @@ def prepared(
     if isinstance(artifact, Merged):
         parts = [artifact.base, artifact.adapter]
     sources = [(str(part.path), to_manifest(part)) for part in parts]
-
-    def build_at(file: Path) -> Any:
-        return run(
-            build,
-            sources,
-            str(file),
-            precision,
-            what=artifact.path.name,
-            limits=Limits(
-                memory_mib=BUILD_MIB + BUILD_TIMES_FP32 * fp32 // MIB,
-                cpu_s=BUILD_CPU_S + fp32 // BUILD_BYTES_PER_CPU_S,
-                write_mib=64 + BUILD_TIMES_FP32 * fp32 // MIB,
-                niceness=manifests.NICENESS,
-            ),
-        )
-
+    limits = Limits(
+        memory_mib=BUILD_MIB + BUILD_TIMES_FP32 * fp32 // MIB,
+        cpu_s=BUILD_CPU_S + fp32 // BUILD_BYTES_PER_CPU_S,
+        write_mib=64 + BUILD_TIMES_FP32 * fp32 // MIB,
+        niceness=manifests.NICENESS,
+    )
     return open_prepared(
         artifact.path,
-        file_name([content, precision, dataclasses.asdict(config)]),
+        [content, precision, dataclasses.asdict(config)],
         cache_dir,
         lambda file: Prepared(file, config, precision, content),
-        build_at,
+        functools.partial(run, build, sources, precision, what=artifact.path.name, limits=limits),
     )
-
-
-def file_name(key: list[Any]) -> str:
-    """The name of the prepared file for a key, a JSON value that identifies its content."""
-    return f"{folders.hash_of(json.dumps([FORMAT, *key]))}{folders.MODEL}"
 
 
 def open_prepared(
     path: Path,
-    name: str,
+    key: list[Any],
     cache_dir: Path | None,
     open_file: Callable[[Path], File],
-    build_at: Callable[[Path], Any],
+    build_at: Callable[[str], Any],
 ) -> File:
     """Open the prepared file of the artifact in `path`; `build_at` builds it if it does not exist.
 
-    `build_at` returns what is wrong with the folder, if anything. Places and errors as of
-    `prepared`.
+    key: a JSON value that identifies the file's content
+    build_at: takes its path, returns what is wrong with the folder, if anything
+
+    Places and errors as of `prepared`.
     """
+    name = f"{folders.hash_of(json.dumps([FORMAT, *key]))}{folders.MODEL}"
     folder = cache_folder(path, cache_dir)
     if folder is None:
         logger.warning("%s: its prepared models are another user's", path)
@@ -254,8 +237,7 @@ def open_prepared(
         folder.mkdir(parents=True, exist_ok=True)
         folders.remove_abandoned(folder)
         began = time.monotonic()
-        problem = build_at(folder / name)
-        if problem is not None:
+        if (problem := build_at(str(folder / name))) is not None:
             raise OSError(problem)
         logger.info("prepared %s in %.2f s", path.name, time.monotonic() - began)
         try:
@@ -278,7 +260,7 @@ def open_prepared(
 # In the sandbox
 
 
-def build(sources: list[tuple[str, Any]], file: str, precision: str) -> str | None:
+def build(sources: list[tuple[str, Any]], precision: str, file: str) -> str | None:
     """Write the prepared file of an artifact; returns what is wrong with its folder, if anything.
 
     sources: path and manifest of the artifact, and of an adapter to merge into its weights
@@ -287,28 +269,17 @@ def build(sources: list[tuple[str, Any]], file: str, precision: str) -> str | No
     artifact = manifests.from_manifest(Path(path), manifest)
     for path, manifest in adapters:
         artifact = merge(artifact, manifests.adapter_from_manifest(Path(path), manifest))
-    return put(Path(file), lambda file: write(artifact, file, precision))
-
-
-def put(target: Path, write_at: Callable[[Path], object]) -> str | None:
-    """Write a file whole or not at all; returns what is wrong with its folder, if anything."""
-    try:
-        folders.write_whole(target, write_at)
-    except OSError as error:
-        return str(error)
-    return None
-
-
-def write(artifact: Artifact, file: Path, precision: str) -> None:
-    """Quantize or pack an artifact's weights into a new file, on all cores. Raises `OSError`."""
     entries = list(layout(artifact.config, precision))
-    write_file(file, entries, artifact.content, lambda data: _fill(artifact, entries, data))
+    return write(file, entries, artifact.content, functools.partial(_fill, artifact, entries))
 
 
-def write_file(
-    file: Path, entries: Sequence[Stored], content: str, fill: Callable[[NDArray[np.uint8]], object]
-) -> None:
-    """Write a prepared file, whose tensors `fill` writes in order. Raises `OSError`."""
+def write(
+    file: str, entries: Sequence[Stored], content: str, fill: Callable[[NDArray[np.uint8]], object]
+) -> str | None:
+    """Write a prepared file, whole or not at all; `fill` writes the tensors, in order.
+
+    Returns what is wrong with its folder, if anything.
+    """
     header: dict[str, Any] = {"__metadata__": {"source": content, "blake3": "0" * 64}}
     at = 0
     for entry in entries:
@@ -317,20 +288,25 @@ def write_file(
         at += entry.num_bytes
     length = len(json.dumps(header))
     begin = -(-(8 + length) // ALIGNMENT) * ALIGNMENT
-    with file.open("w+b") as opened:
-        # a full disk is an error here, no signal
-        os.posix_fallocate(opened.fileno(), 0, begin + at)
-        with mmap.mmap(opened.fileno(), begin + at) as memory:
-            data = np.frombuffer(memory, np.uint8)
-            fill(data[begin:])
-            header["__metadata__"]["blake3"] = _digest(data[begin:])
-            text = json.dumps(header).encode().ljust(begin - 8)
-            data[:begin] = np.frombuffer((begin - 8).to_bytes(8, "little") + text, np.uint8)
-            del data
-    file.chmod(0o644)
+    try:
+        with folders.written_whole(Path(file)) as path, path.open("w+b") as opened:
+            # a full disk is an error here, no signal
+            os.posix_fallocate(opened.fileno(), 0, begin + at)
+            with mmap.mmap(opened.fileno(), begin + at) as memory:
+                data = np.frombuffer(memory, np.uint8)
+                fill(data[begin:])
+                header["__metadata__"]["blake3"] = _digest(data[begin:])
+                text = json.dumps(header).encode().ljust(begin - 8)
+                data[:begin] = np.frombuffer((begin - 8).to_bytes(8, "little") + text, np.uint8)
+                del data
+            path.chmod(0o644)
+    except OSError as error:
+        return str(error)
+    return None
 
 
 def _fill(artifact: Artifact, entries: list[Entry], data: NDArray[np.uint8]) -> None:
+    """Quantize or pack an artifact's weights, on all cores."""
     at = 0
     with ThreadPoolExecutor(cpu_count()) as pool:
         futures = []
@@ -342,27 +318,12 @@ def _fill(artifact: Artifact, entries: list[Entry], data: NDArray[np.uint8]) -> 
                 rows = place.view(np.float32).reshape(entry.shape)
                 rows[:, : entry.k] = weight
                 continue
-            groups = entry.shape[0]
-            for first in range(0, groups, GROUPS_AT_ONCE):
-                last = min(first + GROUPS_AT_ONCE, groups)
-                futures.append(pool.submit(_pack, entry, weight, place, first, last))
+            strides = (stride // weight.itemsize for stride in weight.strides)
+            matrix = (weight.ctypes.data, SOURCE_TYPES[weight.dtype.name], *strides)
+            sizes = (entry.n, entry.k, entry.block)
+            for first in range(0, entry.shape[0], GROUPS_AT_ONCE):
+                last = min(first + GROUPS_AT_ONCE, entry.shape[0])
+                target = (first, last, place.ctypes.data)
+                futures.append(pool.submit(library.pack, *matrix, *sizes, *target))
         for future in futures:
             future.result()
-
-
-def _pack(
-    entry: Entry, weight: NDArray[Any], place: NDArray[np.uint8], first: int, last: int
-) -> None:
-    column, step = (stride // weight.itemsize for stride in weight.strides)
-    library.pack(
-        weight.ctypes.data,
-        SOURCE_TYPES[weight.dtype.name],
-        column,
-        step,
-        entry.n,
-        entry.k,
-        entry.block,
-        first,
-        last,
-        place.ctypes.data,
-    )

@@ -8,8 +8,8 @@ import os
 import stat
 import tempfile
 import time
-from collections.abc import Callable, Iterable
-from contextlib import suppress
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -64,11 +64,12 @@ def read_object(path: Path) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-def write_whole(path: Path, write: Callable[[Path], object]) -> None:
-    """Have `write` write a file beside its place, then move it there. Raises `OSError`."""
+@contextmanager
+def written_whole(path: Path) -> Iterator[Path]:
+    """Where to write a file, beside its place; then it is moved there. Raises `OSError`."""
     with tempfile.TemporaryDirectory(prefix=BUILDING, dir=path.parent) as building:
         file = Path(building) / path.name
-        write(file)
+        yield file
         file.replace(path)
 
 
@@ -87,22 +88,18 @@ def prune(folder: Path, max_bytes: int) -> None:
     changed since the last call.
     """
     with suppress(OSError):
-        now = (folder.stat().st_mtime_ns, max_bytes)
-        if _pruned.get(folder) != now:
-            _prune(folder, max_bytes)
-            _pruned[folder] = (folder.stat().st_mtime_ns, max_bytes)
-
-
-def _prune(folder: Path, max_bytes: int) -> None:
-    models = [(path, path.stat()) for path in folder.glob("*" + MODEL)]
-    models.sort(key=lambda model: model[1].st_mtime, reverse=True)
-    total = 0
-    for i, (path, status) in enumerate(models):
-        total += 512 * status.st_blocks
-        if total > max_bytes and i:
-            logger.info("the prepared model %s is removed: not loaded for longest", path.stem)
-            path.unlink(missing_ok=True)
-    for source in folder.glob("*" + SOURCE):
-        artifact = read_object(source).get("path")
-        if not isinstance(artifact, str) or not os.path.exists(artifact):
-            source.unlink(missing_ok=True)
+        if _pruned.get(folder) == (folder.stat().st_mtime_ns, max_bytes):
+            return
+        models = [(path, path.stat()) for path in folder.glob("*" + MODEL)]
+        models.sort(key=lambda model: model[1].st_mtime, reverse=True)
+        total = 0
+        for i, (path, status) in enumerate(models):
+            total += 512 * status.st_blocks
+            if total > max_bytes and i:
+                logger.info("the prepared model %s is removed: not loaded for longest", path.stem)
+                path.unlink(missing_ok=True)
+        for source in folder.glob("*" + SOURCE):
+            artifact = read_object(source).get("path")
+            if not isinstance(artifact, str) or not os.path.exists(artifact):
+                source.unlink(missing_ok=True)
+        _pruned[folder] = (folder.stat().st_mtime_ns, max_bytes)

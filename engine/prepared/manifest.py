@@ -30,11 +30,11 @@ from engine.artifacts import adapter as adapters
 from engine.artifacts.adapter import Adapter
 from engine.artifacts.artifact import Artifact, MappedWeights, check_weights
 from engine.artifacts.config import GPT2Config
-from engine.artifacts.files import why
+from engine.artifacts.files import readable
 from engine.artifacts.generation_config import Generation
 from engine.artifacts.open import open_artifact
 from engine.artifacts.tensor_index import Tensor
-from engine.prepared.folder import SOURCE, cache_folder, hash_of, read_object, write_whole
+from engine.prepared.folder import SOURCE, cache_folder, hash_of, read_object, written_whole
 from engine.sandbox import MIB, Limits
 
 FORMAT = 3
@@ -137,25 +137,25 @@ class Manifests:
             entry = {"format": FORMAT, "path": str(path), "files": stamps, "artifact": manifest}
             with suppress(OSError):  # then it is read again after a restart
                 file.parent.mkdir(parents=True, exist_ok=True)
-                write_whole(file, lambda new: new.write_text(json.dumps(entry), "utf-8"))
+                with written_whole(file) as new:
+                    new.write_text(json.dumps(entry), "utf-8")
         return manifest
 
 
 def stamps_of(path: Path) -> Stamps:
     """What changes when a file of the artifact does; subfolders do not count."""
     stamps: Stamps = []
+    missing = (FileNotFoundError, NotADirectoryError)
     try:
-        with os.scandir(path) as entries:
+        with readable(path, but=missing), os.scandir(path) as entries:
             for entry in entries:
                 if len(stamps) == MAX_FILES:
                     raise ArtifactError(f"{path.name} holds more than {MAX_FILES} files")
                 status = entry.stat(follow_symlinks=os.path.exists(entry.path))
                 if not stat.S_ISDIR(status.st_mode):
                     stamps.append([entry.name, status.st_size, status.st_mtime_ns, status.st_ino])
-    except (FileNotFoundError, NotADirectoryError):
+    except missing:
         raise ArtifactError(f"there is no model folder {path}") from None
-    except OSError as error:
-        raise ArtifactError(f"{path} cannot be read: {why(error)}") from None
     return sorted(stamps)
 
 

@@ -10,11 +10,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from command.model_writer import write_safetensors
-from engine.artifacts.adapter import BASE_NAMES, PRODUCTS
+from engine.artifacts.adapter import BASE_NAMES, PRODUCTS, read
+from engine.artifacts.artifact import shapes
 from engine.artifacts.open import open_artifact
-from engine.artifacts.read_params import read_params
 from tests.engine.hugging_face import write_json
-from tests.engine.models import write_params
+from tests.engine.models import params_of, write_params
 
 ALL = tuple(PRODUCTS)
 
@@ -39,25 +39,20 @@ def make_adapter(
     are large enough to change greedy text.
     """
     path.mkdir(parents=True, exist_ok=True)
-    c = open_artifact(base).config
-    shapes = {
-        "attn.c_attn": (3 * c.units, c.units),
-        "attn.c_proj": (c.units, c.units),
-        "mlp.c_fc": (c.hidden_size, c.units),
-        "mlp.c_proj": (c.units, c.hidden_size),
-    }
+    config_of_base = open_artifact(base).config
+    base_shapes = dict(shapes(config_of_base))
     rng = np.random.default_rng(1000 + seed)
     tensors: dict[str, NDArray[Any]] = {}
-    for layer in range(c.num_layers) if layers is None else layers:
+    for layer in range(config_of_base.num_layers) if layers is None else layers:
         for module in modules:
-            shape = shapes[module]
+            n, k = base_shapes[f"{BASE_NAMES[PRODUCTS[module]].format(layer)}.weight"]
             at = f"base_model.model.transformer.h.{layer}.{module}"
-            down = rng.standard_normal((rank, shape[1])) / np.sqrt(shape[1])
-            up = rng.standard_normal((shape[0], rank)) / np.sqrt(rank)
+            down = rng.standard_normal((rank, k)) / np.sqrt(k)
+            up = rng.standard_normal((n, rank)) / np.sqrt(rank)
             tensors[f"{at}.lora_A.weight"] = down.astype(dtype)
             tensors[f"{at}.lora_B.weight"] = up.astype(dtype)
             if bias:
-                tensors[f"{at}.bias"] = rng.standard_normal(shape[0]).astype(dtype) * 0.3
+                tensors[f"{at}.bias"] = rng.standard_normal(n).astype(dtype) * 0.3
     fields = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -70,17 +65,14 @@ def make_adapter(
         **(config or {}),
     }
     write_json(path / "adapter_config.json", fields)
-    all_tensors = {**tensors, **(weights or {})}
-    write_safetensors(path / "adapter_model.safetensors", list(all_tensors.items()))
+    write_safetensors(path / "adapter_model.safetensors", (tensors | (weights or {})).items())
     return path
 
 
 def merged(path: Path, base: Path, adapter: Path, scale: float = 2.0) -> Path:
     """A whole v1 model: `base`, itself a v1 model, with an adapter of `make_adapter` in it."""
-    from engine.artifacts.adapter import read
-
     path.mkdir(parents=True, exist_ok=True)
-    weights = {name: np.array(w) for name, w in read_params(base / "kogpt2.params").items()}
+    weights = params_of(base)
     found = read(adapter)
     for module in found.scales:
         layer, product = module.split(".")

@@ -20,13 +20,12 @@ from common.errors import EngineError
 from common.mxnet_compat import mx
 from engine.artifacts.artifact import EMBEDDING, OUTPUT
 from engine.artifacts.open import open_artifact
-from engine.artifacts.read_params import read_params
 from engine.backends.mxnet.gpt2 import GPT2
 from engine.engine import Engine
 from engine.http.client import UnixConnection
 from engine.sequence import Sequence, Token
 from engine.text.prompts import Inputs
-from tests.engine.models import make_artifact, write_params
+from tests.engine.models import make_artifact, params_of, write_params
 from tests.engine.sentences import SENTENCES
 from tests.processes import eventually
 
@@ -37,7 +36,7 @@ EOS = 3
 def make_talkative(path: Path, *, end_like: int | None = None, **sizes: Any) -> Path:
     """An artifact whose greedy text never ends by itself, or only where `end_like` would come."""
     make_artifact(path, **sizes)
-    weights = {n: np.array(w) for n, w in read_params(path / "kogpt2.params").items()}
+    weights = params_of(path)
     for name in (EMBEDDING, OUTPUT):
         weights[name][EOS] = 0 if end_like is None else 1.05 * weights[name][end_like]
     write_params(path / "kogpt2.params", weights)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import io
 import json
-import struct
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -14,8 +13,10 @@ import numpy as np
 import sentencepiece
 from numpy.typing import NDArray
 
+from command import model_writer
 from engine.artifacts.artifact import EMBEDDING, OUTPUT, shapes
 from engine.artifacts.config import GPT2Config
+from engine.artifacts.read_params import read_params
 from tests.engine.sentences import SENTENCES
 
 SYMBOLS = ["<usr>", "<sys>", "<unused0>", "<unused1>"]
@@ -33,24 +34,16 @@ def make_artifact(
     activation: str = "gelu",
     seed: int = 0,
     dtype: str = "float32",
-    prefix: str = "",
-    embedding_seed: int | None = None,
 ) -> Path:
     """Writes `*.params`, `*.spiece` and `config.json` into `path`; returns it.
 
-    `prefix` goes in front of every key, as in a fine-tune saved from a wrapper block. Two models
-    with the same `embedding_seed` share their embedding. `vocab` must hold the tokenizer's pieces,
-    160 at most.
+    `vocab` must hold the tokenizer's pieces, 160 at most.
     """
     config = GPT2Config(vocab, units, layers, heads, 4 * units, max_length, activation)
     weights = random_weights(config, seed)
-    if embedding_seed is not None:
-        weights[EMBEDDING] = random_weights(config, embedding_seed)[EMBEDDING]
     weights[OUTPUT] = weights[EMBEDDING]  # v1 files hold the tied matrix twice
     path.mkdir(parents=True, exist_ok=True)
-    write_params(
-        path / "kogpt2.params", {prefix + name: w.astype(dtype) for name, w in weights.items()}
-    )
+    write_params(path / "kogpt2.params", {n: w.astype(dtype) for n, w in weights.items()})
     (path / "kogpt2.spiece").write_bytes(spiece())
     (path / "config.json").write_text(
         json.dumps({"num_heads": heads, "activation": activation}), encoding="utf-8"
@@ -73,19 +66,12 @@ def random_weights(config: GPT2Config, seed: int) -> dict[str, NDArray[np.float3
 
 
 def write_params(path: Path, arrays: Mapping[str, NDArray[Any]]) -> None:
-    """Writes what `mx.nd.save` would; the format is that of `engine.artifacts.read_params`."""
-    codes = {"float32": 0, "float64": 1, "float16": 2}
-    with path.open("wb") as file:
-        file.write(struct.pack("<QQQ", 0x112, 0, len(arrays)))
-        for array in arrays.values():
-            file.write(struct.pack("<IiI", 0xF993FAC9, 0, array.ndim))
-            file.write(struct.pack(f"<{array.ndim}q", *array.shape))
-            file.write(struct.pack("<iii", 1, 0, codes[array.dtype.name]))
-            file.write(np.ascontiguousarray(array).tobytes())
-        file.write(struct.pack("<Q", len(arrays)))
-        for name in arrays:
-            encoded = name.encode()
-            file.write(struct.pack("<Q", len(encoded)) + encoded)
+    model_writer.write_params(path, arrays.items())
+
+
+def params_of(folder: Path) -> dict[str, NDArray[Any]]:
+    """Copies of the parameters in a folder of `make_artifact`."""
+    return {n: np.array(w) for n, w in read_params(folder / "kogpt2.params").items()}
 
 
 @functools.cache

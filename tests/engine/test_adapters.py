@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +19,12 @@ from engine.artifacts.open import open_artifact
 from engine.backends.interface import Piece
 from engine.backends.mxnet.gpt2 import GPT2
 from engine.engine import Engine
-from engine.native.adapter import load_adapter
+from engine.native.adapter import NativeAdapter, load_adapter
 from engine.native.model import NativeModel
 from engine.native.prepared import prepared
 from engine.prepared.manifest import Manifests
 from tests.engine.adapters import make_adapter, merged
+from tests.engine.backends.running import logits_of
 from tests.engine.conftest import NewEngine
 from tests.engine.engines import Pause, Request, make_talkative
 from tests.engine.hugging_face import make_hugging_face
@@ -40,6 +43,7 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
+TRAINED_ROWS = "base_model.model.transformer.wte.token_adapter.trainable_tokens_delta"
 Paths = dict[str, Path]
 
 
@@ -89,43 +93,35 @@ def ask(engine: Engine, name: str, new: int = NEW, prompt: str = PROMPT, **given
     return Request(engine, name, prompt, max_new_tokens=new, **given)
 
 
-def logits_of(model: NativeModel, ids: list[int], adapter: Any = None) -> Any:
-    row = model.open_row()
-    found = model.run([Piece(row, ids, len(ids), adapter)]).copy()
-    model.close_row(row)
-    return found
+IDS = np.random.default_rng(0).integers(4, 150, 60).tolist()
+Packed = tuple[str, NativeModel, dict[str, NativeAdapter]]
 
 
-@pytest.mark.parametrize("precision", ["fp32", "int8"])
-def test_logits_are_those_of_merged_models(
-    base: Path, adapters: Paths, wholes: Paths, precision: str
-) -> None:
-    ids = np.random.default_rng(0).integers(4, 150, 60).tolist()
-    of_base = Manifests().open(base)
-    model = NativeModel(prepared(of_base, precision, None))
-    alone = logits_of(model, ids)
-    for kind, path in adapters.items():
-        adapter = load_adapter(Manifests().open_adapter(path), of_base, precision)
-        found = logits_of(model, ids, adapter)
-        whole = NativeModel(prepared(Manifests().open(wholes[kind]), "fp32", None))
-        wanted = logits_of(whole, ids)
-        whole.close()
+@pytest.fixture(params=["fp32", "int8"])
+def packed(request: pytest.FixtureRequest, base: Path, adapters: Paths) -> Iterator[Packed]:
+    """A precision, the base in it, and the adapters."""
+    precision, of_base = request.param, Manifests().open(base)
+    opened = {kind: Manifests().open_adapter(path) for kind, path in adapters.items()}
+    with closing(NativeModel(prepared(of_base, precision, None))) as model:
+        yield precision, model, {k: load_adapter(a, of_base, precision) for k, a in opened.items()}
+
+
+def test_logits_are_those_of_merged_models(packed: Packed, wholes: Paths) -> None:
+    precision, model, adapters = packed
+    alone = logits_of(model, IDS)
+    for kind, adapter in adapters.items():
+        found = logits_of(model, IDS, adapter)
+        with closing(NativeModel(prepared(Manifests().open(wholes[kind]), "fp32", None))) as whole:
+            wanted = logits_of(whole, IDS)
         error = np.sqrt(np.mean((found - wanted) ** 2)) / wanted.std()
         assert error < (1e-5 if precision == "fp32" else 0.08), kind
         assert np.abs(found - alone).max() > 0.5 * wanted.std()  # it changes something
-    model.close()
 
 
-@pytest.mark.parametrize("precision", ["fp32", "int8"])
-def test_a_row_is_the_same_bits_beside_others(base: Path, adapters: Paths, precision: str) -> None:
-    of_base = Manifests().open(base)
-    model = NativeModel(prepared(of_base, precision, None))
-    packed = [
-        None,
-        *(load_adapter(Manifests().open_adapter(p), of_base, precision) for p in adapters.values()),
-    ]
-    rng = np.random.default_rng(1)
-    rows = [(rng.integers(4, 150, 100).tolist(), packed[i % len(packed)]) for i in range(14)]
+def test_a_row_is_the_same_bits_beside_others(packed: Packed) -> None:
+    _, model, adapters = packed
+    rng, kinds = np.random.default_rng(1), [None, *adapters.values()]
+    rows = [(rng.integers(4, 150, 100).tolist(), kinds[i % len(kinds)]) for i in range(14)]
     alone = [logits_of(model, ids, adapter) for ids, adapter in rows]
     opened, done = [model.open_row() for _ in rows], [0] * len(rows)
     while any(count < 100 for count in done):
@@ -142,7 +138,6 @@ def test_a_row_is_the_same_bits_beside_others(base: Path, adapters: Paths, preci
             same = alone[i][done[i] : done[i] + count]
             assert logits[at : at + count].tobytes() == same.tobytes()
             done[i], at = done[i] + count, at + count
-    model.close()
 
 
 @BOTH
@@ -311,41 +306,21 @@ def test_products_of_dora_and_parameters_of_an_adapter_are_merged(
     assert set(found.weights) == set(expected)
     for name, weight in expected.items():
         np.testing.assert_allclose(found.weights[name], weight, rtol=0, atol=2e-6)
-    model = NativeModel(prepared(found, "fp32", None))
-    ids = np.random.default_rng(0).integers(4, 150, 60).tolist()
-    wanted = GPT2(found.config, found.weights)(mx.nd.array([ids])).asnumpy()[0]
-    np.testing.assert_allclose(logits_of(model, ids), wanted, rtol=0, atol=1e-3)
-    model.close()
-
-
-def with_tokens(path: Path, base: Path, ids: list[int] | None, rows: int, units: int = 64) -> Path:
-    name = "base_model.model.transformer.wte.token_adapter.trainable_tokens_delta"
-    trained = {name: np.random.default_rng(5).standard_normal((rows, units)).astype(np.float32)}
-    config = {"trainable_token_indices": ids}
-    return make_adapter(path, base, modules=["attn.c_attn"], weights=trained, config=config)
+    wanted = GPT2(found.config, found.weights)(mx.nd.array([IDS])).asnumpy()[0]
+    with closing(NativeModel(prepared(found, "fp32", None))) as model:
+        np.testing.assert_allclose(logits_of(model, IDS), wanted, rtol=0, atol=1e-3)
 
 
 def test_trained_rows_replace_those_of_the_embedding(base: Path, tmp_path: Path) -> None:
-    contents, rows = set(), np.random.default_rng(5).standard_normal((3, 64)).astype("f4")
+    contents, trained = set(), np.random.default_rng(5).standard_normal((3, 64)).astype("f4")
+    weights = {TRAINED_ROWS: trained}
     for name, ids in (("a", [9, 149, 30]), ("b", [9, 149, 31])):  # the same matrices
-        path = with_tokens(tmp_path / name, base, ids, 3)
+        config = {"trainable_token_indices": ids}
+        path = make_adapter(tmp_path / name, base, weights=weights, config=config)
         found = merge(Manifests().open(base), Manifests().open_adapter(path))
-        np.testing.assert_array_equal(found.weights[EMBEDDING][ids], rows)
+        np.testing.assert_array_equal(found.weights[EMBEDDING][ids], trained)
         contents.add(found.content)
     assert len(contents) == 2
-
-
-def test_trained_rows_of_wrong_sizes_are_refused(
-    native: Engine, base: Path, tmp_path: Path
-) -> None:
-    for i, (ids, rows, units, message) in enumerate((
-        ([9], 2, 64, "the trained rows of _embed.weight are (2, 64), must be (1, 64)"),
-        ([9], 1, 63, "the trained rows of _embed.weight are (1, 63), must be (1, 64)"),
-        ([100000], 1, 64, "trainable_token_indices has 100000, but the vocabulary has"),
-        (None, 1, 64, "adapter_config.json lacks the trainable_token_indices of"),
-    )):  # fmt: skip
-        path = with_tokens(tmp_path / str(i), base, ids, rows, units)
-        assert message in refused(native, path, base)
 
 
 def test_an_adapter_may_bring_a_vocabulary_of_its_own(native: Engine, tmp_path: Path) -> None:
@@ -396,51 +371,64 @@ def refused(engine: Engine, path: Path, base: Path) -> str:
     return caught.value.message
 
 
-IDS_OF = "must be token ids, or token ids of wte and lm_head, is "
-BAD_CONFIGS: dict[str, dict[str, Any]] = {
-    "peft_type is 'IA3'": {"peft_type": "IA3"},
-    "peft_type is None": {"peft_type": None},
-    "'PROMPT_TUNING'": {"peft_type": "PROMPT_TUNING"},
-    "task_type is 'SEQ_CLS'": {"task_type": "SEQ_CLS"},
-    IDS_OF + "{'c_attn'": {"trainable_token_indices": {"c_attn": [1]}},
-    IDS_OF + "[-1]": {"trainable_token_indices": [-1]},
-    "arrow_config": {"arrow_config": {"top_k": 1}},
-    "'pissa_niter_4'": {"init_lora_weights": "pissa_niter_4"},
-    "rank 9": {"r": 9},
-    "rank 3": {"rank_pattern": {"c_attn": 3}},
-    "lora_alpha is 'viel'": {"lora_alpha": "viel"},
-    "alpha_pattern has the key '(('": {"alpha_pattern": {"((": 3}},
-    "rank_pattern must be": {"rank_pattern": [1]},
-}
-
-
-def test_a_wrong_configuration_is_refused_with_the_reason(base: Path, tmp_path: Path) -> None:
-    for i, (message, config) in enumerate(BAD_CONFIGS.items()):
-        path = make_adapter(tmp_path / f"나쁜 {i}", base, config=config)
-        with pytest.raises(ArtifactError) as caught:
-            Manifests().open_adapter(path)
-        assert message in caught.value.message
-
-
 def lora(name: str, *shape: int, value: float = 0.5, dtype: Any = np.float32) -> dict[str, Any]:
     return {f"base_model.model.transformer.{name}": np.full(shape, value, dtype)}
 
 
+def rows(ids: list[int] | None, count: int, units: int = 64) -> dict[str, Any]:
+    """An adapter of trained tokens, which is said to have `ids`."""
+    return {
+        "config": {"trainable_token_indices": ids},
+        "weights": {TRAINED_ROWS: np.zeros((count, units), np.float32)},
+    }
+
+
+IDS_OF = "must be token ids, or token ids of wte and lm_head, is "
 A, B = "h.{}.attn.c_attn.lora_A.weight", "h.{}.attn.c_attn.lora_B.weight"
-BAD_WEIGHTS: dict[str, dict[str, Any]] = {
-    "layer 2, but its base has 2 layers": lora(A.format(2), 4, 64) | lora(B.format(2), 192, 4),
-    "down of qkv in layer 0 is (4, 65), must be (4, 64)": lora(A.format(0), 4, 65),
-    "up of ffn_out in layer 1 is (63, 4)": lora("h.1.mlp.c_proj.lora_B.weight", 63, 4),
-    "of different ranks": lora(A.format(0), 5, 64),
-    "lacks lora_B of h.3.attn.c_attn": lora(A.format(3), 4, 64),
-    "_embed.weight is (5, 63), must be (5, 64)": lora("wte.weight", 5, 63),
-    "of different sizes": lora("wte.weight", 5, 64),
-    "_attn_ln.0.beta is (63,), must be (64,)": lora("h.0.ln_1.bias", 63),
-    "holds base_model.model.transformer.ln_x.weight": lora("ln_x.weight", 64),
-    "c_attn.lora_velora_embed, which is no LoRA": lora("h.0.attn.c_attn.lora_velora_embed", 1),
-    "holds NaN or infinity": lora(A.format(0), 4, 64, value=np.nan),
-    "has the shape (4,)": lora(A.format(0), 4),
-    "is int32": lora(A.format(0), 4, 64, value=1, dtype=np.int32),
+# By what the refusal says, what `make_adapter` is given.
+BAD: dict[str, dict[str, Any]] = {
+    "rank 100 in layer 0, more than the 64 units": {"rank": 100},
+    "too large for fp16": {"modules": ["attn.c_attn"], "scale": 1e30},
+    "no matrices": {"modules": []},
+    "the trained rows of _embed.weight must be (1, 64) instead of (2, 64)": rows([9], 2),
+    "the trained rows of _embed.weight must be (1, 64) instead of (1, 63)": rows([9], 1, 63),
+    "trainable_token_indices has 100000, but the vocabulary has": rows([100000], 1),
+    "adapter_config.json lacks the trainable_token_indices of": rows(None, 1),
+    **{
+        message: {"config": config}
+        for message, config in {
+            "peft_type is 'IA3'": {"peft_type": "IA3"},
+            "peft_type is None": {"peft_type": None},
+            "task_type is 'SEQ_CLS'": {"task_type": "SEQ_CLS"},
+            IDS_OF + "{'c_attn'": {"trainable_token_indices": {"c_attn": [1]}},
+            IDS_OF + "[-1]": {"trainable_token_indices": [-1]},
+            "arrow_config": {"arrow_config": {"top_k": 1}},
+            "'pissa_niter_4'": {"init_lora_weights": "pissa_niter_4"},
+            "rank 9": {"r": 9},
+            "rank 3": {"rank_pattern": {"c_attn": 3}},
+            "lora_alpha is 'viel'": {"lora_alpha": "viel"},
+            "alpha_pattern has the key '(('": {"alpha_pattern": {"((": 3}},
+            "rank_pattern must be": {"rank_pattern": [1]},
+        }.items()
+    },
+    **{
+        message: {"weights": weights}
+        for message, weights in {
+            "layer 2, but its base has 2": lora(A.format(2), 4, 64) | lora(B.format(2), 192, 4),
+            "down of qkv in layer 0 must be (4, 64) instead of (4, 65)": lora(A.format(0), 4, 65),
+            "up of ffn_out in layer 1 must be (64, 4)": lora("h.1.mlp.c_proj.lora_B.weight", 63, 4),
+            "of different ranks": lora(A.format(0), 5, 64),
+            "lacks lora_B of transformer.h.3.attn.c_attn": lora(A.format(3), 4, 64),
+            "_embed.weight must be (5, 64) instead of (5, 63)": lora("wte.weight", 5, 63),
+            "of different sizes": lora("wte.weight", 5, 64),
+            "_attn_ln.0.beta must be (64,) instead of (63,)": lora("h.0.ln_1.bias", 63),
+            "holds base_model.model.transformer.ln_x.weight": lora("ln_x.weight", 64),
+            "lora_velora_embed, which is no LoRA": lora("h.0.attn.c_attn.lora_velora_embed", 1),
+            "holds NaN or infinity": lora(A.format(0), 4, 64, value=np.nan),
+            "has the shape (4,)": lora(A.format(0), 4),
+            "is int32": lora(A.format(0), 4, 64, value=1, dtype=np.int32),
+        }.items()
+    },
 }
 
 
@@ -448,19 +436,14 @@ def test_adapters_that_do_not_fit_are_refused_and_concern_no_other(
     native: Engine, base: Path, adapters: Paths, tmp_path: Path
 ) -> None:
     native.load("good", str(adapters["all"]), base=str(base))
-    for i, (message, weights) in enumerate(BAD_WEIGHTS.items()):
-        path = make_adapter(tmp_path / f"나쁜 {i}", base, weights=weights)
+    for i, (message, options) in enumerate(BAD.items()):
+        path = make_adapter(tmp_path / f"나쁜 {i}", base, **options)
         assert message in refused(native, path, base)
-    huge = make_adapter(tmp_path / "rank", base, rank=100)
-    assert "rank 100 in layer 0, more than the 64 units" in refused(native, huge, base)
-    large = make_adapter(tmp_path / "large", base, modules=["attn.c_attn"], scale=1e30)
-    assert "too large for fp16" in refused(native, large, base)
-    empty = make_adapter(tmp_path / "empty", base, modules=[])
-    assert "no matrices" in refused(native, empty, base)
-    (empty / "adapter_model.safetensors").unlink()
-    assert "no adapter_model.safetensors" in refused(native, empty, base)
-    (empty / "adapter_config.json").write_text("{", encoding="utf-8")
-    assert "adapter_config.json" in refused(native, empty, base)
+    bare = make_adapter(tmp_path / "bare", base)
+    (bare / "adapter_model.safetensors").unlink()
+    assert "no adapter_model.safetensors" in refused(native, bare, base)
+    (bare / "adapter_config.json").write_text("{", encoding="utf-8")
+    assert "adapter_config.json" in refused(native, bare, base)
     good = make_adapter(tmp_path / "good", base)
     assert "adapter" in refused(native, good, good)  # a base that is an adapter itself
     assert "no model folder" in refused(native, good, tmp_path / "nowhere")

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+from collections import Counter
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from common.errors import MAX_MESSAGE, ArtifactError
+from engine.artifacts.artifact import Artifact
 from engine.artifacts.open import open_artifact
 from engine.artifacts.read_safetensors import index_safetensors
 from engine.artifacts.read_torch import index_torch
@@ -21,6 +25,30 @@ def read_safetensors(path: Path) -> Weights:
 
 def read_torch(path: Path) -> Weights:
     return map_index(path.parent, index_torch(path))
+
+
+class Counted:
+    """A `Run` in this process, its answers in JSON as a sandbox's; counts the calls by function."""
+
+    def __init__(self) -> None:
+        self.calls = Counter[str]()
+
+    def __call__(self, target: Any, *arguments: Any, **limits: Any) -> Any:
+        self.calls[target.__name__] += 1
+        return json.loads(json.dumps(target(*arguments)))
+
+
+def file_of(array: Any) -> Path:
+    """The file that an array is a view of."""
+    while not isinstance(array, np.memmap):
+        array = array.base
+    return Path(str(array.filename))
+
+
+def assert_same_weights(found: Artifact, expected: Mapping[str, Any]) -> None:
+    assert found.weights.keys() == expected.keys()
+    for name, weight in expected.items():
+        np.testing.assert_array_equal(found.weights[name], weight)
 
 
 def refused(path: Path, read: Callable[[Path], Any] = open_artifact) -> str:

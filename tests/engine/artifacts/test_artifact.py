@@ -23,10 +23,9 @@ from engine.artifacts.artifact import (
 )
 from engine.artifacts.config import KOGPT2, GPT2Config
 from engine.artifacts.open import open_artifact
-from engine.artifacts.read_params import read_params
-from tests.engine.artifacts.reading import refused
+from tests.engine.artifacts.reading import assert_same_weights, refused
 from tests.engine.artifacts.torch_files import write_old
-from tests.engine.models import make_artifact, write_params
+from tests.engine.models import make_artifact, params_of, write_params
 
 
 @pytest.fixture
@@ -36,7 +35,7 @@ def folder(tmp_path: Path) -> Path:
 
 def rewrite(folder: Path, **changes: Any) -> None:
     """Saves the parameters again with some of them changed, or left out where None is given."""
-    weights = {n: np.array(w) for n, w in read_params(folder / "kogpt2.params").items()} | changes
+    weights = params_of(folder) | changes
     write_params(folder / "kogpt2.params", {n: w for n, w in weights.items() if w is not None})
 
 
@@ -44,11 +43,9 @@ def configure(folder: Path, **config: Any) -> None:
     (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
 
 
-def assert_same_weights(found: Artifact, expected: Artifact) -> None:
+def assert_same(found: Artifact, expected: Artifact) -> None:
     assert found.config == expected.config
-    assert found.weights.keys() == expected.weights.keys()
-    for name, weight in expected.weights.items():
-        np.testing.assert_array_equal(found.weights[name], weight)
+    assert_same_weights(found, expected.weights)
 
 
 def test_a_v1_folder_is_opened(folder: Path) -> None:
@@ -93,12 +90,13 @@ def test_a_missing_or_second_file_of_a_kind_is_refused(folder: Path, suffix: str
 
 def test_parameters_of_wrappers_and_other_versions_are_read(folder: Path, tmp_path: Path) -> None:
     expected = open_artifact(folder)
-    wrapped = make_artifact(tmp_path / "wrapped", max_length=32, prefix="lm.")
-    assert_same_weights(open_artifact(wrapped), expected)
+    wrapped = shutil.copytree(folder, tmp_path / "wrapped")
+    write_params(wrapped / "kogpt2.params", {f"lm.{n}": w for n, w in params_of(folder).items()})
+    assert_same(open_artifact(wrapped), expected)
     rewrite(wrapped, **{"dense.weight": np.ones((2, 2)), "x_embed.weight": np.ones((2, 2))})
-    assert_same_weights(open_artifact(wrapped), expected)
+    assert_same(open_artifact(wrapped), expected)
     rewrite(folder, **{OUTPUT: None})  # the second copy of the embedding
-    assert_same_weights(open_artifact(folder), expected)
+    assert_same(open_artifact(folder), expected)
     half = open_artifact(make_artifact(tmp_path / "half", dtype="float16"))
     assert {w.dtype for w in half.weights.values()} == {np.dtype(np.float16)}
 
@@ -120,29 +118,23 @@ def test_the_names_of_hugging_face_are_understood_in_config_json(folder: Path) -
 
 
 def test_a_wrong_field_of_config_json_is_named(folder: Path) -> None:
-    contradictions: list[tuple[str, Any]] = [
-        *(("vocab_size", value) for value in (501, "500", [500])),
-        *(("n_embd", 768), ("n_positions", 1024), ("max_length", {})),
-        *(("num_layers", value) for value in (12, True)),
+    wrong: list[tuple[str, str, tuple[Any, ...]]] = [
+        ("vocab_size", "config.json says", (501, "500", [500])),
+        ("n_embd", "config.json says", (768,)),
+        ("n_positions", "config.json says", (1024,)),
+        ("max_length", "config.json says", ({},)),
+        ("num_layers", "config.json says", (12, True)),
+        ("num_heads", "must divide the 64 units", (0, -2, 3, True, "2", 2.0, [2], {})),
+        ("activation", "gelu, gelu_new", ("relu", "GELU", 1, True, ["gelu"], {"a": 1})),
+        ("layer_norm_eps", "must be at least 1e-12", (0, 1, -1e-5, 1e-300, "1e-5", True)),
+        ("layer_norm_eps", "must be at least 1e-12", (float("nan"), float("inf"))),
     ]
-    for field, value in contradictions:
-        configure(folder, num_heads=2, **{field: value})
-        message = refused(folder)
-        assert "config.json says" in message
-        assert repr(value) in message
-    for value in (0, -2, 3, True, "2", 2.0, [2], {}):
-        configure(folder, num_heads=value)
-        message = refused(folder)
-        assert "num_heads" in message
-        assert repr(value) in message
-    for value in ("relu", "GELU", 1, True, ["gelu"], {"a": 1}):
-        configure(folder, num_heads=2, activation=value)
-        message = refused(folder)
-        assert "activation" in message
-        assert "gelu, gelu_new" in message
-    for value in (0, 1, -1e-5, "1e-5", True, float("nan"), float("inf")):
-        configure(folder, num_heads=2, layer_norm_eps=value)
-        assert "layer_norm_eps" in refused(folder)
+    for field, reason, values in wrong:
+        for value in values:
+            configure(folder, **{"num_heads": 2, field: value})
+            message = refused(folder)
+            assert reason in message
+            assert repr(value) in message
 
 
 def test_a_config_json_that_is_no_object_is_refused(folder: Path) -> None:
@@ -153,9 +145,6 @@ def test_a_config_json_that_is_no_object_is_refused(folder: Path) -> None:
     for text in ("[]", "null", '"gelu"', "1"):
         path.write_text(text)
         assert "must be a JSON object" in refused(folder)
-    path.unlink()
-    path.mkdir()
-    assert "config.json is no plain file" in refused(folder)
 
 
 @pytest.mark.parametrize(
@@ -166,18 +155,12 @@ def test_a_config_json_that_is_no_object_is_refused(folder: Path) -> None:
         (EMBEDDING, (0, 64)),
         (OUTPUT, (499, 64)),
         (POSITIONS, None),
-        (POSITIONS, (32, 63)),
-        (POSITIONS, (32,)),
-        (f"{QKV.format(0)}.weight", None),
         (f"{QKV.format(0)}.weight", (64, 192)),
         (f"{QKV.format(1)}.weight", None),  # the last layer must not just go unnoticed
         ("_ffn_layers.0._hidden_map.weight", None),
-        ("_ffn_layers.0._hidden_map.weight", (256, 65)),
         ("_ffn_layers.1._hidden_map.weight", (128, 64)),
         ("_ffn_layers.1._out_map.bias", None),
-        ("_attn_ln.1.gamma", None),
         (f"{FINAL_NORM}.gamma", (64, 1)),
-        (f"{FINAL_NORM}.beta", None),
     ],
 )
 def test_a_missing_parameter_or_one_of_a_wrong_shape_is_named(
@@ -207,6 +190,6 @@ def test_kogpt2s_release_for_pytorch_is_read_beside_its_spiece(tmp_path: Path) -
     }
     state["lm_head.weight"] = state["transformer.wte.weight"]
     file = write_old(folder / "pytorch_kogpt2_676e9bcfa7.params", state)
-    assert_same_weights(open_artifact(folder), v1)
+    assert_same(open_artifact(folder), v1)
     file.write_bytes(file.read_bytes()[:-1])
     assert "is cut short" in refused(folder)

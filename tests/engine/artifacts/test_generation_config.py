@@ -198,14 +198,19 @@ def test_a_model_that_draws_can_be_asked_not_to(v1: Path) -> None:
     assert parameters(v1, {"temperature": 0.5}).do_sample
 
 
-def test_hugging_faces_defaults_are_below_generation_json(tmp_path: Path) -> None:
+def test_hugging_faces_defaults_are_below_generation_json(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     theirs = {"do_sample": True, "temperature": 0.7, "top_k": 40, "max_new_tokens": 11}
     theirs |= {"eos_token_id": [1, 3], "stop_strings": ["끝"], "num_beams": 4, "min_p": 0.1}
+    theirs |= {"typical_p": 0.9, "epsilon_cutoff": 0}
     folder = make_hugging_face(tmp_path / "m", generation_config=theirs)
     found = prompts(folder, parameters={"max_new_tokens": 5})
-    expected = Parameters(5, ("끝",), do_sample=True, temperature=0.7, top_k=40, min_p=0.1)
-    assert parameters(folder, None) == expected
+    drawn = {"do_sample": True, "temperature": 0.7, "top_k": 40, "min_p": 0.1, "typical_p": 0.9}
+    assert parameters(folder, None) == Parameters(5, ("끝",), **drawn)
     assert found.stop_ids == {1, 3}
+    assert "num_beams is not done here" in caplog.text
+    assert "epsilon_cutoff" not in caplog.text
 
 
 def test_hugging_faces_sampling_counts_only_where_it_samples(tmp_path: Path) -> None:
@@ -215,26 +220,16 @@ def test_hugging_faces_sampling_counts_only_where_it_samples(tmp_path: Path) -> 
     folder = make_hugging_face(tmp_path / "m", generation_config=theirs)
     rules = {"no_repeat_ngram_size": 3, "bad_words_ids": ((3,), (5, 6)), "min_new_tokens": 20}
     assert parameters(folder, None) == Parameters(9, **rules)  # at most max_new_tokens
-    theirs = {"do_sample": True, "typical_p": 0.9}
-    folder = make_hugging_face(tmp_path / "n", generation_config=theirs)
-    assert parameters(folder, None) == Parameters(do_sample=True, typical_p=0.9)
 
 
-def test_what_is_not_done_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    theirs = {"num_beams": 4, "epsilon_cutoff": 0}
-    open_artifact(make_hugging_face(tmp_path / "m", generation_config=theirs))
-    assert "num_beams is not done here" in caplog.text
-    assert "epsilon_cutoff" not in caplog.text
-
-
-def test_a_wrong_generation_config_is_named(tmp_path: Path) -> None:
-    for i, (content, reason) in enumerate((
+def test_a_wrong_generation_config_is_named(v2: Path) -> None:
+    for content, reason in (
         ({"max_new_tokens": 0}, "max_new_tokens must be from 1"),
         ({"do_sample": True, "temperature": -1}, "temperature must be from 0"),
         ({"eos_token_id": "1"}, "eos_token_id"),
-    )):  # fmt: skip
-        folder = make_hugging_face(tmp_path / str(i), generation_config=content)
-        message = reading.refused(folder)
+    ):
+        write_json(v2 / "generation_config.json", content)
+        message = reading.refused(v2)
         assert message.startswith("generation_config.json: ")
         assert reason in message
 
@@ -247,30 +242,30 @@ def engine(new_engine: NewEngine) -> Engine:
     return new_engine(backend="native", precision="fp32", memory_mib=256)
 
 
-def test_a_stop_token_ends_an_answer_and_is_not_in_it(engine: Engine, tmp_path: Path) -> None:
+def test_a_stop_token_ends_an_answer_and_both_ends_are_stripped(
+    engine: Engine, tmp_path: Path
+) -> None:
     folder = make_talkative(tmp_path / "m", seed=3, vocab=160)
-    engine.load("free", str(folder))
-    free = Request(engine, "free", "오늘은", max_new_tokens=20).wait()
+
+    def answer(**fields: Any) -> Request:
+        name = str(fields)
+        engine.load(name, str(generation(folder, **fields)))
+        return Request(engine, name, "오늘은", max_new_tokens=20).wait()
+
+    free = answer()
     at, token = next((i, t) for i, t in enumerate(free.ids()) if i > 3 and t not in free.ids()[:i])
     stop = SentencePieceTokenizer(folder / "kogpt2.spiece")._pieces[token]
-    engine.load("stops", str(generation(folder, stop_tokens=[stop])))
-    stopped = Request(engine, "stops", "오늘은", max_new_tokens=20).wait()
+    stopped = answer(stop_tokens=[stop])
     assert stopped.ids() == free.ids()[: at + 1]
     assert stopped.finish_reason() == "stop"
     assert stopped.text() == "".join(t.text for t in free.tokens[:at])
 
-
-def test_an_answer_is_stripped_at_both_ends(engine: Engine, tmp_path: Path) -> None:
-    folder = make_talkative(tmp_path / "m", seed=3, vocab=160)
-    engine.load("free", str(folder))
-    whole = Request(engine, "free", "오늘은", max_new_tokens=20).wait().text()
-    strip = [whole[:2], whole[-1]]
-    engine.load("cut", str(generation(folder, strip=strip)))
+    strip = [free.text()[:2], free.text()[-1]]
     either = "|".join(map(re.escape, strip))
-    expected = re.sub(f"({either})+$", "", re.sub(f"^({either})+", "", whole))
-    found = Request(engine, "cut", "오늘은", max_new_tokens=20).wait()
-    assert found.text() == expected != whole
-    assert len(found.ids()) == 20
+    stripped = answer(strip=strip)
+    expected = re.sub(f"({either})+$", "", re.sub(f"^({either})+", "", free.text()))
+    assert stripped.text() == expected != free.text()
+    assert len(stripped.ids()) == 20
 
 
 def test_a_template_reaches_the_model(engine: Engine, v1: Path, v2: Path) -> None:

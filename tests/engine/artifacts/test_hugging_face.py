@@ -6,7 +6,8 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +15,18 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from command.model_writer import write_safetensors
 from engine import backends
-from engine.artifacts.artifact import EMBEDDING, OUTPUT, Artifact, shapes
+from engine.artifacts.artifact import EMBEDDING, OUTPUT, shapes
 from engine.artifacts.config import GPT2Config
 from engine.artifacts.open import open_artifact
-from engine.backends.interface import Piece
-from tests.engine.artifacts.reading import read_safetensors, refused
+from tests.engine.artifacts.reading import (
+    assert_same_weights,
+    file_of,
+    read_safetensors,
+    refused,
+)
 from tests.engine.artifacts.torch_files import Saved, state_dict, write
+from tests.engine.backends.running import logits_of
 from tests.engine.hugging_face import (
     EOS,
     TINY,
@@ -52,23 +57,13 @@ def rewrite(folder: Path, change: Callable[[dict[str, Any]], dict[str, Any]]) ->
     write_weights(folder, list(change(weights).items()))
 
 
-def assert_same_weights(found: Artifact, expected: Mapping[str, Any]) -> None:
-    assert found.weights.keys() == expected.keys()
-    for name, weight in expected.items():
-        np.testing.assert_array_equal(found.weights[name], weight)
-
-
 def test_a_directory_is_opened_as_views_under_our_names(folder: Path) -> None:
     artifact = open_artifact(folder)
     assert artifact.config == GPT2Config(700, 64, 2, 4, 256, 128, "gelu_new")
     assert artifact.weights.keys() == dict(shapes(artifact.config)).keys()
     assert_same_weights(artifact, dict(random_weights(artifact.config, 0)))
     assert artifact.generation.end_ids == (EOS,)
-    for weight in artifact.weights.values():
-        base: Any = weight
-        while not isinstance(base, np.memmap):
-            base = base.base
-            assert base is not None
+    assert {file_of(weight) for weight in artifact.weights.values()} == {folder / WEIGHTS}
 
 
 @pytest.mark.parametrize("prefix", ["", "model.", "kogpt2.transformer."])
@@ -135,7 +130,6 @@ def test_an_untied_output_projection_is_kept(tmp_path: Path) -> None:
     ("field", "value", "name"),
     [
         ("activation_function", "relu", "activation"),
-        ("activation_function", "quick_gelu", "activation"),
         ("add_cross_attention", True, ""),
         ("architectures", ["GPT2ForSequenceClassification"], ""),
         ("architectures", 7, "architectures is 7, must be a list of names"),
@@ -146,16 +140,12 @@ def test_an_untied_output_projection_is_kept(tmp_path: Path) -> None:
         ("pruned_heads", {"0": [1]}, ""),
         ("scale_attn_weights", "yes", ""),
         ("n_head", 5, "num_heads"),
-        ("n_head", True, "num_heads is True"),
         ("n_embd", 32, "units"),
-        ("n_layer", 3, "num_layers"),
         ("n_inner", 100, "hidden_size"),
         ("vocab_size", 50257, ""),
         ("n_positions", 1024, "max_length"),
         ("eos_token_id", "</s>", ""),
         ("layer_norm_epsilon", "1e-5", "layer_norm_eps"),
-        ("layer_norm_epsilon", 1e-300, "layer_norm_eps is 1e-300, must be at least 1e-12"),
-        ("layer_norm_epsilon", float("nan"), "layer_norm_eps is nan"),
     ],
 )
 def test_what_cannot_be_computed_is_refused(
@@ -165,16 +155,6 @@ def test_what_cannot_be_computed_is_refused(
     message = refused(folder)
     assert message.startswith("config.json")
     assert (name or field) in message
-
-
-def test_a_config_json_that_is_no_json_is_refused(folder: Path) -> None:
-    for value, reason in (
-        ("9" * 5000, "is not JSON"),
-        ("[" * 100_000, "is not JSON"),
-        ('"\\ud800"', "holds \\ud800, half a surrogate pair"),
-    ):
-        (folder / "config.json").write_text(f'{{"model_type": {value}}}')
-        assert refused(folder).startswith(f"config.json {reason}")
 
 
 @pytest.mark.parametrize("name", ["config.json", "tokenizer.json", WEIGHTS])
@@ -250,18 +230,20 @@ def test_weights_that_only_their_owner_may_read_say_what_helps(folder: Path) -> 
 
 def test_a_wrong_weight_is_named_as_in_the_file(folder: Path) -> None:
     weights = {name: np.array(w) for name, w in read_safetensors(folder / WEIGHTS).items()}
-    name = "transformer.h.1.mlp.c_fc.weight"
-    write_weights(folder, [*{**weights, name: weights[name][:-1]}.items()])
-    assert f"{name} is (63, 256), must be (64, 256)" in refused(folder)
-    for name in ("h.1.attn.c_attn.weight", "ln_f.bias", "wpe.weight"):
-        write_weights(folder, [(n, w) for n, w in weights.items() if n != f"transformer.{name}"])
+    cut = weights["transformer.h.1.mlp.c_fc.weight"][:-1]
+    for name, weight, reason in (
+        ("h.1.mlp.c_fc.weight", cut, "is (63, 256), must be (64, 256)"),
+        ("h.1.attn.c_attn.weight", None, ""),
+        ("ln_f.bias", None, ""),
+        ("wpe.weight", None, ""),
+        ("h.0.attn.c_attn.lora_A", cut, ""),
+        ("h.0.crossattention.c_attn.weight", cut, ""),
+    ):
+        changed = {**weights, f"transformer.{name}": weight}
+        write_weights(folder, [(n, w) for n, w in changed.items() if w is not None])
         message = refused(folder)
         assert WEIGHTS in message
-        assert name in message
-    for name in ("h.0.attn.c_attn.lora_A", "h.0.crossattention.c_attn.weight"):
-        more = (f"transformer.{name}", np.zeros((2, 2), dtype=np.float32))
-        write_weights(folder, [*weights.items(), more])
-        assert name in refused(folder)
+        assert f"{name} {reason}".strip() in message
 
 
 def test_a_layer_of_a_thousand_digits_is_refused(folder: Path) -> None:
@@ -339,32 +321,24 @@ def test_a_file_cut_anywhere_is_refused(folder: Path) -> None:
 
 
 def first_logits(folder: Path, precision: str, cache: Path) -> Any:
-    model = backends.load(open_artifact(folder), "native", precision, cache_dir=cache)
-    logits = model.run([Piece(model.open_row(), range(8))]).copy()
-    model.close()
-    return logits
+    artifact = open_artifact(folder)
+    with closing(backends.load(artifact, "native", precision, cache_dir=cache)) as model:
+        return logits_of(model, range(8))
 
 
-def test_int8_of_a_directory_is_that_of_the_same_weights_as_v1(tmp_path: Path) -> None:
-    """Transposed views are quantized along the right side."""
-    theirs = make_hugging_face(tmp_path / "hf", activation="gelu")
-    artifact = open_artifact(theirs)
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("precision", ["int8", "fp32"])
+def test_logits_are_those_of_the_same_weights_as_v1(
+    tmp_path: Path, dtype: str, precision: str
+) -> None:
+    """Transposed views are packed, and quantized along the right side."""
+    theirs = make_hugging_face(tmp_path / "hf", activation="gelu", dtype=dtype)
+    weights = {n: w.astype(np.float32) for n, w in open_artifact(theirs).weights.items()}
     ours = make_artifact(tmp_path / "v1", units=64, heads=4, vocab=700)
-    write_params(ours / "kogpt2.params", {n: np.array(w) for n, w in artifact.weights.items()})
+    write_params(ours / "kogpt2.params", weights)
     cache = tmp_path / "cache"
-    answers = [first_logits(folder, "int8", cache) for folder in (theirs, ours)]
+    answers = [first_logits(folder, precision, cache) for folder in (theirs, ours)]
     np.testing.assert_array_equal(*answers)
-
-
-def test_a_changed_shard_is_another_prepared_model(tmp_path: Path) -> None:
-    folder = make_hugging_face(tmp_path / "m", shards=3)
-    answers = []
-    for factor in (1, 2):
-        shard = sorted(folder.glob("*.safetensors"))[-1]
-        weights = {n: factor * np.array(w) for n, w in read_safetensors(shard).items()}
-        write_safetensors(shard, weights.items())
-        answers.append(first_logits(folder, "fp32", tmp_path / "cache"))
-    assert not np.array_equal(*answers)
 
 
 def test_a_hidden_layer_of_one_unit_is_computed(tmp_path: Path) -> None:

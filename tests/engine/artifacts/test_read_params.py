@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import struct
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -12,12 +11,17 @@ import pytest
 from common.mxnet_compat import mx
 from engine.artifacts.read_params import read_params
 from tests.engine.artifacts import reading
+from tests.engine.artifacts.reading import file_of
 from tests.engine.models import write_params
 
 ARRAYS = {
     "_embed.weight": np.arange(12, dtype=np.float32).reshape(4, 3),
     "층.0.bias": np.array([-1.5, 0.25], dtype=np.float16),
     "arg:scale": np.ones((1, 2, 2), dtype=np.float32),
+    **{
+        dtype: np.array([[0, 1, 2], [3, 100, 5]], dtype=dtype)
+        for dtype in ("float64", "int32", "int64", "int8", "uint8")
+    },
 }
 
 
@@ -37,23 +41,11 @@ def refused(path: Path) -> str:
 
 def test_what_mxnet_saved_is_read_bit_for_bit_and_mapped(file: Path) -> None:
     found = read_params(file)
-    assert list(found) == ["_embed.weight", "층.0.bias", "scale"]
+    assert list(found) == [name.removeprefix("arg:") for name in ARRAYS]
     for name, expected in ARRAYS.items():
-        array: Any = found[name.removeprefix("arg:")]
-        assert array.dtype == expected.dtype
+        array = found[name.removeprefix("arg:")]
+        assert (array.dtype, file_of(array)) == (expected.dtype, file)
         np.testing.assert_array_equal(array, expected)
-        while not isinstance(array, np.memmap):
-            array = array.base
-        assert Path(array.filename) == file
-
-
-@pytest.mark.parametrize("dtype", ["float32", "float16", "float64", "int32", "int64", "uint8"])
-def test_every_number_type_of_mxnet_is_read(dtype: str, tmp_path: Path) -> None:
-    values = np.array([[0, 1, 2], [3, 100, 5]], dtype=dtype)
-    mx.nd.save(str(tmp_path / "a.params"), {"a": mx.nd.array(values, dtype=dtype)})
-    found = read_params(tmp_path / "a.params")["a"]
-    assert found.dtype == values.dtype
-    np.testing.assert_array_equal(found, values)
 
 
 def test_what_gluon_saved_is_read(tmp_path: Path) -> None:
@@ -108,12 +100,9 @@ def test_a_file_of_something_else_is_refused(content: bytes, reason: str, tmp_pa
     assert reason in refused(path)
 
 
-def test_unnamed_and_sparse_arrays_and_folders_are_refused(tmp_path: Path) -> None:
+def test_unnamed_and_sparse_arrays_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "odd.params"
     mx.nd.save(str(path), [mx.nd.ones((2,)), mx.nd.ones((3,))])
     assert "2 arrays but 0 names" in refused(path)
     mx.nd.save(str(path), {"a": mx.nd.ones((3, 2)).tostype("row_sparse")})
     assert "sparse" in refused(path)
-    path.unlink()
-    path.mkdir()
-    refused(path)

@@ -30,14 +30,6 @@ def refused(path: Path) -> str:
     return message
 
 
-def archive(path: Path, pickled: bytes, **files: bytes) -> Path:
-    with zipfile.ZipFile(path, "w") as target:
-        target.writestr("archive/data.pkl", pickled)
-        for name, content in files.items():
-            target.writestr(f"archive/{name}", content)
-    return path
-
-
 def patched(path: Path, change: Callable[[str, bytes], bytes | None], **options: Any) -> Path:
     """The real file with its members changed, or left out for None."""
     with zipfile.ZipFile(REAL) as source, zipfile.ZipFile(path, "w") as target:
@@ -70,13 +62,13 @@ class Hostile:
 def test_a_pickle_that_would_call_something_is_refused(tmp_path: Path, protocol: int) -> None:
     made = tmp_path / "made"
     pickled = pickle.dumps({"w": Hostile(os.mkdir, str(made))}, protocol)
-    message = refused(archive(tmp_path / "hostile.bin", pickled))
+    message = refused(write(tmp_path / "hostile.bin", pickled))
     assert "mkdir" in message or "which no state_dict needs" in message
     assert not made.exists()
 
 
 def test_a_pickled_model_or_checkpoint_is_refused_with_what_to_save_instead(tmp_path: Path) -> None:
-    message = refused(archive(tmp_path / "model.bin", pickle.dumps(Path("x"), 2)))
+    message = refused(write(tmp_path / "model.bin", pickle.dumps(Path("x"), 2)))
     assert "would call" in message
     assert "state_dict" in message
     name = b"ctransformers.models.gpt2.modeling_gpt2\nGPT2LMHeadModel\n"
@@ -98,7 +90,7 @@ def test_a_pickled_model_or_checkpoint_is_refused_with_what_to_save_instead(tmp_
     ],
 )
 def test_a_pickle_without_sense_is_refused(tmp_path: Path, pickled: bytes) -> None:
-    refused(archive(tmp_path / "odd.bin", pickled))
+    refused(write(tmp_path / "odd.bin", pickled))
 
 
 def test_another_file_is_refused(tmp_path: Path) -> None:
@@ -110,7 +102,7 @@ def test_another_file_is_refused(tmp_path: Path) -> None:
     with zipfile.ZipFile(path, "w") as target:
         target.writestr("readme.txt", "가")
     assert "no data.pkl" in refused(path)
-    assert "big-endian" in refused(archive(path, pickle.dumps({}, 2), byteorder=b"big"))
+    assert "big-endian" in refused(write(path, pickle.dumps({}, 2), byteorder=b"big"))
 
 
 def test_numbers_that_are_missing_or_cut_or_packed_are_refused(tmp_path: Path) -> None:
@@ -126,7 +118,7 @@ def test_numbers_that_are_missing_or_cut_or_packed_are_refused(tmp_path: Path) -
         refused(path)
 
 
-# Damaged and hostile tensors; `test_foreign_files` has random ones
+# Damaged and hostile tensors; tests/fuzz/test_weights.py has random ones
 
 
 @pytest.mark.parametrize(

@@ -40,12 +40,13 @@ def numbers(values: Sequence[int]) -> bytes:
     return b"(" + b"".join(map(number, values)) + b"t"
 
 
-def tensor(saved: Saved) -> bytes:
+def tensor(saved: Saved, old: bool = False) -> bytes:
     storage = text("storage") + f"ctorch\n{saved.kind}\n".encode() + text(saved.key) + text("cpu")
     return (
         b"ctorch._utils\n_rebuild_tensor_v2\n(("
         + storage
         + number(saved.count)
+        + b"N" * old  # no view
         + b"tQ"
         + number(saved.offset)
         + numbers(saved.shape)
@@ -54,38 +55,32 @@ def tensor(saved: Saved) -> bytes:
     )
 
 
-def state_dict(tensors: Mapping[str, Saved]) -> bytes:
+def state_dict(tensors: Mapping[str, Saved], old: bool = False) -> bytes:
     """All names and tensors in one SETITEMS."""
-    items = b"".join(text(name) + tensor(saved) for name, saved in tensors.items())
+    items = b"".join(text(name) + tensor(saved, old) for name, saved in tensors.items())
     return b"\x80\x02}(" + items + b"u."
 
 
 def write_old(path: Path, state: Mapping[str, NDArray[np.float32]]) -> Path:
     """As torch before 1.6: each tensor has a storage of its own, C-contiguous."""
-    items = b"".join(
-        text(name)
-        + b"ctorch._utils\n_rebuild_tensor_v2\n(("
-        + text("storage") + b"ctorch\nFloatStorage\n" + text(name) + text("cpu")
-        + number(array.size) + b"NtQK\x00"
-        + numbers(array.shape)
-        + numbers([step // 4 for step in array.strides])
-        + b"\x89ccollections\nOrderedDict\n)RtR"
+    saved = {
+        name: Saved(array.shape, [step // 4 for step in array.strides], count=array.size, key=name)
         for name, array in state.items()
-    )  # fmt: skip
+    }
     machine = (
         b"\x80\x02}(" + text("little_endian") + b"\x88" + text("protocol_version") + b"M\xe9\x03u."
     )
     keys = b"\x80\x02](" + b"".join(map(text, state)) + b"e."
     with path.open("wb") as file:
         file.write(OLD_MAGIC + b"\x80\x02M\xe9\x03." + machine)
-        file.write(b"\x80\x02ccollections\nOrderedDict\n)R(" + items + b"u." + keys)
+        file.write(state_dict(saved, old=True) + keys)
         for array in state.values():
             file.write(array.size.to_bytes(8, "little") + array.tobytes())
     return path
 
 
-def write(path: Path, pickled: bytes, data: bytes = bytes(64)) -> Path:
+def write(path: Path, pickled: bytes, data: bytes = bytes(64), **files: bytes) -> Path:
     with zipfile.ZipFile(path, "w") as archive:
-        archive.writestr("archive/data.pkl", pickled)
-        archive.writestr("archive/data/0", data)
+        for name, content in {"data.pkl": pickled, "data/0": data, **files}.items():
+            archive.writestr(f"archive/{name}", content)
     return path

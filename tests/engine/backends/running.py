@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,14 @@ def single(model: BackendModel, calls: list[list[int]]) -> list[Any]:
     """The logits after each call, of a row that is alone."""
     row = model.open_row()
     logits = [append(model, row, ids) for ids in calls]
+    model.close_row(row)
+    return logits
+
+
+def logits_of(model: BackendModel, ids: Sequence[int], adapter: Any = None) -> Any:
+    """The logits (T, V) of all tokens of a row that is alone."""
+    row = model.open_row()
+    logits = model.run([Piece(row, ids, len(ids), adapter)]).copy()
     model.close_row(row)
     return logits
 

@@ -41,7 +41,7 @@ TOLERANCE = {"mxnet gpu": 1e-4, "onnxruntime gpu": 5e-3}
 SIZES: tuple[dict[str, Any], ...] = (
     {},
     {"activation": "gelu_new", "dtype": "float16"},
-    {"units": 192, "heads": 4, "prefix": "kogpt2."},  # heads of 48
+    {"units": 192, "heads": 4},  # heads of 48
     {"units": 60, "heads": 6, "layers": 1},  # heads of 10
 )
 

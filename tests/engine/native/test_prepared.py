@@ -6,6 +6,7 @@ import itertools
 import json
 import os
 import shutil
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -14,29 +15,17 @@ import pytest
 
 from common.errors import ArtifactError
 from engine.artifacts.artifact import Artifact
-from engine.artifacts.open import open_artifact
-from engine.backends.interface import Piece
 from engine.native import prepared as module
 from engine.native.model import NativeModel
 from engine.native.prepared import Prepared, num_bytes, prepared
 from engine.prepared import folder as folders
 from engine.prepared.folder import prune
 from engine.prepared.manifest import Manifests
-from tests.engine.hugging_face import make_hugging_face
+from tests.engine.artifacts.reading import Counted
+from tests.engine.backends.running import logits_of
 from tests.engine.models import make_artifact
 
 PRECISIONS = ("int8", "fp32")
-
-
-class Builds:
-    """Builds in this process, and counts."""
-
-    def __init__(self) -> None:
-        self.count = 0
-
-    def __call__(self, target: Any, *arguments: Any, **limits: Any) -> Any:
-        self.count += target is module.build
-        return json.loads(json.dumps(target(*arguments)))
 
 
 @pytest.fixture
@@ -50,21 +39,18 @@ def file_of(artifact: Artifact) -> Path:
 
 
 def logits(found: Prepared) -> Any:
-    model = NativeModel(found)
-    row = model.open_row()
-    result = model.run([Piece(row, [5, 6, 7])]).copy()
-    model.close()
-    return result
+    with closing(NativeModel(found)) as model:
+        return logits_of(model, [5, 6, 7])
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_a_model_is_prepared_once_and_then_mapped(artifact: Artifact, precision: str) -> None:
     """Its file is as safetensors writes it, and readable by others."""
-    builds = Builds()
+    builds = Counted()
     first = logits(prepared(artifact, precision, None, builds))
     again = logits(prepared(artifact, precision, None, builds))
     np.testing.assert_array_equal(first, again)
-    assert builds.count == 1
+    assert builds.calls["build"] == 1
     file = file_of(artifact)
     assert 0 < file.stat().st_size - num_bytes(artifact.config, precision) <= 32768  # the header
     assert file.stat().st_mode & 0o777 == 0o644
@@ -79,33 +65,28 @@ def test_a_model_is_prepared_once_and_then_mapped(artifact: Artifact, precision:
 
 @pytest.mark.parametrize("damage", ["cut", "shape", "type", "source", "nothing"])
 def test_a_file_that_is_not_whole_is_made_again(artifact: Artifact, damage: str) -> None:
-    builds = Builds()
+    builds = Counted()
     right = logits(prepared(artifact, "int8", None, builds))
     file = file_of(artifact)
     data = file.read_bytes()
-    length = int.from_bytes(data[:8], "little")
-    header = data[8 : 8 + length]
-    if damage == "cut":
-        file.write_bytes(data[: len(data) // 2])
-    elif damage == "nothing":
-        file.write_bytes(b"")
-    else:
-        f32 = b'"positions": {"dtype": "F32"'
-        old, new = {
-            "shape": (f32 + b', "shape": [64', f32 + b', "shape": [63'),
-            "type": (f32, f32.replace(b"F32", b"F16")),
-            "source": (artifact.content.encode(), b"0" * len(artifact.content)),
-        }[damage]
-        assert old in header
-        file.write_bytes(data[:8] + header.replace(old, new) + data[8 + length :])
+    f32, content = b'"positions": {"dtype": "F32"', artifact.content.encode()
+    old, new = {
+        "cut": (data[len(data) // 2 :], b""),
+        "nothing": (data, b""),
+        "shape": (f32 + b', "shape": [64', f32 + b', "shape": [63'),
+        "type": (f32, f32.replace(b"F32", b"F16")),
+        "source": (content, b"0" * len(content)),
+    }[damage]
+    assert old in data
+    file.write_bytes(data.replace(old, new))
     np.testing.assert_array_equal(logits(prepared(artifact, "int8", None, builds)), right)
-    assert builds.count == 2
+    assert builds.calls["build"] == 2
 
 
 def test_a_file_from_before_the_machines_start_is_compared_once(
     artifact: Artifact, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    builds = Builds()
+    builds = Counted()
     right = logits(prepared(artifact, "int8", None, builds))
     file = file_of(artifact)
     digests: list[int] = []
@@ -114,13 +95,13 @@ def test_a_file_from_before_the_machines_start_is_compared_once(
     os.utime(file, (1, 1))
     for _ in range(2):
         prepared(artifact, "int8", None, builds).close()
-    assert (len(digests), builds.count) == (1, 1)
+    assert (len(digests), builds.calls["build"]) == (1, 1)
     data = bytearray(file.read_bytes())
     data[-5000:-4000] = bytes(1000)  # was not on the disk yet
     file.write_bytes(data)
     os.utime(file, (1, 1))
     np.testing.assert_array_equal(logits(prepared(artifact, "int8", None, builds)), right)
-    assert builds.count == 2
+    assert builds.calls["build"] == 2
 
 
 def test_a_disk_without_space_is_no_end_of_the_process(
@@ -135,30 +116,15 @@ def test_a_disk_without_space_is_no_end_of_the_process(
         real(file, offset, length)
 
     monkeypatch.setattr(os, "posix_fallocate", fallocate)
-    assert np.isfinite(logits(prepared(artifact, "int8", None, Builds()))).all()
+    assert np.isfinite(logits(prepared(artifact, "int8", None, Counted()))).all()
     assert "cannot keep a prepared model" in caplog.text
     assert [file.suffixes for file in full.iterdir()] == [[".source", ".json"]]
-
-
-def test_a_foreign_checkpoint_is_packed_from_its_transposed_views(tmp_path: Path) -> None:
-    for dtype in ("float32", "float16", "bfloat16"):
-        artifact = open_artifact(make_hugging_face(tmp_path / dtype, dtype=dtype, max_length=64))
-        found = prepared(artifact, "fp32", None, Builds())
-        entry = next(
-            e for e in module.layout(artifact.config, "fp32") if e.name == "layers.0.qkv.weight"
-        )
-        begin = found.addresses[entry.name] - found.span[0]
-        packed = np.frombuffer(found._memory, np.float32, int(np.prod(entry.shape)), begin)
-        columns = packed.reshape(entry.shape).transpose(0, 2, 1).reshape(-1, entry.k)[: entry.n]
-        np.testing.assert_array_equal(columns, artifact.weights[entry.source].astype(np.float32))
-        del packed, columns
-        found.close()
 
 
 def test_another_models_file_is_not_opened(artifact: Artifact, tmp_path: Path) -> None:
     other = Manifests().open(make_artifact(tmp_path / "other", max_length=64, seed=5))
     for one in (artifact, other):
-        prepared(one, "int8", None, Builds()).close()
+        prepared(one, "int8", None, Counted()).close()
     shutil.copyfile(file_of(other), file_of(artifact))
     with pytest.raises(ArtifactError, match="not of this model"):
         Prepared(file_of(artifact), artifact.config, "int8", artifact.content)
@@ -171,7 +137,7 @@ def test_the_least_recently_loaded_models_are_removed(tmp_path: Path) -> None:
         for i in range(3)
     ]
     for i, one in enumerate(artifacts):
-        prepared(one, "int8", cache, Builds()).close()
+        prepared(one, "int8", cache, Counted()).close()
         newest = max(cache.glob("*.safetensors"), key=lambda file: file.stat().st_mtime_ns)
         os.utime(newest, (1e9 + i, 1e9 + i))
     files = sorted(cache.glob("*.safetensors"), key=lambda file: file.stat().st_mtime)

@@ -9,7 +9,7 @@ import json
 import operator
 import os
 import shutil
-import socket
+import stat
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -26,19 +26,12 @@ from engine.prepared import folder as cache_folder
 from engine.prepared import manifest
 from engine.prepared.manifest import Manifests, from_manifest, to_manifest
 from tests.engine.artifacts import reading
+from tests.engine.artifacts.reading import Counted, assert_same_weights
 from tests.engine.hugging_face import make_hugging_face
 from tests.engine.models import make_artifact
 
-
-class Counted:
-    """Reads in this process, and counts the reads."""
-
-    def __init__(self) -> None:
-        self.reads = 0
-
-    def __call__(self, target: Any, *arguments: Any, **limits: Any) -> Any:
-        self.reads += 1
-        return json.loads(json.dumps(target(*arguments)))  # as a sandbox's answer
+V1 = ("config.json", "generation.json", "kogpt2.params", "kogpt2.spiece")
+V2 = ("config.json", "generation_config.json", "model.safetensors", "tokenizer.json")
 
 
 @pytest.fixture
@@ -65,8 +58,7 @@ def test_a_manifest_holds_the_artifact(
     found, plain = Manifests().open(folder, run), open_artifact(folder)
     for field in ("config", "index", "generation", "tokenizer_file", "weight_files"):
         assert getattr(found, field) == getattr(plain, field)
-    for name, weight in plain.weights.items():
-        np.testing.assert_array_equal(found.weights[name], weight)
+    assert_same_weights(found, plain.weights)
 
 
 def test_it_is_read_once_for_the_next_process_too(
@@ -75,13 +67,13 @@ def test_it_is_read_once_for_the_next_process_too(
     known = Manifests()
     first = known.open(folder, run)
     assert known.open(folder, run) == Manifests().open(folder, run) == first
-    assert run.reads == 1
+    assert run.calls["read"] == 1
     # Where nothing can be stored, once by each process.
     (tmp_path / "file").touch()
     known = Manifests(tmp_path / "file" / "cache")
     for _ in range(2):
         known.open(folder, run)
-    assert run.reads == 2
+    assert run.calls["read"] == 2
 
 
 @pytest.mark.parametrize("damage", [b"", b"{", b"[]", b'{"format": 1}', b"artifact"])
@@ -94,12 +86,10 @@ def test_with_a_damaged_manifest_it_is_read_again(
     stored.write_bytes(json.dumps(wrong).encode() if damage == b"artifact" else damage)
     for _ in range(2):
         assert Manifests().open(folder, run) == first
-        assert run.reads == 2
+        assert run.calls["read"] == 2
 
 
-@pytest.mark.parametrize(
-    "name", ["config.json", "kogpt2.params", "generation.json", "kogpt2.spiece"]
-)
+@pytest.mark.parametrize("name", V1)
 def test_an_added_or_replaced_file_is_read_again(folder: Path, run: Counted, name: str) -> None:
     known = Manifests()
     known.open(folder, run)
@@ -109,7 +99,7 @@ def test_an_added_or_replaced_file_is_read_again(folder: Path, run: Counted, nam
     else:
         (folder / name).write_text("{}")
     known.open(folder, run)
-    assert run.reads == 2
+    assert run.calls["read"] == 2
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
@@ -125,44 +115,30 @@ def test_weights_that_are_no_numbers_are_refused(tmp_path: Path, bad: float, dty
     assert refused(folder) == f"{tensor.file}: {name} holds NaN or infinity"
 
 
+SPECIAL: dict[str, Callable[[Path], object]] = {
+    "pipe": os.mkfifo,
+    "folder": os.mkdir,
+    "socket": lambda path: os.mknod(path, stat.S_IFSOCK | 0o644),
+    "device": lambda path: path.symlink_to("/dev/zero"),
+}
+
+
 @pytest.mark.parametrize(
-    ("name", "kind"),
+    ("make", "name", "kind"),
     [
-        *itertools.product(
-            ("config.json", "generation.json", "kogpt2.params", "kogpt2.spiece"),
-            ("pipe", "folder", "socket", "device"),
-        ),
-        *itertools.product(
-            ("config.json", "generation_config.json", "model.safetensors", "tokenizer.json"),
-            ("Hugging Face's pipe",),
-        ),
+        *itertools.product((make_artifact,), V1, SPECIAL),
+        *itertools.product((make_hugging_face,), V2, ("pipe",)),
     ],
 )
-def test_a_file_that_is_no_plain_one_is_refused(tmp_path: Path, name: str, kind: str) -> None:
-    make = make_hugging_face if kind.startswith("Hugging") else make_artifact
-    folder = make(tmp_path / "m")
-    _replace(folder / name, kind.split()[-1])
-    message = refused(folder)
-    assert name in message
-    assert message == f"{name} is no plain file, but must be" or kind.startswith("Hugging")
-
-
-def _replace(path: Path, kind: str) -> None:
+def test_a_file_that_is_no_plain_one_is_refused(
+    tmp_path: Path, make: Callable[[Path], Path], name: str, kind: str
+) -> None:
+    path = make(tmp_path / "m") / name
     path.unlink(missing_ok=True)
-    if kind == "pipe":
-        os.mkfifo(path)
-    elif kind == "folder":
-        path.mkdir()
-    elif kind == "device":
-        path.symlink_to("/dev/zero")
-    else:
-        before = Path.cwd()
-        os.chdir(path.parent)  # a socket's path is short
-        try:
-            with socket.socket(socket.AF_UNIX) as made:
-                made.bind(path.name)
-        finally:
-            os.chdir(before)
+    SPECIAL[kind](path)
+    message = refused(path.parent)
+    assert name in message
+    assert message == f"{name} is no plain file, but must be" or make is make_hugging_face
 
 
 def test_a_folder_of_too_many_files_is_refused(folder: Path) -> None:
@@ -210,7 +186,7 @@ def test_a_foreign_folder_of_prepared_models_is_not_used(
         entry.write_bytes(b"hostile")
     prepared(Manifests().open(folder, run), "int8", None, run).close()
     assert {entry.read_bytes() for entry in ours.iterdir()} == {b"hostile"}
-    assert run.reads == 4  # the artifact and a build, twice
+    assert run.calls == {"read": 2, "build": 2}
     ours.unlink()
     shutil.move(tmp_path / "theirs", ours)
     ours.chmod(0o777)

@@ -18,7 +18,6 @@ from common.memory import MIB
 from engine import backends
 from engine.artifacts.artifact import EMBEDDING, OUTPUT, Artifact
 from engine.artifacts.open import open_artifact
-from engine.artifacts.read_params import read_params
 from engine.backends.interface import BackendModel, Piece
 from engine.backends.onnx import gpu
 from engine.backends.onnx.device import CPU, buffers
@@ -30,7 +29,7 @@ from tests.engine.backends.running import append, greedy, single, some_ids
 from tests.engine.conftest import NewEngine
 from tests.engine.engines import Request
 from tests.engine.hugging_face import make_hugging_face
-from tests.engine.models import make_artifact, write_params
+from tests.engine.models import make_artifact, params_of, write_params
 
 pytestmark = pytest.mark.slow
 
@@ -208,7 +207,7 @@ def test_memory_that_runs_out_is_an_error_of_its_own_and_ends_nothing_else(tmp_p
 
 def test_weights_beyond_fp16_are_refused(tmp_path: Path) -> None:
     path = make_artifact(tmp_path / "model")
-    weights = {n: np.array(w) for n, w in read_params(path / "kogpt2.params").items()}
+    weights = params_of(path)
     weights[EMBEDDING][7, 7] = weights[OUTPUT][7, 7] = 70_000
     write_params(path / "kogpt2.params", weights)
     with pytest.raises(ArtifactError, match=r"_embed\.weight.* 65504, .* use the mxnet backend"):
