@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -44,27 +44,21 @@ def make_talkative(path: Path, *, end_like: int | None = None, **sizes: Any) -> 
     return path
 
 
-class Request:
-    """A request to an engine in this process. `on_token` is called on the engine's thread."""
+AnyResult = TypeVar("AnyResult", bound="Result")
 
-    def __init__(
-        self,
-        engine: Engine,
-        name: str,
-        prompt: Inputs,
-        on_token: Callable[[Request], None] = lambda request: None,
-        timeout_s: float | None = None,
-        **parameters: Any,
-    ) -> None:
+
+class Result:
+    """What a request's sequences give. `on_token` is called on the thread that emits."""
+
+    sequences: list[Sequence]
+
+    def __init__(self, answers: int = 1, on_token: Callable[[Any], object] = id) -> None:
         self.tokens: list[Token] = []
         self.error: EngineError | None = None
-        self._on_token = on_token
+        self._left, self._on_token = answers, on_token
         self._done = threading.Event()
-        checked = engine.parameters(name, parameters)
-        self._left = checked.num_return_sequences
-        self.sequences: list[Sequence] = engine.submit(name, prompt, checked, self._emit, timeout_s)
 
-    def _emit(self, item: Token | EngineError) -> None:
+    def emit(self, item: Token | EngineError) -> None:
         if isinstance(item, EngineError):
             self.error = item
             self._left = 0
@@ -75,11 +69,11 @@ class Request:
         if self._left == 0:
             self._done.set()
 
-    def wait(self) -> Request:
+    def wait(self: AnyResult) -> AnyResult:
         assert self._done.wait(WAIT_S), "the request was not finished"
         return self
 
-    def begun(self) -> Request:
+    def begun(self: AnyResult) -> AnyResult:
         eventually(lambda: self.tokens)
         return self
 
@@ -100,6 +94,23 @@ class Request:
 
     def finish_reason(self, index: int = 0) -> str | None:
         return [t.finish_reason for t in self.tokens if t.index == index][-1]
+
+
+class Request(Result):
+    """A request to an engine in this process."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        name: str,
+        prompt: Inputs,
+        on_token: Callable[[Request], object] = id,
+        timeout_s: float | None = None,
+        **parameters: Any,
+    ) -> None:
+        checked = engine.parameters(name, parameters)
+        super().__init__(checked.num_return_sequences, on_token)
+        self.sequences = engine.submit(name, prompt, checked, self.emit, timeout_s)
 
 
 class Pause:

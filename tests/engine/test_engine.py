@@ -134,17 +134,6 @@ def test_rows_that_come_and_go_get_the_text_they_get_alone(engine: Engine, model
     assert engine.budget.kv_bytes == 0
 
 
-def test_each_of_two_models_gives_its_own_text(
-    engine: Engine, model: Model, tmp_path: Path
-) -> None:
-    folders = {"m": model.path, "다른 모델": make_talkative(tmp_path / "other", seed=9)}
-    engine.load("다른 모델", str(folders["다른 모델"]))
-    asked = [(name, ask(engine, 20, name, text)) for text in SENTENCES for name in folders]
-    for name, request in asked:
-        assert is_greedy(folders[name], request.wait().prompt, request.ids())
-    assert asked[0][1].ids() != asked[1][1].ids()
-
-
 def test_several_answers_are_drawn_with_consecutive_seeds(engine: Engine, model: Model) -> None:
     several = ask(engine, 15, seed=10, num_return_sequences=3, top_k=50).wait()
     alone = [ask(engine, 15, seed=10 + index, top_k=50).wait() for index in range(3)]

@@ -289,9 +289,7 @@ def test_the_containers_memory_bounds_the_models(
     assert bench.resident() == "e"  # one is always resident
 
 
-def test_a_model_that_cannot_be_opened_again_fails_its_requests(
-    bench: Bench,
-) -> None:
+def test_a_model_that_cannot_be_opened_again_fails_its_requests(bench: Bench) -> None:
     (core,) = bench.add("m")
     bench.residency.close_core(core)
     assert bench.budget.weight_bytes == 0

@@ -190,9 +190,7 @@ def test_a_penalty_without_bounds_is_a_ban() -> None:
     [{}, {"do_sample": True}, {"temperature": 1e-6}, {"temperature": 100.0}, {"top_k": 50},
      {"top_p": 0.9999}, {"min_p": 0.01}, {"typical_p": 0.9}, {"top_k": 5000, "typical_p": 0.9}],
 )  # fmt: skip
-def test_forbidden_tokens_are_never_drawn_and_change_no_logprobs(
-    options: dict[str, Any],
-) -> None:
+def test_forbidden_tokens_are_never_drawn_and_change_no_logprobs(options: dict[str, Any]) -> None:
     rng = np.random.default_rng(1)
     logits = rng.standard_normal(6000).astype(np.float32)
     most = tuple((int(i),) for i in np.argsort(-logits)[:300])

@@ -342,9 +342,7 @@ def test_penalties_count_the_tokens_of_the_answer_and_not_of_the_prompt() -> Non
 
 
 @pytest.mark.parametrize("options", [{}, {"do_sample": True, "seed": 1}])
-def test_biases_forbid_and_force_tokens_and_change_no_logprobs(
-    options: dict[str, Any],
-) -> None:
+def test_biases_forbid_and_force_tokens_and_change_no_logprobs(options: dict[str, Any]) -> None:
     logits = np.array([3, 2, 1, 0], dtype=np.float32)
     token, found = greedy(logits, logit_bias=((2, 100.0),), logprobs=4, **options)
     assert (token, found.top[0][0]) == (2, 0)

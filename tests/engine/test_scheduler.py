@@ -123,9 +123,7 @@ def test_prompts_and_running_rows_share_a_pass(bench: Bench) -> None:
     assert [s.num_new for s in (first, second, third)] == [2, 1, 1]
 
 
-def test_a_long_prompt_is_cut_where_the_turn_ends_and_the_next_one_waits(
-    bench: Bench,
-) -> None:
+def test_a_long_prompt_is_cut_where_the_turn_ends_and_the_next_one_waits(bench: Bench) -> None:
     running = bench.queue(3, new=50)
     bench.step()
     long, late = bench.queue(100, seed=1), bench.queue(5, seed=2)
@@ -192,9 +190,7 @@ def test_memory_is_reserved_for_a_sequence_at_its_longest(bench: Bench) -> None:
     assert bench.budget.kv_bytes == (32 + CONTEXT) * bench.token_bytes
 
 
-def test_a_sequence_waits_for_memory_or_fails_if_it_can_never_have_it(
-    path: Path,
-) -> None:
+def test_a_sequence_waits_for_memory_or_fails_if_it_can_never_have_it(path: Path) -> None:
     bench = Bench(path, budget_tokens=130)
     first, large = bench.queue(10, new=60), bench.queue(10, new=80, seed=1)
     bench.step()

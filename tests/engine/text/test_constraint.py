@@ -198,9 +198,7 @@ def test_a_grammar_in_the_syntax_of_lark_or_of_llama_cpp(vocabulary: Vocabulary,
         assert re.fullmatch("산에는( 꽃)+", found)
 
 
-def test_tokens_that_end_within_a_character_are_allowed(
-    vocabulary: Vocabulary,
-) -> None:
+def test_tokens_that_end_within_a_character_are_allowed(vocabulary: Vocabulary) -> None:
     constraint = vocabulary.constrain(Form("regex", ("[가나다]",)))
     byte = 3 + 0xEA  # the first of 가, U+AC00
     assert byte in constraint.allowed(np.zeros(300, np.float32))[1]

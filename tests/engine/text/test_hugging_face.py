@@ -47,9 +47,7 @@ def test_ids_are_those_of_the_library(tokenizer: HuggingFaceTokenizer) -> None:
         assert tokenizer.encode(text) == library(tokenizer).encode(text).ids
 
 
-def test_a_stream_is_the_text_that_is_decoded_at_once(
-    tokenizer: HuggingFaceTokenizer,
-) -> None:
+def test_a_stream_is_the_text_that_is_decoded_at_once(tokenizer: HuggingFaceTokenizer) -> None:
     rng = random.Random(5)  # noqa: S311
     decode, size = library(tokenizer).decode, library(tokenizer).get_vocab_size()
     byte_ids, table = tokenizer._byte_ids, tokenizer.table(size)
@@ -86,9 +84,7 @@ def test_a_space_after_a_special_token_is_not_lost(tmp_path: Path) -> None:
     assert "".join(map(detokenizer_of(tokenizer, prompt).feed, new)) == " 날씨가"
 
 
-def test_special_tokens_are_silent_and_added_ones_are_not(
-    tokenizer: HuggingFaceTokenizer,
-) -> None:
+def test_special_tokens_are_silent_and_added_ones_are_not(tokenizer: HuggingFaceTokenizer) -> None:
     detokenizer = detokenizer_of(tokenizer, tokenizer.encode("가"))
     assert "".join(detokenizer.feed(i) for i in range(len(SPECIAL))) == ""
     unused = tokenizer.token_id("<unused0>")
