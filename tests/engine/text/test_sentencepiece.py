@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from common.errors import ArtifactError, InvalidRequest
-from engine.text.sentencepiece import SPACE, SentencePieceTokenizer
+from engine.text.sentencepiece import SentencePieceTokenizer
 from engine.text.table import Detokenizer
 from tests.engine.models import spiece
 from tests.engine.sentences import SENTENCES
@@ -54,16 +54,6 @@ def test_encoding_is_always_the_same_in_whole_pieces(tokenizer: SentencePieceTok
     for text in TEXTS:
         assert len({tuple(tokenizer.encode(text)) for _ in range(20)}) == 1
     assert len(tokenizer.encode(SENTENCES[0])) - 1 < len(SENTENCES[0])
-
-
-def test_ids_become_text_as_in_the_loop_of_the_guides(tokenizer: SentencePieceTokenizer) -> None:
-    for text in TEXTS:
-        ids = tokenizer.encode(text)[1:]
-        detokenizer = detokenizer_of(tokenizer)
-        fed = [detokenizer.feed(i) for i in ids]
-        assert fed == [piece.replace(SPACE, " ") for piece in pieces(tokenizer, ids)]
-        assert detokenizer.flush() == ""
-        assert "".join(fed) == " " + text or text not in SENTENCES
 
 
 def test_control_tokens_and_unknown_ids_are_no_text(tokenizer: SentencePieceTokenizer) -> None:
