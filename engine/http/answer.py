@@ -14,7 +14,7 @@ from engine.sequence import Token
 class Answer:
     """Collects the sequences of a request.
 
-    Give `emit` to `Engine.submit_soon`; `done` is called once, on a thread of the engine, when the
+    Give `emit` to `Engine.submit`; `done` is called once, on a thread of the engine, when the
     last sequence or the first error has come.
     """
 

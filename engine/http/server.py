@@ -232,7 +232,7 @@ class EngineApp:
             loop.call_soon_threadsafe(end)
 
         answer = Answer(parameters.num_return_sequences, done)
-        submitted = self._engine.submit_soon(
+        submitted = self._engine.submit(
             name, inputs, parameters, answer.emit, timeout_s, stream=False
         )
         # Only a failure wakes the event loop, whose thread competes with the step loop's.
@@ -278,7 +278,7 @@ class EngineApp:
             loop.call_soon_threadsafe(queue.put_nowait, item)
 
         sequences = await asyncio.wrap_future(
-            self._engine.submit_soon(name, inputs, parameters, emit, timeout_s)
+            self._engine.submit(name, inputs, parameters, emit, timeout_s)
         )
 
         async def lines() -> AsyncIterator[str]:

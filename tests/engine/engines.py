@@ -110,7 +110,7 @@ class Request(Result):
     ) -> None:
         checked = engine.parameters(name, parameters)
         super().__init__(checked.num_return_sequences, on_token)
-        self.sequences = engine.submit(name, prompt, checked, self.emit, timeout_s)
+        self.sequences = engine.submit(name, prompt, checked, self.emit, timeout_s).result()
 
 
 class Pause:

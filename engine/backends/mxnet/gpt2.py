@@ -28,16 +28,6 @@ def product(x: Any, weight: Any, bias: Any = None) -> Any:  # (..., in) -> (...,
     )
 
 
-def gelu(x: Any) -> Any:
-    """The exact (erf) form."""
-    return nd.LeakyReLU(x, act_type="gelu")
-
-
-def gelu_tanh(x: Any) -> Any:
-    """Hendrycks and Gimpel's tanh approximation, `gelu_new` in Hugging Face's configurations."""
-    return 0.5 * x * (1 + nd.tanh(0.7978845608028654 * (x + 0.044715 * x * x * x)))
-
-
 class GPT2:
     """GPT-2 on arrays of MXNet.
 
@@ -87,7 +77,10 @@ class GPT2:
         return product(x, self._weights[artifact.EMBEDDING if tied else artifact.OUTPUT])
 
     def _gelu(self, x: Any) -> Any:
-        return gelu_tanh(x) if self.config.activation == "gelu_new" else gelu(x)
+        if self.config.activation == "gelu":  # the exact form, with erf
+            return nd.LeakyReLU(x, act_type="gelu")
+        # Hendrycks and Gimpel's tanh approximation, `gelu_new` in Hugging Face's configurations
+        return 0.5 * x * (1 + nd.tanh(0.7978845608028654 * (x + 0.044715 * x * x * x)))
 
     def _product(self, x: Any, name: str) -> Any:
         return product(x, self._weights[f"{name}.weight"], self._weights[f"{name}.bias"])
