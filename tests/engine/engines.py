@@ -113,24 +113,39 @@ class Request(Result):
         self.sequences = engine.submit(name, prompt, checked, self.emit, timeout_s).result()
 
 
+class Gate:
+    """Holds the thread that calls it, until another opens it."""
+
+    def __init__(self) -> None:
+        self._reached, self._open = threading.Event(), threading.Event()
+
+    def __call__(self, *_: Any) -> bool:
+        self._reached.set()
+        assert self._open.wait(WAIT_S)
+        return True
+
+    def reached(self) -> None:
+        """Waits until a thread is held."""
+        assert self._reached.wait(WAIT_S)
+
+    def open(self) -> None:
+        self._open.set()
+
+
 class Pause:
     """Holds the engine's thread between two turns until `go_on` or the end of the `with` block."""
 
     def __init__(self, engine: Engine) -> None:
-        self._reached, self._go = threading.Event(), threading.Event()
-        self._thread = threading.Thread(target=engine._loop.call, args=[self._hold])
-
-    def _hold(self) -> None:
-        self._reached.set()
-        assert self._go.wait(WAIT_S)
+        self._gate = Gate()
+        self._thread = threading.Thread(target=engine._loop.call, args=[self._gate])
 
     def go_on(self) -> None:
-        self._go.set()
+        self._gate.open()
         self._thread.join()
 
     def __enter__(self) -> Pause:
         self._thread.start()
-        assert self._reached.wait(WAIT_S)
+        self._gate.reached()
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -29,6 +29,7 @@ from tests.engine.conftest import NewEngine
 from tests.engine.engines import (
     EOS,
     WAIT_S,
+    Gate,
     Pause,
     Request,
     is_greedy,
@@ -210,14 +211,12 @@ def test_a_model_that_does_not_fit_is_refused_with_numbers(
 def test_memory_promised_to_a_load_is_its_own_before_the_load_has_taken_it(
     engine: Engine, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    opening, opened = threading.Event(), threading.Event()
-    manifests = engine._loader._manifests
+    gate, manifests = Gate(), engine._loader._manifests
     open_manifest = manifests.open
 
     def open_slowly(*arguments: Any) -> Any:
         if threading.current_thread() is not threading.main_thread():
-            opening.set()
-            assert opened.wait(WAIT_S)
+            gate()
         return open_manifest(*arguments)
 
     monkeypatch.setattr(manifests, "open", open_slowly)
@@ -225,12 +224,12 @@ def test_memory_promised_to_a_load_is_its_own_before_the_load_has_taken_it(
     engine.budget.total_bytes = 1_300_000  # for one of them
     with ThreadPoolExecutor(1) as pool:
         load = pool.submit(engine.load, "봄", str(folder))
-        assert opening.wait(WAIT_S)
+        gate.reached()
         try:
             with pytest.raises(OutOfMemory):
                 engine.check("여름", str(folder), promised=promised)
         finally:
-            opened.set()
+            gate.open()
         assert load.result(WAIT_S).core.reserved_bytes == promised["봄"]
     engine.budget.total_bytes += promised["봄"]  # no more is taken twice
     engine.check("여름", str(folder), promised=promised)

@@ -33,7 +33,7 @@ from engine.scheduler import Batch
 from engine.sequence import Sequence
 from engine.step_loop import PREFILL_TOKENS, Loop
 from tests.engine.conftest import NewEngine
-from tests.engine.engines import WAIT_S, Request, Result, make_talkative
+from tests.engine.engines import Gate, Request, Result, make_talkative
 from tests.processes import eventually
 
 VOCAB = 40
@@ -388,23 +388,17 @@ def test_an_error_that_cannot_be_emitted_stops_no_other_answer(bench: Bench) -> 
 
 def test_a_step_that_never_ends_is_reported(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     assert bench.loop.health() == {"status": "ok", "thread_alive": True, "step_age_s": 0.0}
-    reached, go_on = threading.Event(), threading.Event()
-
-    def hold(_: list[Piece]) -> None:
-        reached.set()
-        assert go_on.wait(WAIT_S)
-
-    model = bench.add()
-    fake(model).before_run = hold
+    model, gate = bench.add(), Gate()
+    fake(model).before_run = gate
     (answer,) = bench.queue((model, 5, 3))
-    assert reached.wait(WAIT_S)
+    gate.reached()
     assert bench.loop.health()["status"] == "ok"
     monkeypatch.setattr(engine.step_loop, "STALLED_AFTER_S", 0.0)
     found = bench.loop.health()
     assert (found["status"], found["thread_alive"]) == ("failed", True)
     assert found["step_age_s"] >= 0
     monkeypatch.undo()
-    go_on.set()
+    gate.open()
     answer.wait()
     assert bench.loop.health()["status"] == "ok"
 

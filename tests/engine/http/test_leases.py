@@ -14,7 +14,7 @@ from common.errors import ModelNotFound
 from engine.engine import Engine
 from engine.http.leases import Leases
 from tests.engine.conftest import NewEngine
-from tests.engine.engines import WAIT_S, Request, make_talkative
+from tests.engine.engines import WAIT_S, Gate, Request, make_talkative
 from tests.engine.models import make_artifact
 
 NAME = "소월"
@@ -66,23 +66,15 @@ async def test_a_new_lease_calls_the_unload_off(engine: Engine) -> None:
 async def test_a_lease_taken_while_the_unload_begins_keeps_the_model(
     engine: Engine, model_dir: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    begun, go_on = threading.Event(), threading.Event()
-    unload = engine.unload
-
-    def slow(*args: Any, **options: Any) -> bool:
-        begun.set()
-        assert go_on.wait(WAIT_S)
-        return unload(*args, **options)
-
-    monkeypatch.setattr(engine, "unload", slow)
-
+    gate, unload = Gate(), engine.unload
+    monkeypatch.setattr(engine, "unload", lambda *a, **options: gate() and unload(*a, **options))
     leases = Leases(engine, asyncio.Event(), grace_s=0)
     leases.take(NAME)
     leases.release(NAME)
-    assert await asyncio.to_thread(begun.wait, WAIT_S)
+    await asyncio.to_thread(gate.reached)
     leases.take(NAME)
     model = engine.load(NAME, model_dir)
-    go_on.set()
+    gate.open()
     await finished(leases)
     assert engine.describe(model)["name"] == NAME
 

@@ -24,7 +24,7 @@ from engine.http import protocol, server
 from engine.http.server import EngineApp
 from engine.settings import Settings
 from tests.engine.conftest import NewEngine
-from tests.engine.engines import WAIT_S, EngineProcess, engine_process, make_talkative
+from tests.engine.engines import WAIT_S, EngineProcess, Gate, engine_process, make_talkative
 from tests.processes import eventually
 
 NAME = "시/소월 #1?.tar.gz"  # of a model: Korean, a slash, a space, what URLs are made of
@@ -306,17 +306,17 @@ def test_a_request_is_cancelled_while_it_is_tokenized(
 ) -> None:
     engine = new_engine(memory_mib=32)
     engine.load("m", str(model_dir))
-    app, go_on = EngineApp(engine), threading.Event()
+    app, gate = EngineApp(engine), Gate()
 
     async def run() -> None:
-        busy = asyncio.wrap_future(engine.with_texts("m", lambda _: go_on.wait(WAIT_S)))
+        busy = asyncio.wrap_future(engine.with_texts("m", gate))
         waiting = asyncio.ensure_future(call(app, {**LONG, "request_id": "c3"}))
         while "c3" not in app._running:
             await asyncio.sleep(0)
         await app._cancel(Request({"type": "http", "path_params": {"id": "c3"}}))
         with pytest.raises(Cancelled):
             await waiting
-        go_on.set()
+        gate.open()
         assert await busy
         await asyncio.wrap_future(engine.with_texts("m", lambda _: None))  # behind the prompt
 

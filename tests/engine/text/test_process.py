@@ -36,7 +36,7 @@ from engine.text.prompts import CHARACTERS_PER_TOKEN
 from engine.text.table import RUNS, Table
 from engine.text.texts import Texts
 from tests.engine.conftest import NewEngine
-from tests.engine.engines import WAIT_S, Pause, Request, make_talkative
+from tests.engine.engines import WAIT_S, Gate, Pause, Request, make_talkative
 from tests.engine.hugging_face import EOS, KINDS, make_hugging_face, write_json
 from tests.engine.text.opened import texts_of
 from tests.processes import eventually, has_ended
@@ -149,13 +149,13 @@ def test_models_of_one_process_have_their_texts(
 
 
 def test_models_that_share_a_process_take_turns() -> None:
-    turns, go, done = Turns(), threading.Event(), threading.Event()
+    turns, gate, done = Turns(), Gate(), threading.Event()
     ran: list[str] = []
-    turns.soon("a", lambda: bool(go.wait(WAIT_S)))  # type: ignore[arg-type,return-value]
+    turns.soon("a", gate)  # type: ignore[arg-type]
     for user in "aaab":
         turns.soon(user, partial(ran.append, user))
     turns.soon("b", done.set)
-    go.set()
+    gate.open()
     assert done.wait(WAIT_S)
     turns.close()
     assert ran[:2] in (["a", "b"], ["b", "a"])
@@ -190,27 +190,22 @@ def test_processes_of_models_without_requests_end_where_there_are_many(
         assert len({tuple(encode(texts)) for texts in opened}) == 5
 
 
-def held(texts: Texts) -> tuple[Future[bool], threading.Event]:
-    """A task that holds the texts' thread until the event is set."""
-    go, began = threading.Event(), threading.Event()
-
-    def hold() -> bool:
-        began.set()
-        return go.wait(WAIT_S)
-
-    task = texts.soon(hold)
-    assert began.wait(WAIT_S)
-    return task, go
+def held(texts: Texts) -> tuple[Future[bool], Gate]:
+    """A task that holds the texts' thread until the gate is opened."""
+    gate = Gate()
+    task = texts.soon(gate)
+    gate.reached()
+    return task, gate
 
 
 def test_a_process_does_not_end_right_after_a_prompt_that_waited_for_it(good: Path) -> None:
     with texts_of(good) as texts:
         pid = texts.pid
-        task, go = held(texts)
+        task, gate = held(texts)
         texts._process.end_when_idle()
         texts._process.turns.soon("another", lambda: texts._process.open(texts._source))
         texts._process.turns._tasks.move_to_end(None)  # its turn comes last
-        go.set()
+        gate.open()
         assert task.result(WAIT_S)
         texts.soon(lambda: None).result(WAIT_S)
         assert texts.pid == pid
@@ -220,11 +215,11 @@ def test_a_process_does_not_end_right_after_a_prompt_that_waited_for_it(good: Pa
 
 def test_too_many_waiting_prompts_are_refused(good: Path) -> None:
     with texts_of(good, max_waiting=2) as texts:
-        task, go = held(texts)
+        task, gate = held(texts)
         waiting = [texts.soon(lambda: texts.encode(PROMPT)) for _ in range(2)]
         with pytest.raises(Overloaded, match="2 requests wait"):
             texts.soon(lambda: None)
-        go.set()
+        gate.open()
         assert task.result(WAIT_S)
         assert waiting[0].result(WAIT_S) == waiting[1].result(WAIT_S)
 
