@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from common.errors import InvalidRequest
+from common.errors import InvalidRequest, cut
 from common.form import Form
 from engine.native import library
 from engine.text.table import PROCESS, Table
@@ -177,8 +177,7 @@ def _refused(form: Form, message: str) -> InvalidRequest:
     if message.startswith("NoExtension"):
         message = "none of the model's tokens can continue the answer"
     reason = " ".join(message.replace("<non-verbose/>", "").split()) or "it is too complex"
-    reason = reason if len(reason) <= MAX_REASON else f"{reason[:MAX_REASON]}..."
-    return InvalidRequest(f"parameters.{form.kind}: {reason}")
+    return InvalidRequest(f"parameters.{form.kind}: {cut(reason, MAX_REASON)}")
 
 
 def begins_with_space(form: Form) -> bool:
