@@ -37,7 +37,7 @@ class MXNetModel(DenseModel):
     def _run(self, begin: int, end: int, ids: Ids) -> Logits:
         self._cache.select(begin, end)
         with out_of_memory(self._ctx, f"{ids.size} more tokens"):
-            logits = self._model(mx.nd.array(ids, ctx=self._ctx), self._cache, True)
+            logits = self._model(mx.nd.array(ids, ctx=self._ctx), self._cache)
             result: Logits = logits.asnumpy()
         return result
 
