@@ -219,17 +219,15 @@ class Batch:
     def _open_row(self, sequence: Sequence) -> Row:
         """Open a row with the longest known prefix; the last token is always computed."""
         ids = to_ids(sequence.ids[:-1])
-        nearest, length = None, 0
-        sharing = self.model.caches_rows and self._prefixes.limit_bytes > 0
+        nearest, length, cached = None, 0, None
         if not sequence.scores_prompt:
+            sharing = self.model.caches_rows and self._prefixes.limit_bytes > 0
             for other, row in self._rows.items():
                 shares = sharing and other.model is sequence.model
                 if shares or other.prompt is sequence.prompt:
                     common = shared_length(to_ids(other.ids[: row.length]), ids)
                     if common > length:
                         nearest, length = row, common
-        cached = None
-        if not sequence.scores_prompt:
             cached = self._prefixes.open_row(sequence.model, ids, length)
         row = cached or self.model.open_row(nearest, length)
         if not sequence.num_new:

@@ -27,7 +27,6 @@ from engine.http.client import UnixConnection
 from engine.sequence import Sequence, Token
 from engine.text.prompts import Inputs
 from tests.engine.models import make_artifact, write_params
-from tests.engine.sentences import SENTENCES
 from tests.processes import eventually
 
 WAIT_S = 60.0
@@ -150,16 +149,6 @@ class Pause:
 
     def __exit__(self, *_: object) -> None:
         self.go_on()
-
-
-def prompt_of(encode: Callable[[str], list[int]], length: int) -> str:
-    """A text of so many tokens."""
-    text = " ".join(SENTENCES * 40)[: 6 * length + 6]
-    while text:
-        if len(encode(text)) == length:
-            return text
-        text = text[:-1]
-    raise AssertionError(f"no text of {length} tokens")
 
 
 @functools.cache

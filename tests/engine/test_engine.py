@@ -34,7 +34,6 @@ from tests.engine.engines import (
     Request,
     is_greedy,
     make_talkative,
-    prompt_of,
     settle,
 )
 from tests.engine.models import make_artifact
@@ -61,7 +60,10 @@ def model(engine: Engine, folder: Path) -> Model:
 
 
 def prompt(model: Model, length: int) -> str:
-    return prompt_of(SentencePieceTokenizer(model.path / "kogpt2.spiece").encode, length)
+    """A text of so many tokens."""
+    encode = SentencePieceTokenizer(model.path / "kogpt2.spiece").encode
+    text = " ".join(SENTENCES * 40)[: 6 * length + 6]
+    return next(text[:end] for end in range(len(text), 0, -1) if len(encode(text[:end])) == length)
 
 
 def ask(engine: Engine, new: int = 3, name: str = "m", text: str = PROMPT, **given: Any) -> Request:
