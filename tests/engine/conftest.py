@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
+from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -16,12 +18,14 @@ NewEngine = Callable[..., Engine]
 
 @pytest.fixture
 def new_engine() -> Iterator[NewEngine]:
-    """Starts an engine with the given settings, and closes it after the test."""
+    """Starts an engine with these models and settings, and closes it after the test."""
     with ExitStack() as engines:
 
-        def start(**settings: Any) -> Engine:
-            engine = Engine(Settings(**settings))
+        def start(models: Mapping[str, str | Path] = MappingProxyType({}), **given: Any) -> Engine:
+            engine = Engine(Settings(**{"memory_mib": 64, **given}))
             engines.callback(engine.close)
+            for name, folder in models.items():
+                engine.load(name, str(folder))
             return engine
 
         yield start

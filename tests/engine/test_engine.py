@@ -51,7 +51,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def engine(new_engine: NewEngine) -> Engine:
-    return new_engine(memory_mib=64, max_rows=8, overcommit=1, precision="fp32")
+    return new_engine(max_rows=8, overcommit=1, precision="fp32")
 
 
 @pytest.fixture
@@ -159,8 +159,7 @@ def test_a_model_is_described_with_what_it_is_and_has_done(engine: Engine, model
 
 
 def test_a_full_queue_says_when_to_retry(folder: Path, new_engine: NewEngine) -> None:
-    engine = new_engine(memory_mib=64, max_rows=1, max_queue=2)
-    engine.load("m", str(folder))
+    engine = new_engine({"m": folder}, max_rows=1, max_queue=2)
     with Pause(engine):
         waiting = [ask(engine) for _ in range(2)]
         with pytest.raises(Overloaded, match="2 requests wait") as caught:

@@ -221,9 +221,8 @@ def test_a_token_is_chosen_where_all_are_forbidden() -> None:
 
 @pytest.fixture
 def engine(new_engine: NewEngine, tmp_path: Path) -> Engine:
-    engine = new_engine(backend="native", precision="fp32", memory_mib=256)
-    engine.load("m", str(make_talkative(tmp_path / "m", vocab=160)))
-    return engine
+    models = {"m": make_talkative(tmp_path / "m", vocab=160)}
+    return new_engine(models, backend="native", precision="fp32")
 
 
 def ask(engine: Engine, new: int, name: str = "m", **given: Any) -> Request:

@@ -355,7 +355,7 @@ def test_a_batch_that_is_broken_loses_its_model_and_no_other(bench: Bench, where
 
 def test_a_model_that_was_lost_is_loaded_anew(tmp_path: Path, new_engine: NewEngine) -> None:
     folder = make_talkative(tmp_path / "m")
-    engine = new_engine(memory_mib=64)
+    engine = new_engine()
     model = engine.load("m", str(folder))
 
     def broken() -> None:

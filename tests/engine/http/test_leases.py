@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +14,6 @@ from engine.engine import Engine
 from engine.http.leases import Leases
 from tests.engine.conftest import NewEngine
 from tests.engine.engines import WAIT_S, Gate, Request, make_talkative
-from tests.engine.models import make_artifact
 
 NAME = "소월"
 NEVER_S = 1e6
@@ -23,14 +21,12 @@ NEVER_S = 1e6
 
 @pytest.fixture(scope="module")
 def model_dir(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(make_artifact(tmp_path_factory.mktemp("models") / "모델", layers=1))
+    return str(make_talkative(tmp_path_factory.mktemp("models") / "모델", layers=1))
 
 
 @pytest.fixture
 def engine(model_dir: str, new_engine: NewEngine) -> Engine:
-    engine = new_engine(memory_mib=64)
-    engine.load(NAME, model_dir)
-    return engine
+    return new_engine({NAME: model_dir})
 
 
 async def finished(leases: Leases) -> None:
@@ -79,10 +75,8 @@ async def test_a_lease_taken_while_the_unload_begins_keeps_the_model(
     assert engine.describe(model)["name"] == NAME
 
 
-async def test_without_a_lease_requests_are_finished(tmp_path: Path, new_engine: NewEngine) -> None:
+async def test_without_a_lease_requests_are_finished(engine: Engine) -> None:
     """As a stream goes on whose worker's process was killed."""
-    engine = new_engine(memory_mib=64)
-    engine.load(NAME, str(make_talkative(tmp_path / "모델", layers=1)))
     tried, unload = threading.Event(), engine.unload
 
     def counted(*args: Any, **options: Any) -> bool:

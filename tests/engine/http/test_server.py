@@ -304,8 +304,7 @@ def call(app: EngineApp, body: Any, padding: str = "") -> Any:
 def test_a_request_is_cancelled_while_it_is_tokenized(
     model_dir: Path, new_engine: NewEngine
 ) -> None:
-    engine = new_engine(memory_mib=32)
-    engine.load("m", str(model_dir))
+    engine = new_engine({"m": model_dir})
     app, gate = EngineApp(engine), Gate()
 
     async def run() -> None:
@@ -346,9 +345,8 @@ def test_large_bodies_are_read_and_written_on_threads_of_their_own(
     monkeypatch.setattr(server, "JSONResponse", noted("written", server.JSONResponse))
     padding = " " * (protocol.LARGE_BYTES if elsewhere else 0)
     body = {"inputs": PROMPT, "parameters": {"max_new_tokens": tokens, "logprobs": 20}}
-    engine = new_engine(memory_mib=32)
-    engine.load("m", str(model_dir))
-    answer = asyncio.run(call(EngineApp(engine), body, padding))
+    app = EngineApp(new_engine({"m": model_dir}))
+    answer = asyncio.run(call(app, body, padding))
     assert len(json.loads(answer.body)["completions"][0]["logprobs"]) == tokens
     assert work == {"read": elsewhere, "written": elsewhere}
 

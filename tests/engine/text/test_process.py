@@ -53,7 +53,7 @@ def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def engine_(new_engine: NewEngine) -> Engine:
-    return new_engine(memory_mib=64)
+    return new_engine()
 
 
 @pytest.fixture
