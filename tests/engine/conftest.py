@@ -16,6 +16,14 @@ from engine.settings import Settings
 NewEngine = Callable[..., Engine]
 
 
+@pytest.fixture(scope="session")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model of a long context whose greedy text does not end by itself."""
+    from tests.engine.engines import make_talkative  # imports MXNet, which not all machines have
+
+    return make_talkative(tmp_path_factory.mktemp("models") / "모델", max_length=4096)
+
+
 @pytest.fixture
 def new_engine() -> Iterator[NewEngine]:
     """Starts an engine with these models and settings, and closes it after the test."""

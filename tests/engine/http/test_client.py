@@ -21,17 +21,12 @@ from common.errors import (
 )
 from engine.http.client import EngineClient, ModelHandle
 from engine.http.leases import GRACE_S
-from tests.engine.engines import EngineProcess, engine_process, make_talkative
+from tests.engine.engines import EngineProcess, engine_process
 from tests.processes import eventually
 
 NAME = "시/소월 #1?"
 PROMPT = "오늘은 날씨가"
 FEW = {"max_new_tokens": 5}
-
-
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_talkative(tmp_path_factory.mktemp("models") / "모델", max_length=4096)
 
 
 @pytest.fixture(scope="module")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,19 +14,14 @@ from common.errors import ModelNotFound
 from engine.engine import Engine
 from engine.http.leases import Leases
 from tests.engine.conftest import NewEngine
-from tests.engine.engines import WAIT_S, Gate, Request, make_talkative
+from tests.engine.engines import WAIT_S, Gate, Request
 
 NAME = "소월"
 NEVER_S = 1e6
 
 
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(make_talkative(tmp_path_factory.mktemp("models") / "모델", layers=1))
-
-
 @pytest.fixture
-def engine(model_dir: str, new_engine: NewEngine) -> Engine:
+def engine(model_dir: Path, new_engine: NewEngine) -> Engine:
     return new_engine({NAME: model_dir})
 
 
@@ -60,7 +56,7 @@ async def test_a_new_lease_calls_the_unload_off(engine: Engine) -> None:
 
 
 async def test_a_lease_taken_while_the_unload_begins_keeps_the_model(
-    engine: Engine, model_dir: str, monkeypatch: pytest.MonkeyPatch
+    engine: Engine, model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gate, unload = Gate(), engine.unload
     monkeypatch.setattr(engine, "unload", lambda *a, **options: gate() and unload(*a, **options))
@@ -69,7 +65,7 @@ async def test_a_lease_taken_while_the_unload_begins_keeps_the_model(
     leases.release(NAME)
     await asyncio.to_thread(gate.reached)
     leases.take(NAME)
-    model = engine.load(NAME, model_dir)
+    model = engine.load(NAME, str(model_dir))
     gate.open()
     await finished(leases)
     assert engine.describe(model)["name"] == NAME
@@ -109,10 +105,10 @@ async def test_while_the_engine_stops_its_models_outlive_their_leases(engine: En
 
 
 def test_statistics_describe_no_model_that_is_being_freed(
-    engine: Engine, model_dir: str, monkeypatch: pytest.MonkeyPatch
+    engine: Engine, model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Freeing begins with the engine's lock, which those that describe a model hold."""
-    model = engine.load(NAME, model_dir)
+    model = engine.load(NAME, str(model_dir))
     free_to_go: list[bool] = []
 
     def kv_bytes(batch: Any, of: Any = None) -> int:

@@ -24,17 +24,12 @@ from engine.http import protocol, server
 from engine.http.server import EngineApp
 from engine.settings import Settings
 from tests.engine.conftest import NewEngine
-from tests.engine.engines import WAIT_S, EngineProcess, Gate, engine_process, make_talkative
+from tests.engine.engines import WAIT_S, EngineProcess, Gate, engine_process
 from tests.processes import eventually
 
 NAME = "시/소월 #1?.tar.gz"  # of a model: Korean, a slash, a space, what URLs are made of
 PROMPT = "오늘은 날씨가"
 LONG = {"inputs": PROMPT, "parameters": {"max_new_tokens": 100_000}}  # some seconds' work
-
-
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_talkative(tmp_path_factory.mktemp("models") / "모델", max_length=4096)
 
 
 @pytest.fixture(scope="module")
