@@ -79,11 +79,6 @@ class Texts:
         self._phrases = lru_cache(MAX_PHRASES)(partial(Phrases, self._table))
         return self
 
-    @property
-    def pid(self) -> int | None:
-        """The pid of the process while it lives."""
-        return self._process.pid
-
     def parameters(self, given: Any) -> Parameters:
         """A request's parameters, with the model's defaults. Raises `InvalidRequest`."""
         parameters = Parameters.parse(given, self._defaults)
