@@ -255,11 +255,7 @@ class Engine:
         texts = self._find(name).texts
         return texts.soon(lambda: task(texts))
 
-    def submit(self, name: str, *arguments: Any, **options: Any) -> list[Sequence]:
-        """Call `submit_soon` and wait for the sequences."""
-        return self.submit_soon(name, *arguments, **options).result()
-
-    def submit_soon(
+    def submit(
         self,
         name: str,
         inputs: Inputs,

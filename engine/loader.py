@@ -118,12 +118,8 @@ class Loader:
             else:
                 adapter.check_fits(artifact.config)
                 del stamps[path]
-        key = (
-            request.backend,
-            request.precision,
-            json.dumps([*map(str, stamps), *stamps.values()]),
-        )
-        return Source(artifact, adapter, stamps, key)
+        read = json.dumps([*map(str, stamps), *stamps.values()])
+        return Source(artifact, adapter, stamps, (request.backend, request.precision, read))
 
     def _bytes(self, artifact: Artifact, precision: str) -> tuple[int, int]:
         config = artifact.config
@@ -206,8 +202,7 @@ class Loader:
         self, request: Request, source: Source, texts: Callable[[], Texts], reading: Reading
     ) -> Core:
         artifact = source.artifact
-        backend, precision = request.backend, request.precision
-        needed, row = self._bytes(artifact, precision)
+        needed, row = self._bytes(artifact, request.precision)
         name = self._cores.take_name(
             request.name if source.adapter is None else f"the base {artifact.path.name}"
         )
@@ -218,10 +213,10 @@ class Loader:
             core = Core(
                 name=name,
                 key=source.key,
-                backend=backend,
-                precision=precision,
+                backend=request.backend,
+                precision=request.precision,
                 artifact=artifact,
-                open=self._opener(source, backend, precision, texts()),
+                open=self._opener(request, source, texts()),
                 batch=Batch(request.max_rows, self._budget, self._prefixes),
                 reserved_bytes=needed,
             )
@@ -250,14 +245,13 @@ class Loader:
         self._text_processes.close()
 
     def _opener(
-        self, source: Source, backend: str, precision: str, texts: Texts
+        self, request: Request, source: Source, texts: Texts
     ) -> Callable[[Run], BackendModel]:
         """A function that opens the artifact, as often as it is called.
 
         It raises `ArtifactError` where it has to read the files and they have changed, or the
         model's texts turn out to be unusable before that.
         """
-        artifact = source.artifact
 
         def check() -> None:
             texts.ready()
@@ -273,9 +267,9 @@ class Loader:
             if self._settings.device == "gpu":
                 check()
             return backends.load(
-                dataclasses.replace(artifact),  # what it maps goes with it
-                backend,
-                precision,
+                dataclasses.replace(source.artifact),  # what it maps goes with it
+                request.backend,
+                request.precision,
                 device=self._settings.device,
                 cache_dir=self._cache_dir,
                 run=checked,

@@ -32,7 +32,7 @@ def shared_length(a: Ids, b: Ids) -> int:
 
 @dataclass(eq=False)
 class Prefix:
-    owner: object  # whose prompts may begin with the row: a batch, or one of its models
+    owner: object  # the model whose prompts may begin with the row
     ids: Ids  # of the row's tokens
     row: Row
     model: BackendModel

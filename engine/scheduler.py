@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections import deque
 from dataclasses import dataclass
-from typing import Any
 
 from common.errors import DeadlineExceeded, EngineError, OutOfMemory
 from engine.backends.interface import BackendModel, Piece, Row
@@ -220,18 +219,16 @@ class Batch:
     def _open_row(self, sequence: Sequence) -> Row:
         """Open a row with the longest known prefix; the last token is always computed."""
         ids = to_ids(sequence.ids[:-1])
-        nearest, length = None, 0
-        sharing = self.model.caches_rows and self._prefixes.limit_bytes > 0
+        nearest, length, cached = None, 0, None
         if not sequence.scores_prompt:
+            sharing = self.model.caches_rows and self._prefixes.limit_bytes > 0
             for other, row in self._rows.items():
                 shares = sharing and other.model is sequence.model
                 if shares or other.prompt is sequence.prompt:
                     common = shared_length(to_ids(other.ids[: row.length]), ids)
                     if common > length:
                         nearest, length = row, common
-        cached = None
-        if not sequence.scores_prompt:
-            cached = self._prefixes.open_row(self._owner(sequence), ids, length)
+            cached = self._prefixes.open_row(sequence.model, ids, length)
         row = cached or self.model.open_row(nearest, length)
         if not sequence.num_new:
             sequence.cached_tokens = row.length
@@ -282,11 +279,7 @@ class Batch:
         if sequence.failed or not self.model.caches_rows or not self._prefixes.limit_bytes:
             return False
         ids = to_ids(sequence.ids[: row.length])  # the computed ones
-        return self._prefixes.add(Prefix(self._owner(sequence), ids, row, self.model))
-
-    def _owner(self, sequence: Sequence) -> Any:
-        """The owner of the prefixes that a sequence may begin with: its model."""
-        return self if sequence.model is None else sequence.model
+        return self._prefixes.add(Prefix(sequence.model, ids, row, self.model))
 
     def unfinished(self, model: object = None) -> list[Sequence]:
         """The unfinished sequences, of all models or of one."""

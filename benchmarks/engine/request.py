@@ -34,7 +34,7 @@ class Request:
         self._engine, self._sent = engine, time.perf_counter()
         self._sequences = engine.submit(
             model, Raw(prompt), parameters, self._emit, timeout_s=DEADLINE_S
-        )
+        ).result()
 
     def wait(self) -> Request:
         """Until it is answered."""

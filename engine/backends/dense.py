@@ -21,21 +21,10 @@ Ids = NDArray[np.int64]
 BLOCK = 64  # positions that a cache grows by. Larger: more memory. Smaller: more copies
 
 
-def grown_shape(now: tuple[int, int], rows: int, length: int, max_length: int) -> tuple[int, int]:
-    """The shape (rows, capacity) that `rows` rows of `length` tokens need, from the shape `now`.
-
-    The capacity grows in blocks of `BLOCK` positions up to `max_length`, the rows to the next power
-    of two; neither shrinks.
-    """
-    blocks = -(-length // BLOCK)
-    capacity = min(max(now[1], blocks * BLOCK), max_length)
-    return max(now[0], 1 << (rows - 1).bit_length()), capacity
-
-
 class DenseCache(ABC):
     """Keys and values of rows 0..len(lengths)-1, and of a free row behind them.
 
-    All rows have the capacity of the longest; it grows by `grown_shape` until no row is left.
+    All rows have the capacity of the longest; it grows by `shape_for` until no row is left.
     """
 
     def __init__(self, config: GPT2Config, token_bytes: int) -> None:
@@ -52,7 +41,14 @@ class DenseCache(ABC):
         return math.prod(self.shape) * self.token_bytes
 
     def shape_for(self, rows: int, length: int) -> tuple[int, int]:
-        return grown_shape(self.shape, rows, length, self.config.max_length)
+        """The shape (rows, capacity) that `rows` rows of `length` tokens need.
+
+        The capacity grows in blocks of `BLOCK` positions up to the longest context, the rows to the
+        next power of two; neither shrinks.
+        """
+        blocks = -(-length // BLOCK)
+        capacity = min(max(self.shape[1], blocks * BLOCK), self.config.max_length)
+        return max(self.shape[0], 1 << (rows - 1).bit_length()), capacity
 
     def num_bytes_for(self, lengths: Sequence[int]) -> int:
         """Bytes with rows of these lengths."""

@@ -36,14 +36,13 @@ def is_fatal(text: str) -> bool:
     return any(message in text.lower() for message in FATAL)
 
 
-def memory_bytes(library: str = "") -> int:
+def memory_bytes() -> int:
     """The GPU's whole memory. Raises `InvalidRequest` where there is no usable GPU."""
-    library = library or LIBRARY
     try:
-        driver = ctypes.CDLL(library)
+        driver = ctypes.CDLL(LIBRARY)
     except OSError:
         raise InvalidRequest(
-            f"there is no NVIDIA driver here ({library} is missing): run on a machine with one,"
+            f"there is no NVIDIA driver here ({LIBRARY} is missing): run on a machine with one,"
             " a container with `docker run --gpus all`, or set ENGINE_DEVICE=cpu"
         ) from None
     device, size = ctypes.c_int(), ctypes.c_size_t()

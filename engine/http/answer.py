@@ -14,12 +14,11 @@ from engine.sequence import Token
 class Answer:
     """Collects the sequences of a request.
 
-    Give `emit` to `Engine.submit_soon`; `done` is called once, on a thread of the engine, when the
+    Give `emit` to `Engine.submit`; `done` is called once, on a thread of the engine, when the
     last sequence or the first error has come.
     """
 
     def __init__(self, num_sequences: int, done: Callable[[], None]) -> None:
-        self._texts = [""] * num_sequences
         self._tokens: list[list[Token]] = [[] for _ in range(num_sequences)]
         self._unfinished = num_sequences
         self._done = done
@@ -37,7 +36,6 @@ class Answer:
             if self._first_token_at is None:
                 self._first_token_at = time.monotonic()
             self._tokens[item.index].append(item)
-            self._texts[item.index] += item.text
             self._unfinished -= item.finish_reason is not None
         if self._unfinished == 0:
             self._finished = time.monotonic()
@@ -63,9 +61,9 @@ class Answer:
             raise self.error
         assert self._first_token_at is not None
         completions = []
-        for text, tokens in zip(self._texts, self._tokens, strict=True):
+        for tokens in self._tokens:
             completion: dict[str, Any] = {
-                "text": text,
+                "text": "".join(token.text for token in tokens),
                 "tokens": len(tokens),
                 "finish_reason": tokens[-1].finish_reason,
                 **guesses_body(tokens),

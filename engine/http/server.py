@@ -46,6 +46,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from common import fields
 from common.errors import Cancelled, EngineError, InvalidRequest, NeverFits, OutOfMemory
 from common.parameters import Parameters
 from engine.engine import Engine
@@ -60,7 +61,7 @@ from engine.text.texts import Texts
 
 logger = logging.getLogger(__name__)
 
-MAX_TIMEOUT_S = 3600.0
+MAX_TIMEOUT_S = 3600
 MAX_CANCELLED_IDS = 1000  # of requests that may still arrive
 LARGE_ENTRIES = 500  # answers with more log-probabilities are written on a thread
 T = TypeVar("T")
@@ -207,16 +208,9 @@ class EngineApp:
         inputs = protocol.inputs_of(body)
         parameters = self._engine.parameters(name, body.get("parameters"))
         timeout_s = body.get("timeout_s")
-        if timeout_s is not None and (
-            not isinstance(timeout_s, int | float)
-            or isinstance(timeout_s, bool)
-            or not 0 < timeout_s <= MAX_TIMEOUT_S
-        ):
-            raise InvalidRequest(f"timeout_s must be above 0 and at most {MAX_TIMEOUT_S:.0f}")
-        stream = body.get("stream", False)
-        if not isinstance(stream, bool):
-            raise InvalidRequest("stream must be true or false")
-        if stream:
+        if timeout_s is not None:
+            timeout_s = fields.number("timeout_s", timeout_s, 0, MAX_TIMEOUT_S, above=True)
+        if fields.boolean("stream", body.get("stream", False)):
             return await self._stream(name, inputs, parameters, timeout_s)
         request_id = text_of(body, "request_id") if "request_id" in body else ""
         if request_id in self._cancelled:
@@ -232,7 +226,7 @@ class EngineApp:
             loop.call_soon_threadsafe(end)
 
         answer = Answer(parameters.num_return_sequences, done)
-        submitted = self._engine.submit_soon(
+        submitted = self._engine.submit(
             name, inputs, parameters, answer.emit, timeout_s, stream=False
         )
         # Only a failure wakes the event loop, whose thread competes with the step loop's.
@@ -278,7 +272,7 @@ class EngineApp:
             loop.call_soon_threadsafe(queue.put_nowait, item)
 
         sequences = await asyncio.wrap_future(
-            self._engine.submit_soon(name, inputs, parameters, emit, timeout_s)
+            self._engine.submit(name, inputs, parameters, emit, timeout_s)
         )
 
         async def lines() -> AsyncIterator[str]:

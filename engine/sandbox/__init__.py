@@ -67,10 +67,10 @@ class Sandbox:
             "arguments": arguments,
             "limits": asdict(limits),
         }
-        self._pid: int | None = None
+        self.pid: int | None = None  # until it has ended, as far as this process knows
         with theirs, their_status:
             try:
-                self._pid = _helper.start(orders, theirs, their_status)
+                self.pid = _helper.start(orders, theirs, their_status)
             except BaseException as error:
                 self._close()
                 if not isinstance(error, OSError | ValueError):
@@ -86,25 +86,16 @@ class Sandbox:
         """Return what the child's callable returns for these arguments.
 
         Raises the `EngineError` that it raises; `ArtifactError` if the child ends or has not
-        answered after `timeout_s`, which kills it (`alive` distinguishes the two);
+        answered after `timeout_s`, which kills it (`pid` is None then, not where it raised one);
         `EngineUnavailable` if it was killed from outside or lost with the helper, which says
         nothing about its data.
         """
         return self._exchange(list(arguments), timeout_s)
 
-    @property
-    def alive(self) -> bool:
-        """Whether the child has not ended, as far as this process knows."""
-        return self._pid is not None
-
-    @property
-    def pid(self) -> int | None:
-        return self._pid
-
     def kill(self, reason: str = "it was cancelled") -> None:
         """Kill the child, from any thread; calls that wait for it fail with `reason`."""
         with self._ending:
-            if self._pid is None:
+            if self.pid is None:
                 return
             self._kill_reason = reason
             self._kill()
@@ -129,7 +120,7 @@ class Sandbox:
         if not self._calls.acquire(timeout=timeout_s):
             raise self._too_slow(timeout_s)
         try:
-            if self._pid is None:
+            if self.pid is None:
                 raise self._gone()
             try:
                 if message is not None:
@@ -150,19 +141,19 @@ class Sandbox:
                 raise self._raised(answer["error"])
             return answer.get("value")
         finally:
-            if self._pid is None:
+            if self.pid is None:
                 self._close()
             self._calls.release()
 
     def _end(self) -> None:
         """Kill the child from inside a call."""
         with self._ending:
-            if self._pid is not None:
+            if self.pid is not None:
                 self._kill()
 
     def _kill(self) -> None:
         """Have the helper, its parent, kill the child: by now the pid may be another process's."""
-        self._pid = None
+        self.pid = None
         with contextlib.suppress(OSError):
             self._status.shutdown(socket.SHUT_WR)
 
@@ -175,14 +166,14 @@ class Sandbox:
 
     def _death(self) -> EngineError:
         """How the child ended, which closed its connection."""
-        if self._pid is None:
+        if self.pid is None:
             return self._gone()
         self._status.settimeout(STATUS_S)
         try:
             status = int(self._status.recv(16))
         except (OSError, ValueError):
             status = None
-        if self._pid is None:
+        if self.pid is None:
             return self._gone()
         self._end()
         if status in (None, -signal.SIGKILL):

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from blake3 import blake3
 
-from common.errors import ArtifactError, EngineError, InvalidRequest
+from common.errors import ArtifactError, EngineError, InvalidRequest, cut
 from common.memory import return_freed_memory
 from engine.artifacts.artifact import Artifact
 from engine.artifacts.config import GPT2Config
@@ -66,9 +66,8 @@ def _guarded(
     except (EngineError, MemoryError):
         raise
     except BaseException as raised:  # PanicException is no Exception
-        reason = f"{type(raised).__name__}: {raised}".encode("utf-8", "replace").decode()
-        reason = reason if len(reason) <= MAX_REASON else f"{reason[:MAX_REASON]}..."
         kind, what = error
+        reason = cut(f"{type(raised).__name__}: {raised}", MAX_REASON)
         raise kind(f"{file} {what}: {reason}") from None
 
 

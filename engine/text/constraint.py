@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from common.errors import InvalidRequest
+from common.errors import InvalidRequest, cut
 from common.form import Form
 from engine.native import library
 from engine.text.table import PROCESS, Table
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 
 Logits = NDArray[np.float32]
+# What the constraints of a tokenizer write logits and tokens into, on the engine's thread.
+Buffers = tuple[Logits, NDArray[np.int32]]
 
 MAX_COMPILED = 64  # compiled forms of one tokenizer: some 10 KB to 1 MB each
 # Of a lexer: 1 to 2 KB each. The library's own limit of 250,000 would be 400 MB.
@@ -56,7 +58,7 @@ class Vocabulary:
         self._table, self._stop_ids = table, sorted(stop_ids)
         self._lock = threading.Lock()
         self._tokenizer: LLTokenizer | None = None
-        self._buffers = _buffers(0)
+        self._buffers: Buffers
         self._compiled: OrderedDict[Form, LLMatcher] = OrderedDict()
 
     def constrain(self, form: Form) -> Constraint:
@@ -96,21 +98,13 @@ class Vocabulary:
         if self._tokenizer is None:
             from llguidance import LLTokenizer
 
-            self._buffers = _buffers(len(self._table))
             end = len(self._table)  # beside the model's own: a token that it does not have
+            self._buffers = np.empty(end, np.float32), np.empty(end, np.int32)
             tokens = cast("TokenizerWrapper", _Tokens(self._table))
             self._tokenizer = LLTokenizer(
                 tokens, n_vocab=end + 1, eos_token=[*self._stop_ids, end], slices=[PLAIN_TEXT]
             )
         return self._tokenizer
-
-
-# What the constraints of a tokenizer write logits and tokens into, on the engine's thread.
-Buffers = tuple[Logits, NDArray[np.int32]]
-
-
-def _buffers(count: int) -> Buffers:
-    return np.empty(count, np.float32), np.empty(count, np.int32)
 
 
 class _Tokens:
@@ -183,8 +177,7 @@ def _refused(form: Form, message: str) -> InvalidRequest:
     if message.startswith("NoExtension"):
         message = "none of the model's tokens can continue the answer"
     reason = " ".join(message.replace("<non-verbose/>", "").split()) or "it is too complex"
-    reason = reason if len(reason) <= MAX_REASON else f"{reason[:MAX_REASON]}..."
-    return InvalidRequest(f"parameters.{form.kind}: {reason}")
+    return InvalidRequest(f"parameters.{form.kind}: {cut(reason, MAX_REASON)}")
 
 
 def begins_with_space(form: Form) -> bool:

@@ -79,27 +79,22 @@ class Texts:
         self._phrases = lru_cache(MAX_PHRASES)(partial(Phrases, self._table))
         return self
 
-    @property
-    def pid(self) -> int | None:
-        """The pid of the process while it lives."""
-        return self._process.pid
-
     def parameters(self, given: Any) -> Parameters:
         """A request's parameters, with the model's defaults. Raises `InvalidRequest`."""
         parameters = Parameters.parse(given, self._defaults)
         if parameters.choice_logprobs:
             parameters.check_choice_logprobs()
-        tokens = {
-            "logit_bias": [token for token, _ in parameters.logit_bias],
-            "bad_words_ids": [token for ids in parameters.bad_words_ids for token in ids],
-        }
-        for name, ids in tokens.items():
-            if max(ids, default=0) >= self._vocab_size:
-                raise InvalidRequest(
-                    f"parameters.{name} has the token {max(ids)}, but the model's vocabulary ends"
-                    f" at {self._vocab_size - 1}"
-                )
+        biased = [token for token, _ in parameters.logit_bias]
+        self._check_ids("parameters.logit_bias has the token", biased)
+        banned = [token for ids in parameters.bad_words_ids for token in ids]
+        self._check_ids("parameters.bad_words_ids has the token", banned)
         return parameters
+
+    def _check_ids(self, what: str, ids: list[int]) -> None:
+        if (last := max(ids, default=0)) >= self._vocab_size:
+            raise InvalidRequest(
+                f"{what} {last}, but the model's vocabulary ends at {self._vocab_size - 1}"
+            )
 
     def rules(self, parameters: Parameters, prompt: list[int]) -> list[Rule]:
         """The rules of an answer, see `engine.rules`; on the process's thread."""
@@ -151,10 +146,7 @@ class Texts:
 
     def detokenize(self, ids: list[int]) -> str:
         """The text of ids, without special tokens; on the process's thread."""
-        if max(ids, default=0) >= self._vocab_size:
-            raise InvalidRequest(
-                f"tokens has {max(ids)}, but the model's vocabulary ends at {self._vocab_size - 1}"
-            )
+        self._check_ids("tokens has", ids)
         return self._decode(ids)[0]
 
     def constrain(self, form: Form) -> Constraint:

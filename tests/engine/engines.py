@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -26,7 +26,6 @@ from engine.http.client import UnixConnection
 from engine.sequence import Sequence, Token
 from engine.text.prompts import Inputs
 from tests.engine.models import make_artifact, params_of, write_params
-from tests.engine.sentences import SENTENCES
 from tests.processes import eventually
 
 WAIT_S = 60.0
@@ -43,27 +42,21 @@ def make_talkative(path: Path, *, end_like: int | None = None, **sizes: Any) -> 
     return path
 
 
-class Request:
-    """A request to an engine in this process. `on_token` is called on the engine's thread."""
+AnyResult = TypeVar("AnyResult", bound="Result")
 
-    def __init__(
-        self,
-        engine: Engine,
-        name: str,
-        prompt: Inputs,
-        on_token: Callable[[Request], None] = lambda request: None,
-        timeout_s: float | None = None,
-        **parameters: Any,
-    ) -> None:
+
+class Result:
+    """What a request's sequences give. `on_token` is called on the thread that emits."""
+
+    sequences: list[Sequence]
+
+    def __init__(self, answers: int = 1, on_token: Callable[[Any], object] = id) -> None:
         self.tokens: list[Token] = []
         self.error: EngineError | None = None
-        self._on_token = on_token
+        self._left, self._on_token = answers, on_token
         self._done = threading.Event()
-        checked = engine.parameters(name, parameters)
-        self._left = checked.num_return_sequences
-        self.sequences: list[Sequence] = engine.submit(name, prompt, checked, self._emit, timeout_s)
 
-    def _emit(self, item: Token | EngineError) -> None:
+    def emit(self, item: Token | EngineError) -> None:
         if isinstance(item, EngineError):
             self.error = item
             self._left = 0
@@ -74,11 +67,11 @@ class Request:
         if self._left == 0:
             self._done.set()
 
-    def wait(self) -> Request:
+    def wait(self: AnyResult) -> AnyResult:
         assert self._done.wait(WAIT_S), "the request was not finished"
         return self
 
-    def begun(self) -> Request:
+    def begun(self: AnyResult) -> AnyResult:
         eventually(lambda: self.tokens)
         return self
 
@@ -101,38 +94,60 @@ class Request:
         return [t.finish_reason for t in self.tokens if t.index == index][-1]
 
 
+class Request(Result):
+    """A request to an engine in this process."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        name: str,
+        prompt: Inputs,
+        on_token: Callable[[Request], object] = id,
+        timeout_s: float | None = None,
+        **parameters: Any,
+    ) -> None:
+        checked = engine.parameters(name, parameters)
+        super().__init__(checked.num_return_sequences, on_token)
+        self.sequences = engine.submit(name, prompt, checked, self.emit, timeout_s).result()
+
+
+class Gate:
+    """Holds the thread that calls it, until another opens it."""
+
+    def __init__(self) -> None:
+        self._reached, self._open = threading.Event(), threading.Event()
+
+    def __call__(self, *_: Any) -> bool:
+        self._reached.set()
+        assert self._open.wait(WAIT_S)
+        return True
+
+    def reached(self) -> None:
+        """Waits until a thread is held."""
+        assert self._reached.wait(WAIT_S)
+
+    def open(self) -> None:
+        self._open.set()
+
+
 class Pause:
     """Holds the engine's thread between two turns until `go_on` or the end of the `with` block."""
 
     def __init__(self, engine: Engine) -> None:
-        self._reached, self._go = threading.Event(), threading.Event()
-        self._thread = threading.Thread(target=engine._loop.call, args=[self._hold])
-
-    def _hold(self) -> None:
-        self._reached.set()
-        assert self._go.wait(WAIT_S)
+        self._gate = Gate()
+        self._thread = threading.Thread(target=engine._loop.call, args=[self._gate])
 
     def go_on(self) -> None:
-        self._go.set()
+        self._gate.open()
         self._thread.join()
 
     def __enter__(self) -> Pause:
         self._thread.start()
-        assert self._reached.wait(WAIT_S)
+        self._gate.reached()
         return self
 
     def __exit__(self, *_: object) -> None:
         self.go_on()
-
-
-def prompt_of(encode: Callable[[str], list[int]], length: int) -> str:
-    """A text of so many tokens."""
-    text = " ".join(SENTENCES * 40)[: 6 * length + 6]
-    while text:
-        if len(encode(text)) == length:
-            return text
-        text = text[:-1]
-    raise AssertionError(f"no text of {length} tokens")
 
 
 @functools.cache

@@ -29,11 +29,11 @@ from tests.engine.conftest import NewEngine
 from tests.engine.engines import (
     EOS,
     WAIT_S,
+    Gate,
     Pause,
     Request,
     is_greedy,
     make_talkative,
-    prompt_of,
     settle,
 )
 from tests.engine.models import make_artifact
@@ -51,7 +51,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def engine(new_engine: NewEngine) -> Engine:
-    return new_engine(memory_mib=64, max_rows=8, overcommit=1, precision="fp32")
+    return new_engine(max_rows=8, overcommit=1, precision="fp32")
 
 
 @pytest.fixture
@@ -60,7 +60,10 @@ def model(engine: Engine, folder: Path) -> Model:
 
 
 def prompt(model: Model, length: int) -> str:
-    return prompt_of(SentencePieceTokenizer(model.path / "kogpt2.spiece").encode, length)
+    """A text of so many tokens."""
+    encode = SentencePieceTokenizer(model.path / "kogpt2.spiece").encode
+    text = " ".join(SENTENCES * 40)[: 6 * length + 6]
+    return next(text[:end] for end in range(len(text), 0, -1) if len(encode(text[:end])) == length)
 
 
 def ask(engine: Engine, new: int = 3, name: str = "m", text: str = PROMPT, **given: Any) -> Request:
@@ -134,17 +137,6 @@ def test_rows_that_come_and_go_get_the_text_they_get_alone(engine: Engine, model
     assert engine.budget.kv_bytes == 0
 
 
-def test_each_of_two_models_gives_its_own_text(
-    engine: Engine, model: Model, tmp_path: Path
-) -> None:
-    folders = {"m": model.path, "다른 모델": make_talkative(tmp_path / "other", seed=9)}
-    engine.load("다른 모델", str(folders["다른 모델"]))
-    asked = [(name, ask(engine, 20, name, text)) for text in SENTENCES for name in folders]
-    for name, request in asked:
-        assert is_greedy(folders[name], request.wait().prompt, request.ids())
-    assert asked[0][1].ids() != asked[1][1].ids()
-
-
 def test_several_answers_are_drawn_with_consecutive_seeds(engine: Engine, model: Model) -> None:
     several = ask(engine, 15, seed=10, num_return_sequences=3, top_k=50).wait()
     alone = [ask(engine, 15, seed=10 + index, top_k=50).wait() for index in range(3)]
@@ -167,8 +159,7 @@ def test_a_model_is_described_with_what_it_is_and_has_done(engine: Engine, model
 
 
 def test_a_full_queue_says_when_to_retry(folder: Path, new_engine: NewEngine) -> None:
-    engine = new_engine(memory_mib=64, max_rows=1, max_queue=2)
-    engine.load("m", str(folder))
+    engine = new_engine({"m": folder}, max_rows=1, max_queue=2)
     with Pause(engine):
         waiting = [ask(engine) for _ in range(2)]
         with pytest.raises(Overloaded, match="2 requests wait") as caught:
@@ -221,14 +212,12 @@ def test_a_model_that_does_not_fit_is_refused_with_numbers(
 def test_memory_promised_to_a_load_is_its_own_before_the_load_has_taken_it(
     engine: Engine, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    opening, opened = threading.Event(), threading.Event()
-    manifests = engine._loader._manifests
+    gate, manifests = Gate(), engine._loader._manifests
     open_manifest = manifests.open
 
     def open_slowly(*arguments: Any) -> Any:
         if threading.current_thread() is not threading.main_thread():
-            opening.set()
-            assert opened.wait(WAIT_S)
+            gate()
         return open_manifest(*arguments)
 
     monkeypatch.setattr(manifests, "open", open_slowly)
@@ -236,12 +225,12 @@ def test_memory_promised_to_a_load_is_its_own_before_the_load_has_taken_it(
     engine.budget.total_bytes = 1_300_000  # for one of them
     with ThreadPoolExecutor(1) as pool:
         load = pool.submit(engine.load, "봄", str(folder))
-        assert opening.wait(WAIT_S)
+        gate.reached()
         try:
             with pytest.raises(OutOfMemory):
                 engine.check("여름", str(folder), promised=promised)
         finally:
-            opened.set()
+            gate.open()
         assert load.result(WAIT_S).core.reserved_bytes == promised["봄"]
     engine.budget.total_bytes += promised["봄"]  # no more is taken twice
     engine.check("여름", str(folder), promised=promised)

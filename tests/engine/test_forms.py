@@ -45,9 +45,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def engine(folder: Path, new_engine: NewEngine) -> Engine:
-    made = new_engine(memory_mib=64, max_rows=8, precision="fp32")
-    made.load("m", str(folder))
-    return made
+    return new_engine({"m": folder}, max_rows=8, precision="fp32")
 
 
 def ask(engine: Engine, max_new_tokens: int = 100, prompt: str = PROMPT, **given: Any) -> Request:
@@ -165,8 +163,7 @@ def test_a_wrong_form_ends_no_other_request(engine: Engine) -> None:
 def test_a_models_own_form_is_its_requests_default(tmp_path: Path, new_engine: NewEngine) -> None:
     made = make_hugging_face(tmp_path / "labels", kind="byte-level")
     write_json(made / "generation.json", {"parameters": {"choice": ["긍정", "부정"]}})
-    engine = new_engine(memory_mib=64, precision="fp32")
-    engine.load("m", str(made))
+    engine = new_engine({"m": made}, precision="fp32")
     assert ask(engine, 8).wait().text() in ("긍정", "부정")
     assert re.fullmatch("[ab]{3}", ask(engine, 8, regex="[ab]{3}").wait().text())
     assert ask(engine, 8, choice=[]).wait().text() not in ("긍정", "부정")

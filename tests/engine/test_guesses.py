@@ -107,20 +107,18 @@ def output(engine: Engine, *requests: Request) -> list[list[tuple[Any, ...]]]:
     ]
 
 
-def same(engines: list[Engine], name: str, prompt: Any, **given: Any) -> list[tuple[Any, ...]]:
-    """The output, which is the same with and without speculation."""
+def same(engines: list[Engine], name: str, prompt: Any, **given: Any) -> Request:
+    """A request with speculation, whose output is the same without."""
     given = {"max_new_tokens": ANSWER, **given}
-    without, guessing = (output(e, Request(e, name, prompt, **given))[0] for e in engines)
-    assert guessing == without
-    return without
+    without = output(engines[0], Request(engines[0], name, prompt, **given))
+    guessing = Request(engines[1], name, prompt, **given)
+    assert output(engines[1], guessing) == without
+    return guessing
 
 
-def counted(engine: Engine, name: str) -> int:
-    return sum(model[name] for model in engine.models())
-
-
-def accepted(engine: Engine) -> int:
-    return counted(engine, "accepted_tokens")
+def counted(engine: Engine) -> list[int]:
+    names = ("accepted_tokens", "guessed_tokens")
+    return [sum(model[name] for model in engine.models()) for name in names]
 
 
 SCHEMA = {"type": "array", "items": {"enum": ["긍정", "부정"]}, "minItems": 6, "maxItems": 8}
@@ -139,17 +137,24 @@ SCHEMA = {"type": "array", "items": {"enum": ["긍정", "부정"]}, "minItems": 
         ("a1", {}),
         ("f", {"json_schema": SCHEMA, "max_new_tokens": 200}),
         ("f", {"json_schema": SCHEMA, "max_new_tokens": 200, "do_sample": True, "seed": 2}),
+        ("f", {"json_schema": {**SCHEMA, "minItems": 9, "maxItems": 20}}),
     ],
     ids=str,
 )
-def test_texts_are_the_same_with_and_without(
+def test_texts_are_the_same_and_tokens_say_which_were_guessed(
     engines: list[Engine], name: str, given: dict[str, Any]
 ) -> None:
-    before = accepted(engines[1])
-    for prompt in prompts(4) if name != "f" else ("오늘은", "내일은", "어제는"):
-        same(engines, name, prompt, **given)
-    assert accepted(engines[1]) > before or "num_return_sequences" in given  # two rows: none
-    assert accepted(engines[0]) == 0
+    before = counted(engines[1])
+    tokens = [
+        token
+        for prompt in (prompts(4) if name != "f" else ("오늘은", "내일은", "어제는"))
+        for token in same(engines, name, prompt, **given).tokens
+    ]
+    right, wrong = sum(t.accepted for t in tokens), sum(t.rejected for t in tokens)
+    assert counted(engines[1]) == [before[0] + right, before[1] + right + wrong]
+    assert min(right, wrong) > 0 or "num_return_sequences" in given  # two rows: none
+    assert not any(t.accepted and t.rejected for t in tokens if t.finish_reason is None)
+    assert counted(engines[0]) == [0, 0]
 
 
 def test_texts_of_rows_that_come_and_go_are_the_same(engines: list[Engine]) -> None:
@@ -167,39 +172,13 @@ def test_texts_of_rows_that_come_and_go_are_the_same(engines: list[Engine]) -> N
 def test_an_answer_ends_at_its_stop_text_as_without(engines: list[Engine]) -> None:
     sampled, stopped = {"do_sample": True, "seed": 4}, 0
     for prompt in prompts(4):
-        tokens = same(engines, "m", prompt, **sampled)
-        stop = next((text for _, _, text, *_ in tokens[ANSWER // 2 :] if text.strip()), None)
+        texts = [token.text for token in same(engines, "m", prompt, **sampled).tokens]
+        stop = next((text for text in texts[ANSWER // 2 :] if text.strip()), None)
         if stop is not None:
-            assert same(engines, "m", prompt, stop=[stop], **sampled)[-1][-1] == "stop"
+            ended = same(engines, "m", prompt, stop=[stop], **sampled)
+            assert ended.finish_reason() == "stop"
             stopped += 1
     assert stopped
-
-
-@pytest.mark.parametrize(
-    ("name", "given"),
-    [
-        ("m", {}),
-        ("m", {"do_sample": True, "seed": 3, "temperature": 0.2}),
-        ("f", {"json_schema": {**SCHEMA, "minItems": 9, "maxItems": 20}}),
-    ],
-    ids=str,
-)
-def test_tokens_say_which_of_them_were_guessed_and_what_was_guessed_in_vain(
-    engines: list[Engine], name: str, given: dict[str, Any]
-) -> None:
-    names = ("accepted_tokens", "guessed_tokens")
-    before = [counted(engines[1], name) for name in names]
-    right = wrong = 0
-    for prompt in ("오늘은", "내일은", "어제는"):
-        request = Request(engines[1], name, prompt, max_new_tokens=ANSWER, **given)
-        output(engines[1], request)
-        right += sum(token.accepted for token in request.tokens)
-        wrong += sum(token.rejected for token in request.tokens)
-        assert not any(token.accepted and token.rejected for token in request.tokens[:-1])
-    after = [counted(engines[1], name) for name in names]
-    assert [after[0] - before[0], after[1] - before[1]] == [right, right + wrong]
-    assert right
-    assert wrong
 
 
 def test_no_row_is_longer_than_what_was_reserved_for_it(

@@ -120,9 +120,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def start(new_engine: NewEngine, model_dir: str, mib: int, **settings: Any) -> Engine:
     options = {"backend": "native", "precision": "int8", **settings}
-    engine = new_engine(memory_mib=96, prefix_cache_mib=mib, **options)
-    engine.load("m", model_dir)
-    return engine
+    return new_engine({"m": model_dir}, memory_mib=96, prefix_cache_mib=mib, **options)
 
 
 @pytest.fixture

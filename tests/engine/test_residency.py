@@ -47,9 +47,7 @@ def fit(engine: Engine, count: int) -> None:
 @pytest.fixture(params=["mxnet", "native"])
 def engine(request: pytest.FixtureRequest, folders: list[Path], new_engine: NewEngine) -> Engine:
     """Two of its six models fit."""
-    made = new_engine(memory_mib=64, backend=request.param)
-    for folder in folders:
-        made.load(folder.name, str(folder))
+    made = new_engine({folder.name: folder for folder in folders}, backend=request.param)
     fit(made, 2)
     return made
 
@@ -112,9 +110,8 @@ def test_a_prepared_model_needs_its_artifact_no_more(
     folders: list[Path], tmp_path: Path, new_engine: NewEngine
 ) -> None:
     changing = make_talkative(tmp_path / "바뀌는", seed=9, max_length=CONTEXT)
-    engine = new_engine(memory_mib=64, backend="native", cache_dir=str(tmp_path / "cache"))
-    for folder in (changing, folders[0]):
-        engine.load(folder.name, str(folder))
+    models = {"바뀌는": changing, "m0": folders[0]}
+    engine = new_engine(models, backend="native", cache_dir=str(tmp_path / "cache"))
     before = {name: ask(engine, name) for name in ("바뀌는", "m0")}
     fit(engine, 1)
     make_talkative(changing, seed=2, max_length=CONTEXT)
@@ -161,10 +158,8 @@ def test_keys_and_values_take_the_place_of_weights_without_requests(engine: Engi
 def test_a_model_whose_prepared_file_is_gone_comes_back_only_as_it_was(
     folders: list[Path], tmp_path: Path, new_engine: NewEngine
 ) -> None:
-    engine = new_engine(memory_mib=64, backend="native")
     changing = make_talkative(tmp_path / "changing", seed=1, max_length=CONTEXT)
-    for folder in (changing, folders[0]):
-        engine.load(folder.name, str(folder))
+    engine = new_engine({"changing": changing, "m0": folders[0]}, backend="native")
     fit(engine, 1)
     ask(engine, "m0")
     shutil.rmtree(changing / ".prepared")
@@ -179,7 +174,7 @@ def test_a_model_whose_prepared_file_is_gone_comes_back_only_as_it_was(
 
 
 def test_overcommit_bounds_the_loaded_models(folders: list[Path], new_engine: NewEngine) -> None:
-    engine = new_engine(memory_mib=64, backend="native", overcommit=2)
+    engine = new_engine(backend="native", overcommit=2)
     core = engine.load("m0", str(folders[0])).core
     # With a row beside them, three in twice the memory of two.
     engine.budget.total_bytes = 2 * core.reserved_bytes
@@ -289,9 +284,7 @@ def test_the_containers_memory_bounds_the_models(
     assert bench.resident() == "e"  # one is always resident
 
 
-def test_a_model_that_cannot_be_opened_again_fails_its_requests(
-    bench: Bench,
-) -> None:
+def test_a_model_that_cannot_be_opened_again_fails_its_requests(bench: Bench) -> None:
     (core,) = bench.add("m")
     bench.residency.close_core(core)
     assert bench.budget.weight_bytes == 0

@@ -190,9 +190,7 @@ def test_a_penalty_without_bounds_is_a_ban() -> None:
     [{}, {"do_sample": True}, {"temperature": 1e-6}, {"temperature": 100.0}, {"top_k": 50},
      {"top_p": 0.9999}, {"min_p": 0.01}, {"typical_p": 0.9}, {"top_k": 5000, "typical_p": 0.9}],
 )  # fmt: skip
-def test_forbidden_tokens_are_never_drawn_and_change_no_logprobs(
-    options: dict[str, Any],
-) -> None:
+def test_forbidden_tokens_are_never_drawn_and_change_no_logprobs(options: dict[str, Any]) -> None:
     rng = np.random.default_rng(1)
     logits = rng.standard_normal(6000).astype(np.float32)
     most = tuple((int(i),) for i in np.argsort(-logits)[:300])
@@ -223,9 +221,8 @@ def test_a_token_is_chosen_where_all_are_forbidden() -> None:
 
 @pytest.fixture
 def engine(new_engine: NewEngine, tmp_path: Path) -> Engine:
-    engine = new_engine(backend="native", precision="fp32", memory_mib=256)
-    engine.load("m", str(make_talkative(tmp_path / "m", vocab=160)))
-    return engine
+    models = {"m": make_talkative(tmp_path / "m", vocab=160)}
+    return new_engine(models, backend="native", precision="fp32")
 
 
 def ask(engine: Engine, new: int, name: str = "m", **given: Any) -> Request:

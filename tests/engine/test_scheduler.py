@@ -123,9 +123,7 @@ def test_prompts_and_running_rows_share_a_pass(bench: Bench) -> None:
     assert [s.num_new for s in (first, second, third)] == [2, 1, 1]
 
 
-def test_a_long_prompt_is_cut_where_the_turn_ends_and_the_next_one_waits(
-    bench: Bench,
-) -> None:
+def test_a_long_prompt_is_cut_where_the_turn_ends_and_the_next_one_waits(bench: Bench) -> None:
     running = bench.queue(3, new=50)
     bench.step()
     long, late = bench.queue(100, seed=1), bench.queue(5, seed=2)
@@ -192,9 +190,7 @@ def test_memory_is_reserved_for_a_sequence_at_its_longest(bench: Bench) -> None:
     assert bench.budget.kv_bytes == (32 + CONTEXT) * bench.token_bytes
 
 
-def test_a_sequence_waits_for_memory_or_fails_if_it_can_never_have_it(
-    path: Path,
-) -> None:
+def test_a_sequence_waits_for_memory_or_fails_if_it_can_never_have_it(path: Path) -> None:
     bench = Bench(path, budget_tokens=130)
     first, large = bench.queue(10, new=60), bench.queue(10, new=80, seed=1)
     bench.step()
@@ -268,34 +264,6 @@ def test_clearing_a_batch_returns_unfinished_sequences_and_leaves_nothing(bench:
     bench.step()
     assert bench.batch.clear() == queued
     assert not bench.batch.has_work
-    assert bench.budget.kv_bytes == 0
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("cached_tokens", [0, 5000])
-def test_each_sequence_is_as_if_it_were_alone(path: Path, cached_tokens: int) -> None:
-    bench, single = Bench(path, cached_tokens=cached_tokens), Bench(path, max_rows=1)
-    rng = np.random.default_rng(17)
-    alone: dict[tuple[int, int], list[int]] = {}
-    queued: list[tuple[Sequence, int, int]] = []
-    while len(queued) < 60 or bench.batch.has_work:
-        if len(queued) < 60 and rng.random() < 0.4:
-            length = int(rng.choice([1, 2, 63, 64, 65, 200, 257, 400]))
-            seed, new = int(rng.integers(0, 3)), int(rng.integers(1, 30))
-            queued.append((bench.queue(length, new=new, seed=seed), length, seed))
-        if rng.random() < 0.1 and bench.batch.running:
-            running = bench.batch.running
-            running[rng.integers(len(running))].cancelled = True
-        bench.step(int(rng.integers(1, 100)))
-    for sequence, length, seed in queued:
-        if (length, seed) not in alone:
-            one = single.queue(length, new=30, seed=seed)
-            single.run()
-            alone[length, seed] = one.ids[length:]
-        new_ids = sequence.ids[length:]
-        assert sequence.cancelled or len(new_ids) == sequence.parameters.max_new_tokens
-        assert new_ids == alone[length, seed][: len(new_ids)]
-    assert 5 < sum(sequence.cancelled for sequence, *_ in queued) < 40
     assert bench.budget.kv_bytes == 0
 
 

@@ -30,11 +30,10 @@ from engine.budget import Budget
 from engine.model import Core, Model
 from engine.prefixes import Prefixes
 from engine.scheduler import Batch
-from engine.sequence import Sequence, Token
+from engine.sequence import Sequence
 from engine.step_loop import PREFILL_TOKENS, Loop
-from engine.text.sentencepiece import SentencePieceTokenizer
 from tests.engine.conftest import NewEngine
-from tests.engine.engines import WAIT_S, Request, make_talkative, prompt_of
+from tests.engine.engines import Gate, Request, Result, make_talkative
 from tests.processes import eventually
 
 VOCAB = 40
@@ -98,33 +97,16 @@ class NoTexts:
                 sequence.send(token)
 
 
-class Answer:
+class Answer(Result):
     """A sequence in a model's queue, and what became of it."""
 
     def __init__(self, loop: Loop, model: Model, length: int, new: int) -> None:
-        self.ids: list[int] = []
-        self.error: EngineError | None = None
-        self._done = threading.Event()
-        parameters = Parameters(max_new_tokens=new)
-        self.sequence = Sequence(
-            [5] * length, parameters, 1024, frozenset(), self._emit, model=model
-        )
+        super().__init__()
+        parameters, ids = Parameters(max_new_tokens=new), [5] * length
+        self.sequence = Sequence(ids, parameters, 1024, frozenset(), self.emit, model=model)
         with loop.changed:
             model.batch.waiting.append(self.sequence)
             loop.add(model.core)
-
-    def _emit(self, item: Token | EngineError) -> None:
-        if isinstance(item, EngineError):
-            self.error = item
-            self._done.set()
-        else:
-            self.ids.append(item.id)
-            if item.finish_reason:
-                self._done.set()
-
-    def wait(self) -> Answer:
-        assert self._done.wait(WAIT_S)
-        return self
 
 
 class Bench:
@@ -217,12 +199,10 @@ def test_seven_long_prompts_hold_a_running_row_for_no_longer_than_one(bench: Ben
     assert max(progress.values()) - min(progress.values()) <= 256 + PREFILL_TOKENS
 
 
-def test_short_prompts_of_several_models_share_a_turn(
-    bench: Bench,
-) -> None:
+def test_short_prompts_of_several_models_share_a_turn(bench: Bench) -> None:
     models = [bench.add(str(i)) for i in range(4)]
     answers = bench.queue(*((model, 16, 3) for model in models))
-    assert [one.wait().ids for one in answers] == [right(3)] * 4
+    assert [one.wait().ids() for one in answers] == [right(3)] * 4
     assert [counts for _, counts in bench.done] == [[16]] * 4 + [[1]] * 8
     for turn in range(0, 12, 4):
         assert len({name for name, _ in bench.done[turn : turn + 4]}) == 4
@@ -240,8 +220,8 @@ def test_a_prompt_goes_before_answers_that_only_go_on(bench: Bench) -> None:
 
     fake(busy[0]).before_run = queue_late
     answers = bench.queue(*((model, 3, 20) for model in busy))
-    assert [one.wait().ids for one in answers] == [right(20)] * 3
-    assert came[0].wait().ids == right(1)
+    assert [one.wait().ids() for one in answers] == [right(20)] * 3
+    assert came[0].wait().ids() == right(1)
     steps = [name for name, _ in bench.done]
     at = len(steps) - 1 - steps[::-1].index("late")
     assert steps[at - 1] == "0"
@@ -256,32 +236,6 @@ def test_a_model_that_cannot_compute_yet_still_ends_late_requests(bench: Bench) 
         bench.loop.changed.notify_all()
     assert errors([answer]) == [DeadlineExceeded]
     assert not bench.done
-
-
-@pytest.mark.parametrize("backend", ["mxnet", "native"])
-def test_the_logits_of_a_prompt_do_not_depend_on_what_is_computed_beside_it(
-    tmp_path: Path, backend: str, new_engine: NewEngine
-) -> None:
-    folder = make_talkative(tmp_path / "m", max_length=448)
-    engine = new_engine(backend=backend, memory_mib=256)
-    encode = SentencePieceTokenizer(folder / "kogpt2.spiece").encode
-    for name in ("m", "other"):
-        engine.load(name, str(folder))
-    prompts = [prompt_of(encode, length) for length in (63, 130, 300)]
-
-    def first(prompt: str) -> Request:
-        return Request(engine, "m", prompt, max_new_tokens=1, logprobs=20)
-
-    alone = [first(prompt).wait().tokens[0] for prompt in prompts]
-    company = [
-        Request(engine, name, prompt_of(encode, length), max_new_tokens=200)
-        for name in ("m", "other")
-        for length in (2, 40, 100)
-    ]
-    together = [first(prompt) for prompt in prompts]
-    assert [request.wait().tokens[0] for request in together] == alone
-    for request in company:
-        engine.cancel(request.sequences)
 
 
 # Faults
@@ -303,46 +257,8 @@ def test_a_row_that_cannot_go_on_ends_alone(bench: Bench, after: int) -> None:
     error = answers.pop(1).wait().error
     assert error is not None
     assert (error.status, error.message) == (500, "a step of m failed")
-    assert [one.wait().ids for one in answers] == [right(8)] * 4
+    assert [one.wait().ids() for one in answers] == [right(8)] * 4
     assert not bench.lost
-
-
-MEMORY, FAULT = OutOfMemory("all pages are in use"), RuntimeError("a fault")
-
-
-@pytest.mark.parametrize(
-    ("where", "error", "max_rows", "failed"),
-    [
-        ("prompt", MEMORY, 2, [None, OutOfMemory, None, None]),  # the newest of the pass
-        ("open_row", MEMORY, 8, [OutOfMemory, None, None, None]),
-        ("run", FAULT, 2, [EngineError, EngineError, None, None]),  # its rows, not the queue
-    ],
-)
-def test_a_pass_that_fails_ends_the_rows_that_it_concerns(
-    bench: Bench, where: str, error: Exception, max_rows: int, failed: list[type | None]
-) -> None:
-    model = bench.add(max_rows=max_rows)
-    fake(model).faults[where] = error
-    answers = bench.queue(*[(model, 5, 8)] * 4)
-    assert errors(answers) == failed
-    assert [one.ids for one in answers if not one.error] == [right(8)] * failed.count(None)
-    assert bench.budget.kv_bytes == 0
-    assert not bench.lost
-
-
-def test_a_step_without_memory_goes_on_with_one_row_less(bench: Bench) -> None:
-    model = bench.add(max_rows=3)
-
-    def fail_once(pieces: list[Piece]) -> None:
-        if len(pieces) == 3 and len(answers[0].ids) == 2:
-            fake(model).before_run = len
-            raise MEMORY
-
-    fake(model).before_run = fail_once
-    answers: list[Answer] = []
-    bench.queue(*[(model, 5, 8)] * 4, change=answers.extend)
-    assert errors(answers) == [None, None, OutOfMemory, None]
-    assert [one.ids for one in answers if not one.error] == [right(8)] * 3
 
 
 def share_prompt(made: list[Answer]) -> None:
@@ -353,13 +269,49 @@ def share_prompt(made: list[Answer]) -> None:
         one.sequence.parameters = Parameters(max_new_tokens=new, num_return_sequences=len(made))
 
 
-def test_a_prompt_of_several_answers_that_fails_is_computed_for_the_next(bench: Bench) -> None:
-    model = bench.add(max_rows=3)
-    fake(model).faults["prompt"] = MEMORY
-    answers = bench.queue(*[(model, 5, 8)] * 4, change=share_prompt)
-    assert errors(answers) == [OutOfMemory, None, None, None]
-    assert [one.ids for one in answers[1:]] == [right(8)] * 3
+MEMORY, FAULT = OutOfMemory("all pages are in use"), RuntimeError("a fault")
+
+
+@pytest.mark.parametrize(
+    ("where", "error", "max_rows", "failed", "change"),
+    [
+        ("prompt", MEMORY, 2, [None, OutOfMemory, None, None], len),  # the newest of the pass
+        # The prompt of several answers is computed for the next.
+        ("prompt", MEMORY, 3, [OutOfMemory, None, None, None], share_prompt),
+        ("open_row", MEMORY, 8, [OutOfMemory, None, None, None], len),
+        ("run", FAULT, 2, [EngineError, EngineError, None, None], len),  # its rows, not the queue
+    ],
+)
+def test_a_pass_that_fails_ends_the_rows_that_it_concerns(
+    bench: Bench,
+    where: str,
+    error: Exception,
+    max_rows: int,
+    failed: list[type | None],
+    change: Callable[[list[Answer]], object],
+) -> None:
+    model = bench.add(max_rows=max_rows)
+    fake(model).faults[where] = error
+    answers = bench.queue(*[(model, 5, 8)] * 4, change=change)
+    assert errors(answers) == failed
+    assert [one.ids() for one in answers if not one.error] == [right(8)] * failed.count(None)
+    assert bench.budget.kv_bytes == 0
     assert not bench.lost
+
+
+def test_a_step_without_memory_goes_on_with_one_row_less(bench: Bench) -> None:
+    model = bench.add(max_rows=3)
+
+    def fail_once(pieces: list[Piece]) -> None:
+        if len(pieces) == 3 and len(answers[0].ids()) == 2:
+            fake(model).before_run = len
+            raise MEMORY
+
+    fake(model).before_run = fail_once
+    answers: list[Answer] = []
+    bench.queue(*[(model, 5, 8)] * 4, change=answers.extend)
+    assert errors(answers) == [None, None, OutOfMemory, None]
+    assert [one.ids() for one in answers if not one.error] == [right(8)] * 3
 
 
 def test_all_answers_begin_when_their_prompt_is_computed(bench: Bench) -> None:
@@ -370,10 +322,10 @@ def test_all_answers_begin_when_their_prompt_is_computed(bench: Bench) -> None:
         [one.num_new for one in (*model.batch.running, *model.batch.waiting)]
     )
     answers = bench.queue(*[(model, 5, 8)] * 4, change=share_prompt)
-    assert [one.wait().ids for one in answers] == [right(8)] * 4
+    assert [one.wait().ids() for one in answers] == [right(8)] * 4
     assert begun[:2] == [[0] * 4, [1] * 4]
     answers = bench.queue(*[(short, 5, 1)] * 3, change=share_prompt)
-    assert [one.wait().ids for one in answers] == [right(1)] * 3
+    assert [one.wait().ids() for one in answers] == [right(1)] * 3
     assert [counts for name, counts in bench.done if name == "short"] == [[5]]
 
 
@@ -386,8 +338,8 @@ def test_an_answer_that_failed_during_the_pass_of_its_prompt_gets_no_token(bench
 
     fake(model).before_run = fail_first
     bench.queue(*[(model, 5, 3)] * 2, change=answers.extend)
-    assert answers[1].wait().ids == right(3)
-    assert (answers[0].wait().ids, answers[0].sequence.num_new) == ([], 0)
+    assert answers[1].wait().ids() == right(3)
+    assert (answers[0].wait().ids(), answers[0].sequence.num_new) == ([], 0)
 
 
 @pytest.mark.parametrize("where", ["open_row", "close_row"])
@@ -395,7 +347,7 @@ def test_a_batch_that_is_broken_loses_its_model_and_no_other(bench: Bench, where
     model, other = bench.add(), bench.add("other")
     fake(model).faults[where] = FAULT
     answers = bench.queue((model, 5, 3), (model, 5, 6), (other, 5, 8))
-    assert answers[2].wait().ids == right(8)
+    assert answers[2].wait().ids() == right(8)
     assert answers[1].wait().error is not None
     assert bench.lost == ["m"]
     assert bench.loop.health()["status"] == "ok"
@@ -403,7 +355,7 @@ def test_a_batch_that_is_broken_loses_its_model_and_no_other(bench: Bench, where
 
 def test_a_model_that_was_lost_is_loaded_anew(tmp_path: Path, new_engine: NewEngine) -> None:
     folder = make_talkative(tmp_path / "m")
-    engine = new_engine(memory_mib=64)
+    engine = new_engine()
     model = engine.load("m", str(folder))
 
     def broken() -> None:
@@ -428,7 +380,7 @@ def test_an_error_that_cannot_be_emitted_stops_no_other_answer(bench: Bench) -> 
         made[0].sequence.deadline = 0
 
     answers = bench.queue(*[(bench.add(), 5, 8)] * 2, change=change)
-    assert answers[1].wait().ids == right(8)
+    assert answers[1].wait().ids() == right(8)
 
 
 # Health
@@ -436,23 +388,17 @@ def test_an_error_that_cannot_be_emitted_stops_no_other_answer(bench: Bench) -> 
 
 def test_a_step_that_never_ends_is_reported(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     assert bench.loop.health() == {"status": "ok", "thread_alive": True, "step_age_s": 0.0}
-    reached, go_on = threading.Event(), threading.Event()
-
-    def hold(_: list[Piece]) -> None:
-        reached.set()
-        assert go_on.wait(WAIT_S)
-
-    model = bench.add()
-    fake(model).before_run = hold
+    model, gate = bench.add(), Gate()
+    fake(model).before_run = gate
     (answer,) = bench.queue((model, 5, 3))
-    assert reached.wait(WAIT_S)
+    gate.reached()
     assert bench.loop.health()["status"] == "ok"
     monkeypatch.setattr(engine.step_loop, "STALLED_AFTER_S", 0.0)
     found = bench.loop.health()
     assert (found["status"], found["thread_alive"]) == ("failed", True)
     assert found["step_age_s"] >= 0
     monkeypatch.undo()
-    go_on.set()
+    gate.open()
     answer.wait()
     assert bench.loop.health()["status"] == "ok"
 

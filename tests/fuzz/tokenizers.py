@@ -59,14 +59,14 @@ class Tokenizer:
                 raise BadRequest(f"a tokenizer that cannot be used: {outcome}")
 
     def _outcome(self, path: Path) -> str:
-        if self._child is None or not self._child.alive:
+        if self._child is None or self._child.pid is None:
             self._child = Sandbox(attempts, what=path.name, limits=Limits(256))
             atexit.register(self._child.kill)
             self._child.ready(WIDE_S)
         try:
             outcome: str = self._child.call(str(path), timeout_s=WIDE_S)
         except ArtifactError as error:  # it crashed, took too long or too much
-            ended = not self._child.alive or "MiB" in error.message
+            ended = self._child.pid is None or "MiB" in error.message
             outcome = "ended" if ended else error.message
         assert outcome in OUTCOMES
         return outcome

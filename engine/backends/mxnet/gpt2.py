@@ -28,16 +28,6 @@ def product(x: Any, weight: Any, bias: Any = None) -> Any:  # (..., in) -> (...,
     )
 
 
-def gelu(x: Any) -> Any:
-    """The exact (erf) form."""
-    return nd.LeakyReLU(x, act_type="gelu")
-
-
-def gelu_tanh(x: Any) -> Any:
-    """Hendrycks and Gimpel's tanh approximation, `gelu_new` in Hugging Face's configurations."""
-    return 0.5 * x * (1 + nd.tanh(0.7978845608028654 * (x + 0.044715 * x * x * x)))
-
-
 class GPT2:
     """GPT-2 on arrays of MXNet.
 
@@ -59,11 +49,11 @@ class GPT2:
         for array in self._weights.values():
             array.wait_to_read()
 
-    def __call__(self, ids: Any, cache: MXNetKVCache | None = None, last_only: bool = False) -> Any:
-        """Logits (B, T, V) of the tokens that follow `ids` (B, T); (B, V) with `last_only`.
+    def __call__(self, ids: Any, cache: MXNetKVCache | None = None) -> Any:
+        """Logits (B, T, V) of the tokens that follow `ids` (B, T), the whole text.
 
-        With a cache, the rows are those that `cache.select` chose, and keys and values of the T new
-        tokens are appended; without one, `ids` is the whole text.
+        With a cache, logits (B, V) after the last of T new tokens of the rows that `cache.select`
+        chose; their keys and values are appended.
         """
         B, T = ids.shape
         positions = np.broadcast_to(np.arange(T), (B, T)) if cache is None else cache.begin(T)
@@ -80,14 +70,16 @@ class GPT2:
             x = x + self._product(h, artifact.FFN_OUT.format(i))
         if cache is not None:
             cache.end(T)
-        if last_only:
             x = nd.slice_axis(x, axis=1, begin=T - 1, end=T).reshape((len(x), -1))
         x = self._norm(x, artifact.FINAL_NORM)
         tied = self.config.tie_word_embeddings
         return product(x, self._weights[artifact.EMBEDDING if tied else artifact.OUTPUT])
 
     def _gelu(self, x: Any) -> Any:
-        return gelu_tanh(x) if self.config.activation == "gelu_new" else gelu(x)
+        if self.config.activation == "gelu":  # the exact form, with erf
+            return nd.LeakyReLU(x, act_type="gelu")
+        # Hendrycks and Gimpel's tanh approximation, `gelu_new` in Hugging Face's configurations
+        return 0.5 * x * (1 + nd.tanh(0.7978845608028654 * (x + 0.044715 * x * x * x)))
 
     def _product(self, x: Any, name: str) -> Any:
         return product(x, self._weights[f"{name}.weight"], self._weights[f"{name}.bias"])

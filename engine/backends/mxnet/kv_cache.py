@@ -111,9 +111,7 @@ def out_of_memory(ctx: mx.Context, what: str) -> Iterator[None]:
     """
     try:
         yield
-    except MemoryError as error:
-        raise OutOfMemory(f"{ctx} has no room for {what}") from error
-    except mx.MXNetError as error:
-        if not is_out_of_memory(str(error)):
+    except (MemoryError, mx.MXNetError) as error:
+        if not isinstance(error, MemoryError) and not is_out_of_memory(str(error)):
             raise
         raise OutOfMemory(f"{ctx} has no room for {what}") from error

@@ -11,13 +11,11 @@ from engine.backends.interface import Logits
 from engine.backends.mxnet.gpt2 import GPT2
 from engine.backends.mxnet.kv_cache import MXNetKVCache, out_of_memory
 
-MAX_ROWS = 32
-
 
 class MXNetModel(DenseModel):
     """A model on `engine.backends.mxnet.gpt2`."""
 
-    max_rows = MAX_ROWS - 1  # and a spare one
+    max_rows = 31  # and a spare one
     _cache: MXNetKVCache
 
     def __init__(self, artifact: Artifact, ctx: mx.Context) -> None:
@@ -39,7 +37,7 @@ class MXNetModel(DenseModel):
     def _run(self, begin: int, end: int, ids: Ids) -> Logits:
         self._cache.select(begin, end)
         with out_of_memory(self._ctx, f"{ids.size} more tokens"):
-            logits = self._model(mx.nd.array(ids, ctx=self._ctx), self._cache, True)
+            logits = self._model(mx.nd.array(ids, ctx=self._ctx), self._cache)
             result: Logits = logits.asnumpy()
         return result
 

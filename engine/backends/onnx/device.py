@@ -54,8 +54,15 @@ CUDA = Provider("CUDAExecutionProvider", "cuda", "Cuda", "gpu:0")
 CPU = Provider("CPUExecutionProvider", "cpu", "Cpu", "cpu:0")  # to test what runs on the other
 
 
-def check(provider: Provider) -> None:
-    """Raise `InvalidRequest` with what to install where the provider cannot work."""
+_preparing = threading.Lock()
+
+
+@functools.cache
+def _prepare(provider: Provider) -> None:
+    """Register one arena for all sessions: unused memory of one serves the others.
+
+    Raises `InvalidRequest` with what to install where the provider cannot work.
+    """
     version = onnxruntime.__version__
     if provider.name not in onnxruntime.get_available_providers():
         raise InvalidRequest(
@@ -64,32 +71,12 @@ def check(provider: Provider) -> None:
         )
     if provider.device != "cpu":
         nvidia.memory_bytes()
-
-
-_preparing = threading.Lock()
-_prepared: set[Provider] = set()
-
-
-def _prepare(provider: Provider) -> None:
-    """Register one arena for all sessions, once: unused memory of one serves the others."""
-    with _preparing:
-        if provider not in _prepared:
-            check(provider)
-            _register_arena(provider)
-            _prepared.add(provider)
-
-
-def _register_arena(provider: Provider) -> None:
-    if provider.device != "cpu":
         output = io.StringIO()
         with contextlib.redirect_stdout(output):  # it prints what it did not find
             onnxruntime.preload_dlls()  # from NVIDIA's wheels
         logger.info("CUDA's libraries: %s", output.getvalue() or "found")
-    arena, default = (
-        onnxruntime.OrtAllocatorType.ORT_ARENA_ALLOCATOR,
-        onnxruntime.OrtMemType.DEFAULT,
-    )
-    info = onnxruntime.OrtMemoryInfo(provider.memory, arena, 0, default)
+    kind = onnxruntime.OrtAllocatorType.ORT_ARENA_ALLOCATOR
+    info = onnxruntime.OrtMemoryInfo(provider.memory, kind, 0, onnxruntime.OrtMemType.DEFAULT)
     settings = {
         "max_mem": provider.limit_bytes,
         "arena_extend_strategy": SAME_AS_REQUESTED,
@@ -109,7 +96,8 @@ def open_session(graph: bytes, provider: Provider, weights: Mapping[str, Any]) -
     `weights` are OrtValues for its external initializers; the CPU provider does not copy them, so
     the caller must keep them alive.
     """
-    _prepare(provider)
+    with _preparing:  # of two first sessions at once, one registers the arena
+        _prepare(provider)
     options = onnx_session.session_options()
     options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_ENABLE_BASIC
     options.add_session_config_entry("session.use_env_allocators", "1")

@@ -41,16 +41,21 @@ def test_a_reserve_is_left_of_the_gpus_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gib: int, budget: float
 ) -> None:
     monkeypatch.setattr(nvidia, "LIBRARY", driver(tmp_path, total=gib << 30))
-    assert nvidia.memory_bytes(nvidia.LIBRARY) == gib << 30
+    assert nvidia.memory_bytes() == gib << 30
     assert Settings(device="gpu").budget_bytes == int(budget * (1 << 30))
     assert Settings(device="gpu", memory_mib=100).budget_bytes == 100 << 20
 
 
-def test_without_a_gpu_or_driver_the_error_names_what_is_missing(tmp_path: Path) -> None:
-    with pytest.raises(InvalidRequest, match=r"cuInit fails with 100 \(CUDA_ERROR_NO_DEVICE\)"):
-        nvidia.memory_bytes(driver(tmp_path, init=100))
-    with pytest.raises(InvalidRequest, match=r"no NVIDIA driver .*--gpus all.*ENGINE_DEVICE=cpu"):
-        nvidia.memory_bytes("libcuda-of-no-machine.so.1")
+def test_without_a_gpu_or_driver_the_error_names_what_is_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for library, message in (
+        (driver(tmp_path, init=100), r"cuInit fails with 100 \(CUDA_ERROR_NO_DEVICE\)"),
+        ("libcuda-of-no-machine.so.1", "no NVIDIA driver .*--gpus all.*ENGINE_DEVICE=cpu"),
+    ):
+        monkeypatch.setattr(nvidia, "LIBRARY", library)
+        with pytest.raises(InvalidRequest, match=message):
+            nvidia.memory_bytes()
 
 
 # As MXNet 1.9.1, onnxruntime 1.31.1 and what they call word it.
@@ -99,7 +104,7 @@ def broken(pieces):
 compute.run = broken
 failed = threading.Event()
 emit = lambda item: hasattr(item, "status") and failed.set()
-engine.submit("model", "안녕하세요", Parameters(), emit)
+engine.submit("model", "안녕하세요", Parameters(), emit).result()
 assert failed.wait(30)
 print("failed")
 engine.close()

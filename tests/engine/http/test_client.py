@@ -21,17 +21,12 @@ from common.errors import (
 )
 from engine.http.client import EngineClient, ModelHandle
 from engine.http.leases import GRACE_S
-from tests.engine.engines import EngineProcess, engine_process, make_talkative
+from tests.engine.engines import EngineProcess, engine_process
 from tests.processes import eventually
 
 NAME = "시/소월 #1?"
 PROMPT = "오늘은 날씨가"
 FEW = {"max_new_tokens": 5}
-
-
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_talkative(tmp_path_factory.mktemp("models") / "모델", max_length=4096)
 
 
 @pytest.fixture(scope="module")
@@ -143,12 +138,14 @@ def test_a_model_that_was_unloaded_is_loaded_again(
 
 
 def test_requests_wait_while_the_engine_restarts(
-    engine: EngineProcess, handle: ModelHandle
+    engine: EngineProcess, client: EngineClient, handle: ModelHandle
 ) -> None:
     before = text(handle)
     engine.kill()
     assert texts_at_once(handle, 4, lambda: engine.start(wait=False)) == [before] * 4
     assert engine.statistics(NAME)["requests"] == 4
+    # This thread's connection was closed while it was idle: it is opened again.
+    assert client.request("GET", "/health")["status"] == "ok"
 
 
 def test_a_request_lost_in_a_crash_is_sent_again(
@@ -189,13 +186,4 @@ def test_an_engine_that_hangs_is_unavailable(engine: EngineProcess, client: Engi
             client.request("GET", "/health", timeout_s=0.5)
     finally:
         engine.process.send_signal(18)  # SIGCONT
-    assert client.request("GET", "/health")["status"] == "ok"
-
-
-def test_a_connection_that_the_engine_closed_while_it_was_idle_is_opened_again(
-    engine: EngineProcess, client: EngineClient
-) -> None:
-    client.request("GET", "/health")
-    engine.kill()
-    engine.start()
     assert client.request("GET", "/health")["status"] == "ok"

@@ -14,23 +14,15 @@ from common.errors import ModelNotFound
 from engine.engine import Engine
 from engine.http.leases import Leases
 from tests.engine.conftest import NewEngine
-from tests.engine.engines import WAIT_S, Request, make_talkative
-from tests.engine.models import make_artifact
+from tests.engine.engines import WAIT_S, Gate, Request
 
 NAME = "소월"
 NEVER_S = 1e6
 
 
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(make_artifact(tmp_path_factory.mktemp("models") / "모델", layers=1))
-
-
 @pytest.fixture
-def engine(model_dir: str, new_engine: NewEngine) -> Engine:
-    engine = new_engine(memory_mib=64)
-    engine.load(NAME, model_dir)
-    return engine
+def engine(model_dir: Path, new_engine: NewEngine) -> Engine:
+    return new_engine({NAME: model_dir})
 
 
 async def finished(leases: Leases) -> None:
@@ -64,33 +56,23 @@ async def test_a_new_lease_calls_the_unload_off(engine: Engine) -> None:
 
 
 async def test_a_lease_taken_while_the_unload_begins_keeps_the_model(
-    engine: Engine, model_dir: str, monkeypatch: pytest.MonkeyPatch
+    engine: Engine, model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    begun, go_on = threading.Event(), threading.Event()
-    unload = engine.unload
-
-    def slow(*args: Any, **options: Any) -> bool:
-        begun.set()
-        assert go_on.wait(WAIT_S)
-        return unload(*args, **options)
-
-    monkeypatch.setattr(engine, "unload", slow)
-
+    gate, unload = Gate(), engine.unload
+    monkeypatch.setattr(engine, "unload", lambda *a, **options: gate() and unload(*a, **options))
     leases = Leases(engine, asyncio.Event(), grace_s=0)
     leases.take(NAME)
     leases.release(NAME)
-    assert await asyncio.to_thread(begun.wait, WAIT_S)
+    await asyncio.to_thread(gate.reached)
     leases.take(NAME)
-    model = engine.load(NAME, model_dir)
-    go_on.set()
+    model = engine.load(NAME, str(model_dir))
+    gate.open()
     await finished(leases)
     assert engine.describe(model)["name"] == NAME
 
 
-async def test_without_a_lease_requests_are_finished(tmp_path: Path, new_engine: NewEngine) -> None:
+async def test_without_a_lease_requests_are_finished(engine: Engine) -> None:
     """As a stream goes on whose worker's process was killed."""
-    engine = new_engine(memory_mib=64)
-    engine.load(NAME, str(make_talkative(tmp_path / "모델", layers=1)))
     tried, unload = threading.Event(), engine.unload
 
     def counted(*args: Any, **options: Any) -> bool:
@@ -123,10 +105,10 @@ async def test_while_the_engine_stops_its_models_outlive_their_leases(engine: En
 
 
 def test_statistics_describe_no_model_that_is_being_freed(
-    engine: Engine, model_dir: str, monkeypatch: pytest.MonkeyPatch
+    engine: Engine, model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Freeing begins with the engine's lock, which those that describe a model hold."""
-    model = engine.load(NAME, model_dir)
+    model = engine.load(NAME, str(model_dir))
     free_to_go: list[bool] = []
 
     def kv_bytes(batch: Any, of: Any = None) -> int:

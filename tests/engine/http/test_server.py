@@ -23,26 +23,13 @@ from engine.engine import Engine
 from engine.http import protocol, server
 from engine.http.server import EngineApp
 from engine.settings import Settings
-from engine.text.sentencepiece import SentencePieceTokenizer
 from tests.engine.conftest import NewEngine
-from tests.engine.engines import (
-    WAIT_S,
-    EngineProcess,
-    engine_process,
-    is_greedy,
-    make_talkative,
-)
-from tests.engine.sentences import SENTENCES
+from tests.engine.engines import WAIT_S, EngineProcess, Gate, engine_process
 from tests.processes import eventually
 
 NAME = "시/소월 #1?.tar.gz"  # of a model: Korean, a slash, a space, what URLs are made of
 PROMPT = "오늘은 날씨가"
 LONG = {"inputs": PROMPT, "parameters": {"max_new_tokens": 100_000}}  # some seconds' work
-
-
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_talkative(tmp_path_factory.mktemp("models") / "모델", max_length=4096)
 
 
 @pytest.fixture(scope="module")
@@ -122,9 +109,7 @@ def test_models_are_listed_and_unloaded(loaded: EngineProcess) -> None:
     assert loaded.call("DELETE", URL)[0] == 404
 
 
-def test_a_stream_is_one_token_a_line_and_gives_the_whole_text(
-    loaded: EngineProcess,
-) -> None:
+def test_a_stream_is_one_token_a_line_and_gives_the_whole_text(loaded: EngineProcess) -> None:
     parameters = {"max_new_tokens": 8, "seed": 3, "num_return_sequences": 2}
     body = {"inputs": PROMPT, "parameters": parameters}
     status, whole = generate(loaded, body)
@@ -191,22 +176,6 @@ def test_a_prompts_tokens_come_back_if_wanted(loaded: EngineProcess, logprobs: i
         assert step["token"] == ids[at]
         assert prefill[at]["logprob"] == pytest.approx(step["logprob"], abs=1e-3)
         assert [t["token"] for t in prefill[at]["top"]] == [t["token"] for t in step["top"]]
-
-
-def test_requests_at_once_share_steps_and_stay_exact(
-    loaded: EngineProcess, model_dir: Path
-) -> None:
-    body = {"parameters": {"max_new_tokens": 40}, "stream": True}
-    responses = [
-        loaded.open("POST", f"{URL}/generate", {**body, "inputs": sentence})
-        for sentence in SENTENCES
-    ]
-    ids = [[json.loads(line)["token"] for line in response] for response in responses]
-    found = loaded.statistics(NAME)
-    assert found["rows"] > 2 * found["steps"]
-    encode = SentencePieceTokenizer(model_dir / "kogpt2.spiece").encode
-    for sentence, new in zip(SENTENCES, ids, strict=True):
-        assert is_greedy(model_dir, encode(sentence), new)
 
 
 WRONG_LOADS: list[tuple[Any, str, str]] = [
@@ -330,19 +299,18 @@ def call(app: EngineApp, body: Any, padding: str = "") -> Any:
 def test_a_request_is_cancelled_while_it_is_tokenized(
     model_dir: Path, new_engine: NewEngine
 ) -> None:
-    engine = new_engine(memory_mib=32)
-    engine.load("m", str(model_dir))
-    app, go_on = EngineApp(engine), threading.Event()
+    engine = new_engine({"m": model_dir})
+    app, gate = EngineApp(engine), Gate()
 
     async def run() -> None:
-        busy = asyncio.wrap_future(engine.with_texts("m", lambda _: go_on.wait(WAIT_S)))
+        busy = asyncio.wrap_future(engine.with_texts("m", gate))
         waiting = asyncio.ensure_future(call(app, {**LONG, "request_id": "c3"}))
         while "c3" not in app._running:
             await asyncio.sleep(0)
         await app._cancel(Request({"type": "http", "path_params": {"id": "c3"}}))
         with pytest.raises(Cancelled):
             await waiting
-        go_on.set()
+        gate.open()
         assert await busy
         await asyncio.wrap_future(engine.with_texts("m", lambda _: None))  # behind the prompt
 
@@ -372,32 +340,10 @@ def test_large_bodies_are_read_and_written_on_threads_of_their_own(
     monkeypatch.setattr(server, "JSONResponse", noted("written", server.JSONResponse))
     padding = " " * (protocol.LARGE_BYTES if elsewhere else 0)
     body = {"inputs": PROMPT, "parameters": {"max_new_tokens": tokens, "logprobs": 20}}
-    engine = new_engine(memory_mib=32)
-    engine.load("m", str(model_dir))
-    answer = asyncio.run(call(EngineApp(engine), body, padding))
+    app = EngineApp(new_engine({"m": model_dir}))
+    answer = asyncio.run(call(app, body, padding))
     assert len(json.loads(answer.body)["completions"][0]["logprobs"]) == tokens
     assert work == {"read": elsewhere, "written": elsewhere}
-
-
-# Leases
-
-
-def lease(engine: EngineProcess, model_dir: Path, name: str = NAME) -> Any:
-    body = {"name": name, "model_dir": str(model_dir), "lease": True}
-    response = engine.open("POST", "/models", body)
-    assert response.status == 200
-    assert json.loads(response.readline())["name"] == name
-    return response
-
-
-def test_a_model_is_unloaded_after_its_last_lease(engine: EngineProcess, model_dir: Path) -> None:
-    first, second = lease(engine, model_dir), lease(engine, model_dir)
-    lasting = lease(engine, model_dir, "other")
-    engine.drop(first)
-    engine.drop(second)
-    eventually(lambda: not engine.statistics(NAME))
-    assert engine.statistics("other")
-    engine.drop(lasting)
 
 
 # The process
@@ -408,7 +354,9 @@ def test_requests_under_way_at_sigterm_are_finished(tmp_path: Path, model_dir: P
     files = {path.name for path in model_dir.iterdir()} | {".prepared"}
     with engine_process(tmp_path) as engine:
         assert stat.S_IMODE(engine.socket.stat().st_mode) == 0o600
-        held = lease(engine, model_dir)
+        lease = {"name": NAME, "model_dir": str(model_dir), "lease": True}
+        held = engine.open("POST", "/models", lease)
+        assert json.loads(held.readline())["name"] == NAME
         body = {"inputs": PROMPT, "parameters": {"max_new_tokens": 300}, "stream": True}
         finished = engine.open("POST", f"{URL}/generate", body)
         left = engine.open("POST", f"{URL}/generate", {**LONG, "stream": True})

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from common.errors import InvalidRequest, PromptTooLong
+from common.errors import PromptTooLong
 
 
 def echo(value: Any) -> Any:
@@ -41,10 +41,6 @@ def wait_for(path: str) -> str:
     while not (file := Path(path)).exists() or not (text := file.read_text("utf-8")):
         time.sleep(0.01)
     return text
-
-
-def refuse() -> None:
-    raise InvalidRequest("안 돼요")
 
 
 def segfault() -> None:

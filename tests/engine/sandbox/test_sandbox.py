@@ -17,13 +17,7 @@ from typing import Any
 import psutil
 import pytest
 
-from common.errors import (
-    ArtifactError,
-    EngineUnavailable,
-    InvalidRequest,
-    Overloaded,
-    PromptTooLong,
-)
+from common.errors import ArtifactError, EngineUnavailable, Overloaded, PromptTooLong
 from engine import sandbox
 from engine.sandbox import Limits, Sandbox, again
 from tests.engine.sandbox import targets
@@ -32,49 +26,57 @@ from tests.processes import eventually, has_ended, nothing_starts_in
 WIDE_S = 60.0
 
 
-def run(target: Callable[..., Any], *arguments: Any, timeout_s: float, **options: Any) -> Any:
+def run(target: Any, *arguments: Any, timeout_s: float = WIDE_S, **limits: int) -> Any:
     def once() -> Any:
-        with Sandbox(target, *arguments, **options) as child:
+        with Sandbox(target, *arguments, what="m.params", limits=Limits(**limits)) as child:
             return child.ready(timeout_s)
 
     return again(once)
 
 
-def outcome(target: Callable[..., Any], timeout_s: float = WIDE_S, **limits: int) -> str:
-    with pytest.raises(ArtifactError) as caught:
-        run(target, what="나쁜.params", limits=Limits(**limits), timeout_s=timeout_s)
-    assert caught.value.message.startswith("나쁜.params could not be read: ")
-    return caught.value.message.partition(": ")[2]
+def servant(prefix: str = "", what: str = "m") -> Sandbox:
+    """A child that is ready for calls."""
+    child = Sandbox(targets.servant, prefix, what=what)
+    assert child.ready(WIDE_S) is None
+    return child
+
+
+def call(child: Sandbox, text: str, timeout_s: float = WIDE_S) -> Any:
+    return child.call(text, timeout_s=timeout_s)
+
+
+def process_of(child: Sandbox) -> psutil.Process:
+    assert child.pid is not None
+    return psutil.Process(child.pid)
+
+
+def helper_of(child: Sandbox) -> psutil.Process:
+    helper = process_of(child).parent()
+    assert helper is not None
+    return helper
 
 
 def test_a_value_goes_there_and_back() -> None:
     value = {"글": ["나 보기가", 1, 2.5, None, True], "half": "\ud800"}
-    assert run(targets.echo, value, what="m", timeout_s=WIDE_S) == value
+    assert run(targets.echo, value) == value
 
 
 def test_calls_one_after_the_other() -> None:
-    with Sandbox(targets.servant, "답: ", what="m") as child:
-        assert child.ready(WIDE_S) is None
-        assert child.call("가", timeout_s=WIDE_S) == "답: 가 1"
-        with pytest.raises(PromptTooLong, match="너무 길어요"):
-            child.call("refuse", timeout_s=WIDE_S)
-        assert child.alive
-        assert child.call("나", timeout_s=WIDE_S) == "답: 나 3"
-    assert not child.alive
+    with servant("답: ") as child:
+        assert call(child, "가") == "답: 가 1"
+        with pytest.raises(PromptTooLong, match="너무 길어요"):  # our own errors keep their type
+            call(child, "refuse")
+        assert child.pid is not None
+        assert call(child, "나") == "답: 나 3"
+    assert child.pid is None
     with pytest.raises(ArtifactError, match="it was cancelled"):
-        child.call("다", timeout_s=WIDE_S)
+        call(child, "다")
 
 
 def test_calls_from_many_threads_get_their_own_answers() -> None:
-    with Sandbox(targets.servant, "", what="m") as child, ThreadPoolExecutor(16) as pool:
-        child.ready(WIDE_S)
-        calls = [pool.submit(child.call, f"#{i}", timeout_s=WIDE_S) for i in range(16)]
-        assert all(call.result().startswith(f"#{i} ") for i, call in enumerate(calls))
-
-
-def test_our_own_errors_keep_their_type() -> None:
-    with pytest.raises(InvalidRequest, match="안 돼요"):
-        run(targets.refuse, what="m", timeout_s=WIDE_S)
+    with servant() as child, ThreadPoolExecutor(16) as pool:
+        calls = [pool.submit(call, child, f"#{i}") for i in range(16)]
+        assert all(found.result().startswith(f"#{i} ") for i, found in enumerate(calls))
 
 
 @pytest.mark.parametrize(
@@ -92,49 +94,43 @@ def test_our_own_errors_keep_their_type() -> None:
     ],
 )
 def test_how_it_ended(target: Callable[[], Any], options: dict[str, Any], how: str) -> None:
-    assert how in outcome(target, **options)
+    with pytest.raises(ArtifactError, match=r"^m\.params could not be read: ") as caught:
+        run(target, **options)
+    assert how in caught.value.message
     if target is targets.long_answer:
-        run(target, what="m", timeout_s=WIDE_S)  # as long as answers may be by default
+        run(target)  # as long as answers may be by default
 
 
 def test_a_call_past_its_deadline_ends_the_process() -> None:
-    with Sandbox(targets.servant, "", what="m") as child:
-        child.ready(WIDE_S)
-        pid = child.pid
-        assert pid is not None
+    with servant() as child:
+        process = process_of(child)
         with pytest.raises(ArtifactError, match=r"more than 0\.2 s"):
-            child.call("sleep", timeout_s=0.2)
-        assert not child.alive
-        eventually(lambda: has_ended(pid))
+            call(child, "sleep", 0.2)
+        assert child.pid is None
+        eventually(lambda: has_ended(process))
 
 
 def test_a_crash_in_a_call_is_told_and_ends_only_this_one() -> None:
-    with Sandbox(targets.servant, "", what="a") as a, Sandbox(targets.servant, "", what="b") as b:
-        a.ready(WIDE_S)
-        b.ready(WIDE_S)
+    with servant(what="a") as a, servant(what="b") as b:
         with pytest.raises(ArtifactError, match="a could not be read: its reader crashed"):
-            a.call("crash", timeout_s=WIDE_S)
-        assert not a.alive
-        assert b.call("가", timeout_s=WIDE_S) == "가 1"
+            call(a, "crash")
+        assert a.pid is None
+        assert call(b, "가") == "가 1"
 
 
 def test_killed_from_another_thread() -> None:
     with Sandbox(targets.wait, what="m") as child, ThreadPoolExecutor(1) as pool:
-        pid = child.pid
-        assert pid is not None
+        process = process_of(child)
         pool.submit(child.kill, "it is needed no more")
         with pytest.raises(ArtifactError, match="it is needed no more"):
             child.ready(WIDE_S)
-        eventually(lambda: has_ended(pid))
+        eventually(lambda: has_ended(process))
 
 
 @pytest.mark.parametrize("write_mib", [0, 1])
 def test_what_it_may_not_do(tmp_path: Path, write_mib: int) -> None:
     (tmp_path / "file").write_text("내용", encoding="utf-8")
-    limits = Limits(write_mib=write_mib)
-    found = run(
-        targets.attempts, str(tmp_path), os.getpid(), what="m", limits=limits, timeout_s=WIDE_S
-    )
+    found = run(targets.attempts, str(tmp_path), os.getpid(), write_mib=write_mib)
     allowed = {"read"}
     if write_mib:
         files = ("open to write", "truncate", "create", "unlink", "mkdir", "chmod", "rename")
@@ -147,16 +143,15 @@ def test_what_it_may_not_do(tmp_path: Path, write_mib: int) -> None:
 
 def test_a_file_that_it_writes_is_bounded(tmp_path: Path) -> None:
     path = str(tmp_path / "f")
-    written = run(targets.write, path, 1 << 20, what="m", limits=Limits(write_mib=1), timeout_s=60)
-    assert written == 1 << 20
+    assert run(targets.write, path, 1 << 20, write_mib=1) == 1 << 20
     with pytest.raises(ArtifactError, match="OSError"):
-        run(targets.write, path, 2 << 20, what="m", limits=Limits(write_mib=1), timeout_s=60)
+        run(targets.write, path, 2 << 20, write_mib=1)
 
 
 def test_it_is_killed_for_memory_before_the_engine_and_holds_nothing_of_it() -> None:
     with (Path(__file__)).open() as held:
         os.set_inheritable(held.fileno(), True)
-        found = run(targets.limits, what="m", timeout_s=WIDE_S)
+        found = run(targets.limits)
     assert (found["core"], found["oom"], found["threads"]) == (0, 1000, 1)
     assert found["ignored"] == ["SIGTERM", "SIGINT"]  # a stop is the engine's affair
     assert len(found["open"]) <= 6  # three of every process's, its connection, and the listing
@@ -199,16 +194,13 @@ def test_nothing_is_left_of_an_engine_that_is_killed() -> None:
 
 
 def test_a_lost_helper_is_replaced() -> None:
-    with Sandbox(targets.servant, "", what="m") as child:
-        child.ready(WIDE_S)
-        pid = child.pid
-        assert pid is not None
-        helper = psutil.Process(pid).ppid()
-        os.kill(helper, signal.SIGKILL)
-        eventually(lambda: has_ended(pid))  # with its helper
+    with servant() as child:
+        process = process_of(child)
+        helper_of(child).kill()
+        eventually(lambda: has_ended(process))  # with its helper
         with pytest.raises(EngineUnavailable, match="went away"):  # the file is not to blame
-            child.call("가", timeout_s=WIDE_S)
-    assert run(targets.echo, "나", what="m", timeout_s=WIDE_S) == "나"
+            call(child, "가")
+    assert run(targets.echo, "나") == "나"
 
 
 def test_a_reader_that_is_killed_says_nothing_of_what_it_read(tmp_path: Path) -> None:
@@ -230,32 +222,26 @@ def test_a_reader_that_is_killed_says_nothing_of_what_it_read(tmp_path: Path) ->
     assert len(tried) == 3
 
 
-def test_without_a_process_it_is_to_be_tried_later(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    with Sandbox(targets.servant, "", what="m") as child:
-        child.ready(WIDE_S)
-        helper = psutil.Process(child.pid).parent()
-        assert helper is not None
+def test_without_a_process_it_is_to_be_tried_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    with servant() as child:
+        helper = helper_of(child)
     helper.kill()
     monkeypatch.setattr(sys, "executable", shutil.which("false"))
     with pytest.raises(Overloaded, match=r"no process .* 글\.model") as refused:
-        Sandbox(targets.servant, "", what="글.model")
+        servant(what="글.model")
     assert refused.value.retry_after_s == 1
     monkeypatch.undo()
-    assert run(targets.echo, "나", what="m", timeout_s=WIDE_S) == "나"
+    assert run(targets.echo, "나") == "나"
 
 
 def test_what_is_lost_with_the_helper_is_done_again(tmp_path: Path) -> None:
     file = tmp_path / "글"
-    with Sandbox(targets.servant, "", what="m") as child, ThreadPoolExecutor(1) as pool:
-        child.ready(WIDE_S)
-        helper = psutil.Process(child.pid).parent()
-        assert helper is not None
-        found = pool.submit(run, targets.wait_for, str(file), what="m", timeout_s=WIDE_S)
+    with servant() as child, ThreadPoolExecutor(1) as pool:
+        helper = helper_of(child)
+        found = pool.submit(run, targets.wait_for, str(file))
         eventually(lambda: len(helper.children()) == 2)
         helper.kill()
-        eventually(lambda: has_ended(helper.pid))
+        eventually(lambda: has_ended(helper))
         file.write_text("다시", encoding="utf-8")
         assert found.result() == "다시"
 
@@ -265,19 +251,14 @@ def test_a_fork_that_fails_costs_one_sandbox_only(monkeypatch: pytest.MonkeyPatc
     helper.prepare("tests.engine.sandbox.targets", "tests.engine.sandbox.unprivileged")
     monkeypatch.setattr(sandbox, "_helper", helper)
     try:
-        with Sandbox(targets.servant, "", what="m") as child:
-            child.ready(WIDE_S)
-            assert child.pid is not None
-            with nothing_starts_in(psutil.Process(child.pid).ppid()):
+        with servant() as child:
+            with nothing_starts_in(helper_of(child).pid):
                 for _ in range(2):
-                    with pytest.raises(
-                        Overloaded, match=r"글\.model: Resource temporarily unavail"
-                    ):
-                        Sandbox(targets.servant, "", what="글.model")
-            assert child.call("가", timeout_s=WIDE_S) == "가 1"
-            with Sandbox(targets.servant, "", what="글.model") as other:
-                other.ready(WIDE_S)
-                assert psutil.Process(other.pid).ppid() == psutil.Process(child.pid).ppid()
+                    with pytest.raises(Overloaded, match=r"글\.model: Resource temporarily una"):
+                        servant(what="글.model")
+            assert call(child, "가") == "가 1"
+            with servant() as other:
+                assert helper_of(other) == helper_of(child)
     finally:
         helper.close()
 
@@ -286,11 +267,9 @@ def test_only_the_helper_signals_a_child(monkeypatch: pytest.MonkeyPatch) -> Non
     """The number of one that has ended may be another process's."""
     signalled: list[int] = []
     monkeypatch.setattr(os, "kill", lambda pid, number: signalled.append(pid))
-    with Sandbox(targets.servant, "", what="m") as ended, Sandbox(targets.loop, what="n") as lives:
-        ended.ready(WIDE_S)
-        pid = lives.pid
-        assert pid is not None
+    with servant() as ended, Sandbox(targets.loop, what="n") as lives:
+        process = process_of(lives)
         with pytest.raises(ArtifactError, match="SIGSEGV"):
-            ended.call("crash", timeout_s=WIDE_S)
+            call(ended, "crash")
     assert not signalled
-    eventually(lambda: has_ended(pid))
+    eventually(lambda: has_ended(process))

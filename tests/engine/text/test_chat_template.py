@@ -79,9 +79,7 @@ def test_a_template_that_fails_or_leaves_its_sandbox_is_refused(source: str) -> 
     assert "this model's chat_template.jinja failed: " in refused(lambda: render(source))
 
 
-def test_its_own_file_counts_before_the_tokenizers_configuration(
-    tmp_path: Path,
-) -> None:
+def test_its_own_file_counts_before_the_tokenizers_configuration(tmp_path: Path) -> None:
     (tmp_path / "m.spiece").touch()
     path, config = tmp_path / "chat_template.jinja", tmp_path / "tokenizer_config.json"
 

@@ -20,27 +20,8 @@ from common.form import regex as regex_of
 from engine.text.constraint import MAX_COMPILED, Constraint, Vocabulary, begins_with_space
 from engine.text.table import BYTES, PROCESS, RUNS, SEPARATE, Table
 
-WORDS = [
-    "긍정",
-    " 긍정",
-    "부정",
-    " 부정",
-    "중립",
-    "산에는",
-    " 꽃",
-    "이름",
-    "김소월",
-    '{"',
-    '":',
-    '", "',
-    "true",
-    "false",
-    "null",
-    " ",
-    "  ",
-    "나이",
-]
-WORDS += ["12", "3.5", "한", "글", "\n"]
+WORDS = ["긍정", " 긍정", "부정", " 부정", "중립", "산에는", " 꽃", "이름", "김소월", '{"', '":']
+WORDS += ['", "', "true", "false", "null", " ", "  ", "나이", "12", "3.5", "한", "글", "\n"]
 END = 1
 
 
@@ -152,8 +133,7 @@ NAMES, MORE = object_of("이름", "가", "나"), object_of("나이", 1, 2)
 
 def draws(vocabulary: Vocabulary, schema: Any, count: int = 60) -> list[dict[str, Any]]:
     """Complete answers of a schema."""
-    found = [draw(vocabulary, schema_of("", schema), seed, end=1.0) for seed in range(count)]
-    return [json.loads(text) for text, complete in found if complete]
+    return list(map(json.loads, whole(vocabulary, schema_of("", schema), count)))
 
 
 @pytest.mark.parametrize(
@@ -198,9 +178,7 @@ def test_a_grammar_in_the_syntax_of_lark_or_of_llama_cpp(vocabulary: Vocabulary,
         assert re.fullmatch("산에는( 꽃)+", found)
 
 
-def test_tokens_that_end_within_a_character_are_allowed(
-    vocabulary: Vocabulary,
-) -> None:
+def test_tokens_that_end_within_a_character_are_allowed(vocabulary: Vocabulary) -> None:
     constraint = vocabulary.constrain(Form("regex", ("[가나다]",)))
     byte = 3 + 0xEA  # the first of 가, U+AC00
     assert byte in constraint.allowed(np.zeros(300, np.float32))[1]
@@ -285,7 +263,8 @@ def nested(depth: int) -> Any:
 
 
 CHOICES = " | ".join(f'"{i}긍정"' for i in range(MAX_CHARACTERS // 16))
-INTEGER = {"type": "integer"}
+INTEGER, LONG = {"type": "integer"}, {"minItems": 1000}
+NAMED = [[{"properties": {f"{i}{j}": {}}} for j in range(6)] for i in range(8)]
 HOSTILE = {
     "nested groups": regex_of("", "(" * 20_000 + "a" + ")" * 20_000),
     "nested repetition": regex_of("", "((a{1,1000}){1,1000}){1,1000}"),
@@ -301,18 +280,9 @@ HOSTILE = {
     "nested schema": schema_of("", nested(100)),
     "references in a circle": schema_of("", {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#"}}}),
     "long strings": schema_of("", {"type": "string", "minLength": 100_000}),
-    "long lists": schema_of("", {"type": "array", "minItems": 1000, "items": INTEGER}),
-    "lists of lists": schema_of(
-        "", {"minItems": 1000, "items": {"minItems": 1000, "items": INTEGER}}
-    ),
-    "combinations": schema_of(
-        "",
-        {
-            "allOf": [
-                {"anyOf": [{"properties": {f"{i}{j}": {}}} for j in range(6)]} for i in range(8)
-            ]
-        },
-    ),
+    "long lists": schema_of("", {"type": "array", **LONG, "items": INTEGER}),
+    "lists of lists": schema_of("", {**LONG, "items": {**LONG, "items": INTEGER}}),
+    "combinations": schema_of("", {"allOf": [{"anyOf": named} for named in NAMED]}),
 }
 
 

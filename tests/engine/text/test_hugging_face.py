@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
 from pathlib import Path
 from typing import Any
 
@@ -47,22 +46,6 @@ def test_ids_are_those_of_the_library(tokenizer: HuggingFaceTokenizer) -> None:
         assert tokenizer.encode(text) == library(tokenizer).encode(text).ids
 
 
-def test_a_stream_is_the_text_that_is_decoded_at_once(
-    tokenizer: HuggingFaceTokenizer,
-) -> None:
-    rng = random.Random(5)  # noqa: S311
-    decode, size = library(tokenizer).decode, library(tokenizer).get_vocab_size()
-    byte_ids, table = tokenizer._byte_ids, tokenizer.table(size)
-    for _ in range(600):
-        prompt = tokenizer.encode(rng.choice(PROMPTS))
-        while prompt and prompt[-1] in byte_ids:  # a prompt is text: its characters are whole
-            prompt.pop()
-        new = [rng.randrange(size + 5) for _ in range(rng.randrange(1, 30))]
-        detokenizer = table.detokenizer(prompt, tokenizer.decode)
-        pieces = [*map(detokenizer.feed, new), detokenizer.flush()]
-        assert "".join(pieces) == decode(prompt + new)[len(decode(prompt)) :], (prompt, new)
-
-
 @pytest.mark.parametrize("kind", ["byte-level", "byte-fallback"])
 def test_no_half_character_leaves_a_stream_before_its_end(kind: str, tmp_path: Path) -> None:
     tokenizer = HuggingFaceTokenizer(saved(tmp_path / "t", kind))
@@ -86,9 +69,7 @@ def test_a_space_after_a_special_token_is_not_lost(tmp_path: Path) -> None:
     assert "".join(map(detokenizer_of(tokenizer, prompt).feed, new)) == " 날씨가"
 
 
-def test_special_tokens_are_silent_and_added_ones_are_not(
-    tokenizer: HuggingFaceTokenizer,
-) -> None:
+def test_special_tokens_are_silent_and_added_ones_are_not(tokenizer: HuggingFaceTokenizer) -> None:
     detokenizer = detokenizer_of(tokenizer, tokenizer.encode("가"))
     assert "".join(detokenizer.feed(i) for i in range(len(SPECIAL))) == ""
     unused = tokenizer.token_id("<unused0>")
@@ -143,11 +124,6 @@ def test_tokens_named_beside_it_are_added(tmp_path: Path) -> None:
     assert size in tokenizer.encode("<질문>안녕")
 
 
-def test_half_a_surrogate_pair_is_refused(tokenizer: HuggingFaceTokenizer) -> None:
-    with pytest.raises(InvalidRequest, match="surrogate"):
-        tokenizer.encode("가\ud83d나")
-
-
 @pytest.mark.parametrize(
     ("file", "content"),
     [
@@ -176,15 +152,7 @@ def test_a_filled_template_is_cut_as_one_text(tokenizer: HuggingFaceTokenizer) -
 
 
 def test_a_users_text_holds_no_control_token(tokenizer: HuggingFaceTokenizer) -> None:
-    for text in (
-        "<sys>",
-        "안녕<sys>나쁜 말",
-        "<usr>",
-        "</s>",
-        "a<unused1>1<sys>",
-        "<unused1>",
-        "<s>",
-    ):
+    for text in ("안녕<sys>나쁜 말", "<usr>", "</s>", "a<unused1>1<sys>", "<unused1>", "<s>"):
         with pytest.raises(InvalidRequest, match="which is reserved for this model's template"):
             tokenizer.encode_parts(parts(text))
     with pytest.raises(InvalidRequest, match="<sys>"):  # in two halves

@@ -36,7 +36,7 @@ from engine.text.prompts import CHARACTERS_PER_TOKEN
 from engine.text.table import RUNS, Table
 from engine.text.texts import Texts
 from tests.engine.conftest import NewEngine
-from tests.engine.engines import WAIT_S, Pause, Request, make_talkative
+from tests.engine.engines import WAIT_S, Gate, Pause, Request, make_talkative
 from tests.engine.hugging_face import EOS, KINDS, make_hugging_face, write_json
 from tests.engine.text.opened import texts_of
 from tests.processes import eventually, has_ended
@@ -53,7 +53,7 @@ def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def engine_(new_engine: NewEngine) -> Engine:
-    return new_engine(memory_mib=64)
+    return new_engine()
 
 
 @pytest.fixture
@@ -87,7 +87,7 @@ def hugging_face(path: Path, change: Callable[[Tokenizer], None]) -> Path:
 
 
 def child(engine: Engine, name: str = "m") -> int:
-    pid = engine._models[name].texts.pid
+    pid = engine._models[name].texts._process.pid
     assert pid is not None
     return pid
 
@@ -99,10 +99,10 @@ def test_models_of_one_tokenizer_have_one_process(good: Path, pool: TextProcesse
     before = len(psutil.Process().children(recursive=True))
     with ExitStack() as stack:
         opened = [stack.enter_context(texts_of(good, processes=pool)) for _ in range(9)]
-        assert len({texts.pid for texts in opened} - {None}) == 1
+        assert len({texts._process.pid for texts in opened} - {None}) == 1
         assert len(psutil.Process().children(recursive=True)) <= before + 2  # and the helper
         assert len({id(texts._table) for texts in opened}) == 1
-        pid, table, ids = opened[0].pid, opened[0]._table, encode(opened[0])
+        pid, table, ids = opened[0]._process.pid, opened[0]._table, encode(opened[0])
     eventually(lambda: has_ended(pid))
     with texts_of(good, processes=pool) as texts:  # what was found out is known again
         assert texts._table is table
@@ -123,7 +123,7 @@ def test_other_files_or_settings_are_another_process(
 ) -> None:
     other = copy_of(good, tmp_path / "other", **{file: content})
     with texts_of(good, processes=pool) as one, texts_of(other, processes=pool) as two:
-        assert len({one.pid, two.pid}) == 2
+        assert len({one._process.pid, two._process.pid}) == 2
 
 
 def test_models_of_one_process_have_their_texts(
@@ -149,13 +149,13 @@ def test_models_of_one_process_have_their_texts(
 
 
 def test_models_that_share_a_process_take_turns() -> None:
-    turns, go, done = Turns(), threading.Event(), threading.Event()
+    turns, gate, done = Turns(), Gate(), threading.Event()
     ran: list[str] = []
-    turns.soon("a", lambda: bool(go.wait(WAIT_S)))  # type: ignore[arg-type,return-value]
+    turns.soon("a", gate)  # type: ignore[arg-type]
     for user in "aaab":
         turns.soon(user, partial(ran.append, user))
     turns.soon("b", done.set)
-    go.set()
+    gate.open()
     assert done.wait(WAIT_S)
     turns.close()
     assert ran[:2] in (["a", "b"], ["b", "a"])
@@ -169,8 +169,8 @@ def test_a_process_is_started_again_from_the_files_of_the_model_that_needs_it(
     with texts_of(folder, processes=pool) as changed, texts_of(good, processes=pool) as other:
         ids = encode(other)
         (folder / "kogpt2.spiece").write_bytes(b"x")
-        assert other.pid is not None
-        os.kill(other.pid, signal.SIGKILL)
+        assert other._process.pid is not None
+        os.kill(other._process.pid, signal.SIGKILL)
         with pytest.raises(EngineError, match=r"kogpt2\.spiece has changed since it was loaded"):
             encode(changed)
         assert encode(other) == ids
@@ -186,45 +186,40 @@ def test_processes_of_models_without_requests_end_where_there_are_many(
             template = f'{{"template": "{"가" * i} {{text}}"}}'
             folder = copy_of(good, tmp_path / str(i), **{"generation.json": template})
             opened.append(stack.enter_context(texts_of(folder, processes=pool)))
-        eventually(lambda: sum(texts.pid is not None for texts in opened) <= 3)
+        eventually(lambda: sum(texts._process.pid is not None for texts in opened) <= 3)
         assert len({tuple(encode(texts)) for texts in opened}) == 5
 
 
-def held(texts: Texts) -> tuple[Future[bool], threading.Event]:
-    """A task that holds the texts' thread until the event is set."""
-    go, began = threading.Event(), threading.Event()
-
-    def hold() -> bool:
-        began.set()
-        return go.wait(WAIT_S)
-
-    task = texts.soon(hold)
-    assert began.wait(WAIT_S)
-    return task, go
+def held(texts: Texts) -> tuple[Future[bool], Gate]:
+    """A task that holds the texts' thread until the gate is opened."""
+    gate = Gate()
+    task = texts.soon(gate)
+    gate.reached()
+    return task, gate
 
 
 def test_a_process_does_not_end_right_after_a_prompt_that_waited_for_it(good: Path) -> None:
     with texts_of(good) as texts:
-        pid = texts.pid
-        task, go = held(texts)
+        pid = texts._process.pid
+        task, gate = held(texts)
         texts._process.end_when_idle()
         texts._process.turns.soon("another", lambda: texts._process.open(texts._source))
         texts._process.turns._tasks.move_to_end(None)  # its turn comes last
-        go.set()
+        gate.open()
         assert task.result(WAIT_S)
         texts.soon(lambda: None).result(WAIT_S)
-        assert texts.pid == pid
+        assert texts._process.pid == pid
         texts._process.end_when_idle()
-        eventually(lambda: texts.pid is None)
+        eventually(lambda: texts._process.pid is None)
 
 
 def test_too_many_waiting_prompts_are_refused(good: Path) -> None:
     with texts_of(good, max_waiting=2) as texts:
-        task, go = held(texts)
+        task, gate = held(texts)
         waiting = [texts.soon(lambda: texts.encode(PROMPT)) for _ in range(2)]
         with pytest.raises(Overloaded, match="2 requests wait"):
             texts.soon(lambda: None)
-        go.set()
+        gate.open()
         assert task.result(WAIT_S)
         assert waiting[0].result(WAIT_S) == waiting[1].result(WAIT_S)
 

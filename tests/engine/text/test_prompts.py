@@ -112,11 +112,11 @@ def test_a_template_that_never_ends_is_ended_and_the_next_request_works(
     endless = "{% for i in range(99999) %}" * 3 + "{% endfor %}" * 3
     (folder / "chat_template.jinja").write_text(endless, encoding="utf-8")
     with texts_of(folder) as texts:
-        pid = texts.pid
+        pid = texts._process.pid
         monkeypatch.setattr(engine.text.texts, "ENCODE_S", 0.5)
         with pytest.raises(DeadlineExceeded):
             texts.soon(lambda: texts.encode(Chat(CHAT))).result()
         monkeypatch.undo()
         found = texts.soon(lambda: texts.encode(Raw("오늘은"))).result()
         assert found == prompts(folder).tokenizer.encode("오늘은")
-        assert texts.pid not in (None, pid)
+        assert texts._process.pid not in (None, pid)

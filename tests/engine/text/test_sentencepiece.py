@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from common.errors import ArtifactError, InvalidRequest
-from engine.text.sentencepiece import SPACE, SentencePieceTokenizer
+from engine.text.sentencepiece import SentencePieceTokenizer
 from engine.text.table import Detokenizer
 from tests.engine.models import spiece
 from tests.engine.sentences import SENTENCES
@@ -50,29 +50,13 @@ def test_a_prompt_begins_with_the_begin_token(tokenizer: SentencePieceTokenizer)
     assert pieces(tokenizer, [2, tokenizer.eos_id or 0]) == ["<s>", "</s>"]
 
 
-def test_encoding_is_always_the_same_in_whole_pieces(
-    tokenizer: SentencePieceTokenizer,
-) -> None:
+def test_encoding_is_always_the_same_in_whole_pieces(tokenizer: SentencePieceTokenizer) -> None:
     for text in TEXTS:
         assert len({tuple(tokenizer.encode(text)) for _ in range(20)}) == 1
     assert len(tokenizer.encode(SENTENCES[0])) - 1 < len(SENTENCES[0])
 
 
-def test_ids_become_text_as_in_the_loop_of_the_guides(
-    tokenizer: SentencePieceTokenizer,
-) -> None:
-    for text in TEXTS:
-        ids = tokenizer.encode(text)[1:]
-        detokenizer = detokenizer_of(tokenizer)
-        fed = [detokenizer.feed(i) for i in ids]
-        assert fed == [piece.replace(SPACE, " ") for piece in pieces(tokenizer, ids)]
-        assert detokenizer.flush() == ""
-        assert "".join(fed) == " " + text or text not in SENTENCES
-
-
-def test_control_tokens_and_unknown_ids_are_no_text(
-    tokenizer: SentencePieceTokenizer,
-) -> None:
+def test_control_tokens_and_unknown_ids_are_no_text(tokenizer: SentencePieceTokenizer) -> None:
     ids = tokenizer.encode("물을 마신다")[1:]
     assert text_of(tokenizer, [1, 2, 3]) == ""  # <pad> <s> </s>
     assert text_of(tokenizer, [2, *ids[:1], 1, *ids[1:], 3]) == text_of(tokenizer, ids)
@@ -88,9 +72,7 @@ def test_text_in_bytes_comes_back_whole(with_bytes: SentencePieceTokenizer, text
     assert text_of(with_bytes, with_bytes.encode(text)).removeprefix(" ") == text
 
 
-def test_a_character_in_bytes_comes_whole_or_cut(
-    with_bytes: SentencePieceTokenizer,
-) -> None:
+def test_a_character_in_bytes_comes_whole_or_cut(with_bytes: SentencePieceTokenizer) -> None:
     ids, word = with_bytes.encode("😀")[-4:], with_bytes.encode("날씨")[1:]
     assert all(piece.startswith("<0x") for piece in pieces(with_bytes, ids))
     one, other = detokenizer_of(with_bytes), detokenizer_of(with_bytes)
@@ -129,9 +111,7 @@ def test_the_pieces_of_a_text_are_its_bytes(
     assert "🙂".encode()[:1] in found
 
 
-def test_a_text_with_a_control_token_is_not_plain(
-    tokenizer: SentencePieceTokenizer,
-) -> None:
+def test_a_text_with_a_control_token_is_not_plain(tokenizer: SentencePieceTokenizer) -> None:
     tokenizer.check_plain("오늘은 <날씨가> 좋다 s>")
     for text in ("</s>", "안녕<usr>하세요"):
         with pytest.raises(InvalidRequest, match="which is reserved for this model's template"):

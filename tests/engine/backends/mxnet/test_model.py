@@ -60,7 +60,8 @@ def test_a_cache_that_cannot_grow_fails(
     rows = [model.open_row() for _ in range(2)]
     append(model, rows[0], [1, 2, 3])
     with monkeypatch.context() as patched:
-        patched.setattr(dense, "grown_shape", lambda *_: (2, HUGE // (8 * artifact.config.units)))
+        huge = (2, HUGE // (8 * artifact.config.units))
+        patched.setattr(dense.DenseCache, "shape_for", lambda *_: huge)
         with pytest.raises(OutOfMemory, match="has no room for 65 more tokens"):
             append(model, rows[1], [0] * (dense.BLOCK + 1))
     for row in rows[::-1]:
