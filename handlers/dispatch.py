@@ -14,8 +14,7 @@ from handlers.user_code.entry_point import Script, find_script
 class Handler(Protocol):
     """A module that loads one kind of artifact and answers requests for it.
 
-    Optional: `describe(model)`, the answer of `GET /v2/models/{name}`; and `FOR_SCRIPTS`, a module
-    whose `model_fn` loads the model as users' scripts expect it.
+    Optional: `FOR_SCRIPTS`, a module whose `model_fn` loads the model as users' scripts expect it.
     """
 
     IN_ENGINE: bool  # whether the engine process holds the model, or the worker itself
@@ -23,13 +22,16 @@ class Handler(Protocol):
     def model_fn(self, model_dir: str, name: str | None = None) -> Any:
         """Loads the model in `model_dir`. Raises `common.errors.EngineError` with the reason."""
 
+    def describe(self, model: Any) -> dict[str, Any]:
+        """The answer of `GET /v2/models/{name}`."""
+
     def transform_fn(
         self,
         model: Any,
-        body: bytes | bytearray | str,
+        body: bytes,
         content_type: str | None,
         accept: str | None,
-        timeout_s: float | None = None,
+        timeout_s: float,
     ) -> tuple[bytes, str]:
         """The answer's bytes and content type. Raises `EngineError`."""
 

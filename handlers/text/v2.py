@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 import struct
-from dataclasses import dataclass
 from typing import Any
 
 from common.errors import InvalidRequest
@@ -26,12 +25,6 @@ INPUT = '{"name": "text", "shape": [1], "datatype": "BYTES", "data": ["..."]}'
 VERSION = "1"
 
 
-@dataclass(frozen=True)
-class TextRequest:
-    body: bytes  # of `handlers.payload`
-    v2_request: v2.InferRequest
-
-
 def metadata(name: str) -> dict[str, Any]:
     """The answer of `GET /v2/models/{name}`."""
     return {
@@ -43,9 +36,11 @@ def metadata(name: str) -> dict[str, Any]:
     }
 
 
-def parse(body: bytes | bytearray | str, content_type: str | None) -> TextRequest | None:
-    """Converts a request of this protocol; None for any other body. Raises `InvalidRequest`."""
-    raw = body.encode("utf-8", "surrogatepass") if isinstance(body, str) else bytes(body)
+def parse(raw: bytes, content_type: str | None) -> tuple[v2.InferRequest, bytes] | None:
+    """A request of this protocol and the body for `handlers.payload`; None for any other body.
+
+    Raises `InvalidRequest`.
+    """
     binary = b""
     kind, _, size = (content_type or "").partition(f";{HEADER_SIZE}=")
     if kind == BINARY:
@@ -68,7 +63,7 @@ def parse(body: bytes | bytearray | str, content_type: str | None) -> TextReques
             request = v2.parse(value, binary, {"text": "BYTES [1]"}, list(DATATYPES))
             parameters = {k: v for k, v in request.parameters.items() if k not in HINTS}
             plain = {"inputs": _text(request.inputs[0].data), "parameters": parameters}
-            return TextRequest(to_json(plain), request)
+            return request, to_json(plain)
     raise InvalidRequest(f"inputs must be one text, [{INPUT}]")
 
 
@@ -82,16 +77,16 @@ def _text(data: Any) -> str:
     return data
 
 
-def answer(request: TextRequest, plain: bytes, name: str) -> tuple[bytes, str]:
+def answer(request: v2.InferRequest, plain: bytes, name: str) -> tuple[bytes, str]:
     """The body and content type, from the answer in `handlers.payload`'s form, `plain`."""
     value = json.loads(plain)
     sequences = value.get("sequences", [value])
     tensors = []
-    for output, as_bytes in request.v2_request.outputs.items():
+    for output, as_bytes in request.outputs.items():
         values = [sequence[output] for sequence in sequences]
         data: Any = values
         if as_bytes:
             texts = DATATYPES[output] == "BYTES"
             data = v2.pack_texts(values) if texts else struct.pack(f"<{len(values)}q", *values)
         tensors.append(v2.Tensor(output, DATATYPES[output], [len(values)], data))
-    return v2.answer(name, VERSION, request.v2_request, tensors, to_json)
+    return v2.answer(name, VERSION, request, tensors, to_json)

@@ -21,7 +21,7 @@ from typing import Any
 
 from common.errors import EngineError
 from handlers.user_code import hooks, messages
-from handlers.user_code.confinement.rules import Confinement, become_model_process
+from handlers.user_code.confinement.rules import become_model_process
 from handlers.user_code.conventions.detect import Service, service_of
 from handlers.user_code.failures import to_script_error
 from handlers.user_code.messages import Answer, Request, ScriptError
@@ -38,8 +38,7 @@ def main() -> None:
     os.register_at_fork(after_in_child=connection.close)
     os.register_at_fork(after_in_child=engine.close)
     spec, _ = messages.receive(connection)
-    confinement = spec["confinement"]
-    become_model_process(worker, Confinement(**confinement) if confinement else None)
+    become_model_process(worker, spec["confinement"])
     spec["engine"] = engine
     print_anything()
     logging.basicConfig(stream=sys.stdout, format="%(message)s", level=logging.INFO)

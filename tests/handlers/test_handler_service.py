@@ -61,7 +61,7 @@ class Worker:
         return self.service._entry_point.__self__
 
     def stop(self) -> None:
-        self.handler._service.pool._free[0].stop()
+        self.handler.pool._free[0].stop()
 
     def ask(self, body: str, content_type: str = "application/octet-stream") -> Reply:
         headers = [{"name": b"content-type", "value": content_type.encode()}]

@@ -51,9 +51,9 @@ ECHO = """
 """
 HOST = """
 import sys
-import handlers.host as host
-host.DISCONNECTED_TIMEOUT_S = float(sys.argv[1])
-host.POLL_INTERVAL_S = min(host.DISCONNECTED_TIMEOUT_S, host.POLL_INTERVAL_S)
+import handlers.host as host, handlers.mms_connection as mms
+mms.DISCONNECTED_TIMEOUT_S = float(sys.argv[1])
+host.POLL_INTERVAL_S = min(mms.DISCONNECTED_TIMEOUT_S, host.POLL_INTERVAL_S)
 if sys.argv[2] != "0":
     from tests.processes import become_a_user
     become_a_user(int(sys.argv[2]))

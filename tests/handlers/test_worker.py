@@ -22,10 +22,10 @@ from tests.processes import has_ended, nothing_starts_in
 
 PROGRAM = """
 import sys
-import handlers.worker as worker
+import handlers.worker as worker, handlers.mms_connection as mms
 from tests.processes import become_a_user
 import tests.handlers.confined_service  # which a confined one cannot read
-worker.FIRST_CONNECTION_TIMEOUT_S = float(sys.argv.pop(1))
+mms.FIRST_CONNECTION_TIMEOUT_S = float(sys.argv.pop(1))
 if user := int(sys.argv.pop(1)):
     become_a_user(user)
 worker.main()

@@ -19,6 +19,8 @@ class _Header(ctypes.Structure):
 
 
 class _Data(ctypes.Structure):
+    """Of `capget` and `capset`; the first of two has the capabilities below 32."""
+
     _fields_ = (
         ("effective", ctypes.c_uint32),
         ("permitted", ctypes.c_uint32),
@@ -29,21 +31,22 @@ class _Data(ctypes.Structure):
 def permitted() -> set[int]:
     """The capabilities that this process may use."""
     data = (_Data * 2)()
-    _call("capget", data)
+    call("capget", ctypes.byref(_Header(VERSION_3, 0)), data)
     return {bit for bit in range(32) if data[0].permitted >> bit & 1}
 
 
 def drop_all_but(remaining: Set[int]) -> None:
     """Drops all other capabilities of this thread and the programs it runs. Raises `OSError`."""
     bits = sum(1 << bit for bit in remaining)
-    _call("capset", (_Data * 2)(_Data(bits, bits, bits)))
+    call("capset", ctypes.byref(_Header(VERSION_3, 0)), (_Data * 2)(_Data(bits, bits, bits)))
     for bit in remaining:
         ctypes.CDLL(None).prctl(PR_CAP_AMBIENT, PR_CAP_AMBIENT_RAISE, bit, 0, 0)
 
 
-def _call(name: str, data: ctypes.Array[_Data]) -> None:
-    """Calls `capget` or `capset`; the first half of `data` has the capabilities below 32."""
-    function = getattr(ctypes.CDLL(None, use_errno=True), name)
-    if function(ctypes.byref(_Header(VERSION_3, 0)), data) != 0:
+def call(function: str, *arguments: object) -> int:
+    """Calls a function of the C library. Raises `OSError`."""
+    result: int = getattr(ctypes.CDLL(None, use_errno=True), function)(*arguments)
+    if result < 0:
         error = ctypes.get_errno()
         raise OSError(error, os.strerror(error))
+    return result

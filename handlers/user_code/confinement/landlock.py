@@ -13,6 +13,8 @@ import os
 import stat
 from collections.abc import Iterable
 
+from handlers.user_code.confinement.capabilities import call
+
 # System call numbers, the same on all architectures.
 CREATE_RULESET, ADD_RULE, RESTRICT_SELF = 444, 445, 446
 CREATE_RULESET_VERSION = 1 << 0
@@ -94,9 +96,4 @@ def _allow(rules: int, path: str, access: int) -> None:
 
 
 def _call(number: int, *arguments: object) -> int:
-    library = ctypes.CDLL(None, use_errno=True)
-    result: int = library.syscall(ctypes.c_long(number), *arguments)
-    if result < 0:
-        error = ctypes.get_errno()
-        raise OSError(error, os.strerror(error))
-    return result
+    return call("syscall", ctypes.c_long(number), *arguments)

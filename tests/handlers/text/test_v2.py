@@ -32,10 +32,10 @@ def test_half_a_surrogate_pair_is_refused(given: bytes) -> None:
 
 
 def test_an_answer_has_the_requests_id() -> None:
-    request = v2.parse(body(id="봄", outputs=[{"name": "generated_text"}]), None)
-    assert request is not None
+    parsed = v2.parse(body(id="봄", outputs=[{"name": "generated_text"}]), None)
+    assert parsed is not None
     plain = json.dumps({"generated_text": "꽃", "tokens": 1, "finish_reason": "stop"}).encode()
-    answer = json.loads(v2.answer(request, plain, "시")[0])
+    answer = json.loads(v2.answer(parsed[0], plain, "시")[0])
     assert answer == {
         "model_name": "시",
         "model_version": "1",
