@@ -62,13 +62,17 @@ class Worker:
             with self._lock:
                 self._connections.add(connection)
             self._start_thread(connection)
-        self._exit()
+        # At once, also while a request is in flight.
+        with contextlib.suppress(OSError):  # if it is confined, the watcher unlinks it
+            self._socket_path.unlink(missing_ok=True)
+        sys.stdout.flush()
+        os._exit(0)
 
     def _start_thread(self, connection: Connection) -> None:
         """Starts a thread for the connection; retries while the system refuses to start one."""
+        target, arguments = self._serve_connection, (connection,)
         while True:
             with contextlib.suppress(RuntimeError):
-                target, arguments = self._serve_connection, (connection,)
                 return threading.Thread(target=target, args=arguments, daemon=True).start()
             logging.error("can't start new thread: raise RLIMIT_NPROC or the pids limit")
             time.sleep(POLL_INTERVAL_S)
@@ -88,13 +92,6 @@ class Worker:
             connection.close()
             with self._lock:
                 self._connections.discard(connection)
-
-    def _exit(self) -> None:
-        """Ends the process at once, also while a request is in flight."""
-        with contextlib.suppress(OSError):  # if it is confined, the watcher unlinks it
-            self._socket_path.unlink(missing_ok=True)
-        sys.stdout.flush()
-        os._exit(0)
 
 
 def confine(spec: ModelSpec) -> None:

@@ -14,31 +14,21 @@ VERSION_3 = 0x20080522
 PR_CAP_AMBIENT, PR_CAP_AMBIENT_RAISE = 47, 2
 
 
-class _Header(ctypes.Structure):
-    _fields_ = (("version", ctypes.c_uint32), ("pid", ctypes.c_int))
-
-
-class _Data(ctypes.Structure):
-    """Of `capget` and `capset`; the first of two has the capabilities below 32."""
-
-    _fields_ = (
-        ("effective", ctypes.c_uint32),
-        ("permitted", ctypes.c_uint32),
-        ("inheritable", ctypes.c_uint32),
-    )
+_Header = ctypes.c_uint32 * 2  # version, pid
+_Data = ctypes.c_uint32 * 6  # effective, permitted, inheritable; then those from 32 on
 
 
 def permitted() -> set[int]:
     """The capabilities that this process may use."""
-    data = (_Data * 2)()
-    call("capget", ctypes.byref(_Header(VERSION_3, 0)), data)
-    return {bit for bit in range(32) if data[0].permitted >> bit & 1}
+    data = _Data()
+    call("capget", _Header(VERSION_3, 0), data)
+    return {bit for bit in range(32) if data[1] >> bit & 1}
 
 
 def drop_all_but(remaining: Set[int]) -> None:
     """Drops all other capabilities of this thread and the programs it runs. Raises `OSError`."""
     bits = sum(1 << bit for bit in remaining)
-    call("capset", ctypes.byref(_Header(VERSION_3, 0)), (_Data * 2)(_Data(bits, bits, bits)))
+    call("capset", _Header(VERSION_3, 0), _Data(bits, bits, bits))
     for bit in remaining:
         ctypes.CDLL(None).prctl(PR_CAP_AMBIENT, PR_CAP_AMBIENT_RAISE, bit, 0, 0)
 

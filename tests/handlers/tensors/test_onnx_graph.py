@@ -18,11 +18,11 @@ from common.media_types import JSON
 from common.memory import Memory
 from handlers.dispatch import handler_for
 from handlers.tensors import admission, onnx_graph
-from tests.handlers.tensors.graphs import TinyGPT2, identity, save_graph
+from tests.handlers.tensors.graphs import TinyLM, identity, save_graph
 from tests.processes import no_thread_starts
 
 F, I64 = TensorProto.FLOAT, TensorProto.INT64
-GPT2 = TinyGPT2()
+LM = TinyLM()
 IDS = np.array([[1, 2, 3], [4, 5, 6]])
 
 
@@ -32,14 +32,14 @@ def ask(model: Any, value: Any, accept: str | None = None) -> Any:
 
 
 def check(model: Any, ids: Any) -> None:
-    """The model answers with `GPT2`'s logits."""
+    """The model answers with `LM`'s logits."""
     value = {"input_ids": ids.tolist(), "attention_mask": np.ones_like(ids).tolist()}
-    np.testing.assert_allclose(ask(model, value), GPT2.logits(ids), atol=1e-4)
+    np.testing.assert_allclose(ask(model, value), LM.logits(ids), atol=1e-4)
 
 
 @pytest.mark.parametrize("place", ["model.onnx", "1/model.onnx", "gpt2/3/model.onnx"])
 def test_a_graph_is_found_and_computes(tmp_path: Path, place: str) -> None:
-    GPT2.save(tmp_path / place)
+    LM.save(tmp_path / place)
     handler: Any = handler_for(str(tmp_path))
     assert not handler.IN_ENGINE
     model = handler.model_fn(str(tmp_path), "봄#012345-1")
@@ -67,7 +67,7 @@ def test_a_graph_beside_weights_of_a_text_model_is_not_served(tmp_path: Path) ->
 
 
 def test_weights_may_lie_in_files_beside_the_graph(tmp_path: Path) -> None:
-    GPT2.save(
+    LM.save(
         tmp_path / "model.onnx", save_as_external_data=True, location="w.bin", size_threshold=512
     )
     model = onnx_graph.model_fn(str(tmp_path))
@@ -96,7 +96,7 @@ def test_weights_outside_of_the_artifact_are_not_read(tmp_path: Path, location: 
 
 
 def test_a_damaged_graph_is_refused_in_one_sentence(tmp_path: Path) -> None:
-    path = GPT2.save(tmp_path / "model.onnx")
+    path = LM.save(tmp_path / "model.onnx")
     for damaged in (b"", b"no graph", path.read_bytes()[:4000]):
         path.write_bytes(damaged)
         with pytest.raises(ArtifactError, match=r"^model.onnx cannot be loaded: .+") as caught:
@@ -171,7 +171,7 @@ def test_outputs_that_are_no_tensors_are_not_served(tmp_path: Path) -> None:
 
 
 def test_inputs_that_do_not_fit_together_are_refused_with_the_right_ones(tmp_path: Path) -> None:
-    GPT2.save(tmp_path / "model.onnx")
+    LM.save(tmp_path / "model.onnx")
     model = onnx_graph.model_fn(str(tmp_path))
     for ids, mask in (([[1, 2]], [[1, 1, 1]]), ([[1, 99]], [[1, 1]])):
         with pytest.raises(InvalidRequest, match="it takes input_ids INT64 \\[batch") as caught:
@@ -213,7 +213,7 @@ def counting(path: Path) -> Path:
 
 
 def test_a_run_starts_no_thread(tmp_path: Path) -> None:
-    GPT2.save(tmp_path / "model.onnx")
+    LM.save(tmp_path / "model.onnx")
     model = onnx_graph.model_fn(str(tmp_path))
     with no_thread_starts():
         check(model, IDS)
@@ -229,7 +229,7 @@ def test_a_run_is_ended_at_its_timeout(tmp_path: Path) -> None:
 
 
 def test_concurrent_requests_get_their_own_answers(tmp_path: Path) -> None:
-    GPT2.save(tmp_path / "model.onnx")
+    LM.save(tmp_path / "model.onnx")
     model = onnx_graph.model_fn(str(tmp_path))
     prompts = [np.array([[i % 40, 3, i % 7]]) for i in range(200)]
     with ThreadPoolExecutor(8) as pool:
@@ -252,7 +252,7 @@ def test_the_container_and_the_machine_both_limit_what_is_left(
 def test_a_model_that_does_not_fit_is_refused_with_the_numbers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    GPT2.save(tmp_path / "model" / "model.onnx")
+    LM.save(tmp_path / "model" / "model.onnx")
     monkeypatch.setattr(admission, "container_memory", lambda: Memory(1 << 30, 980 << 20))
     with pytest.raises(OutOfMemory, match=r"needs about 6\d MiB, .* only 0 are left") as caught:
         onnx_graph.model_fn(str(tmp_path / "model"))
