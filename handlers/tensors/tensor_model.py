@@ -109,17 +109,16 @@ def _only_input(model: TensorModel, body: bytes, kind: str) -> dict[str, Array]:
 def _inputs(model: TensorModel, value: Any) -> dict[str, Array]:
     """The inputs from nested lists, or from an object of nested lists by name."""
     specs = {spec.name: spec for spec in model.metadata.inputs}
+    known = codec.listed(model.metadata.inputs)
     if not isinstance(value, dict):
         if len(specs) != 1:
-            raise InvalidRequest(
-                f"the body must be a JSON object of {codec.listed(list(specs.values()))}"
-            )
+            raise InvalidRequest(f"the body must be a JSON object of {known}")
         value = {next(iter(specs)): value}
     if set(value) != set(specs):
         wrong = sorted(set(value) ^ set(specs))
         raise InvalidRequest(
             f"{wrong[0][:100]} is {'missing' if wrong[0] in specs else 'not known'}; the model"
-            f" takes {codec.listed(list(specs.values()))}"
+            f" takes {known}"
         )
     inputs = {}
     for name, nested in value.items():

@@ -33,7 +33,7 @@ def launch(script: Script, spec: ModelSpec, settings: Settings) -> ScriptPool:
         shared = filter(None, settings.script_paths.split(":"))
         read = [str(script.root), str(Path(spec.folder) / PACKAGES), *shared]
         confinement = Confinement(read, [str(temporary)], settings.script_network, uid)
-    script_spec = script.spec(spec.name, settings.max_answer_bytes) | {
+    script_spec = script.spec(spec.name) | {
         "packages": install(script, spec, settings, confinement),
         "engine_name": spec.engine_name,
         "gpu_id": spec.gpu_id,

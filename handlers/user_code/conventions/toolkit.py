@@ -181,12 +181,9 @@ class SageMakerFunctions:
 
 def _toolkit_error(error: Exception, name: str) -> ScriptError | None:
     """The status, message and type of one of the toolkit's own errors; None for any other error."""
-    if not type(error).__module__.startswith("sagemaker_inference") and not any(
-        base.__module__ == "sagemaker_inference.errors" for base in type(error).__mro__
-    ):
+    errors = sys.modules.get("sagemaker_inference.errors")  # imported by the script if it is its
+    if errors is None:
         return None
-    from sagemaker_inference import errors
-
     if isinstance(error, errors.BaseInferenceToolkitError):
         status = int(error.status_code)
         return ScriptError(

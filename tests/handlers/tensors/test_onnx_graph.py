@@ -126,13 +126,16 @@ def test_an_unknown_operator_or_value_is_named(tmp_path: Path, node: Any, messag
     ("datatype", "kind", "values"),
     [
         ("BOOL", TensorProto.BOOL, [True, False]),
+        ("INT8", TensorProto.INT8, [-128, 127]),
         ("UINT8", TensorProto.UINT8, [0, 255]),
         ("INT32", TensorProto.INT32, [-(2**31), 2**31 - 1]),
+        ("INT64", TensorProto.INT64, [-(2**63), 2**63 - 1]),
         ("UINT64", TensorProto.UINT64, [0, 2**64 - 1]),
-        ("FP16", TensorProto.FLOAT16, [0.5, -2.0]),
-        ("FP32", TensorProto.FLOAT, [0.1, 2.0]),
-        ("FP64", TensorProto.DOUBLE, [0.1, 1e300]),
-        ("BYTES", TensorProto.STRING, ["산에는", "🌸"]),
+        ("UINT64", TensorProto.UINT64, [2**63, 1]),
+        ("FP16", TensorProto.FLOAT16, [0.5, -65504.0]),
+        ("FP32", TensorProto.FLOAT, [0.1, 3.4e38]),
+        ("FP64", TensorProto.DOUBLE, [0.1, 1e308]),
+        ("BYTES", TensorProto.STRING, ["산에는 꽃", "🌸", ""]),
     ],
 )
 def test_each_datatype_passes_through(
@@ -140,9 +143,8 @@ def test_each_datatype_passes_through(
 ) -> None:
     identity(tmp_path / "model.onnx", kind, ["n"])
     model = onnx_graph.model_fn(str(tmp_path))
-    given = {"name": "x", "shape": [2], "datatype": datatype, "data": values}
-    answer = ask(model, {"inputs": [given]})["outputs"]
-    assert answer == [{"name": "y", "datatype": datatype, "shape": [2], "data": values}]
+    given = {"name": "x", "shape": [len(values)], "datatype": datatype, "data": values}
+    assert ask(model, {"inputs": [given]})["outputs"] == [{**given, "name": "y"}]
 
 
 def test_only_requested_outputs_are_sent_in_that_order(tmp_path: Path) -> None:
