@@ -152,12 +152,12 @@ def test_other_types_are_refused_by_name() -> None:
 
 
 @pytest.mark.parametrize(
-    ("datatype", "values"),
-    [("INT8", [128]), ("UINT8", [-1]), ("BOOL", [2]), ("FP16", [70000.0]), ("BYTES", [1])],
+    ("datatype", "value"),
+    [("INT8", 128), ("UINT8", -1), ("BOOL", 2), ("FP16", 70000.0), ("BYTES", 1)],
 )
-def test_values_beyond_their_datatype_are_refused(datatype: str, values: list[Any]) -> None:
+def test_values_beyond_their_datatype_are_refused(datatype: str, value: Any) -> None:
     with pytest.raises(InvalidRequest, match=datatype):
-        codec.from_values(values, TensorSpec("x", datatype, (1,)))
+        codec.from_values([value], TensorSpec("x", datatype, (1,)))
 
 
 def test_answers_in_each_form() -> None:
