@@ -16,7 +16,7 @@ from typing import Any
 from common.errors import InvalidRequest
 from common.hints import HINTS
 from common.json_body import MAX_VALUES, read_json
-from common.media_types import BINARY, HEADER_SIZE
+from common.media_types import BINARY, HEADER_SIZE, media_type
 from handlers import v2
 from handlers.payload import to_json
 
@@ -39,12 +39,12 @@ def metadata(name: str) -> dict[str, Any]:
 def parse(raw: bytes, content_type: str | None) -> tuple[v2.InferRequest, bytes] | None:
     """A request of this protocol and the body for `handlers.payload`; None for any other body.
 
-    Raises `InvalidRequest`.
+    Raises `InvalidRequest`, `UnsupportedMediaType`.
     """
     binary = b""
-    kind, _, size = (content_type or "").partition(f";{HEADER_SIZE}=")
+    kind, options = media_type(content_type)
     if kind == BINARY:
-        raw, binary = v2.split(raw, size)
+        raw, binary = v2.split(raw, options.get(HEADER_SIZE, ""))
     elif b'"datatype"' not in raw:
         return None
     try:

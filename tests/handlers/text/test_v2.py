@@ -23,6 +23,16 @@ def test_a_text_that_mentions_the_protocol_is_a_text(plain: str) -> None:
     assert v2.parse(plain.encode(), "text/plain") is None
 
 
+@pytest.mark.parametrize("separator", [";", "; "])
+def test_the_length_of_the_json_is_a_parameter_of_the_content_type(separator: str) -> None:
+    tensor = {**TEXT, "data": None, "parameters": {"binary_data_size": 10}}
+    header = json.dumps({"inputs": [tensor]}).encode()
+    kind = f"{BINARY}{separator}{HEADER_SIZE}={len(header)}"
+    parsed = v2.parse(header + b"\6\0\0\0" + "나는".encode(), kind)
+    assert parsed is not None
+    assert json.loads(parsed[1])["inputs"] == "나는"
+
+
 @pytest.mark.parametrize("given", [body(id="\ud800"), body(parameters={"\ud800": 1})])
 def test_half_a_surrogate_pair_is_refused(given: bytes) -> None:
     kind = f"{BINARY};{HEADER_SIZE}={len(given)}"
