@@ -9,6 +9,7 @@ Rewrites such a request into one of `handlers.payload`, and its answer back.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import struct
 from typing import Any
@@ -41,21 +42,19 @@ def parse(raw: bytes, content_type: str | None) -> tuple[v2.InferRequest, bytes]
 
     Raises `InvalidRequest`, `UnsupportedMediaType`.
     """
+    value: Any = None
     binary = b""
     kind, options = media_type(content_type)
     if kind == BINARY:
         raw, binary = v2.split(raw, options.get(HEADER_SIZE, ""))
-    elif b'"datatype"' not in raw:
-        return None
-    try:
-        if kind == BINARY and not raw:
-            value, binary = v2.raw_request("text", "BYTES", [1], binary)
-        else:
+        if raw:
             value = read_json(raw, MAX_VALUES)
-    except InvalidRequest:
-        if kind == BINARY:
-            raise
-        return None  # plain text with the word, or an error that `handlers.payload` reports
+        else:
+            value, binary = v2.raw_request("text", "BYTES", [1], binary)
+    elif b'"datatype"' in raw:
+        # Not JSON: plain text with the word, or an error that `handlers.payload` reports.
+        with contextlib.suppress(InvalidRequest):
+            value = read_json(raw, MAX_VALUES)
     if not isinstance(value, dict) or not isinstance(value.get("inputs"), list):
         return None
     match value["inputs"]:
