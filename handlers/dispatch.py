@@ -10,12 +10,13 @@ from common.errors import ArtifactError
 from handlers.tensors import files
 from handlers.user_code.entry_point import Script, find_script
 
+TEXT = "handlers.text.text_model"
+
 
 class Handler(Protocol):
     """A module that loads one kind of artifact and answers requests for it.
 
-    Optional: `describe(model)`, the answer of `GET /v2/models/{name}`; and `FOR_SCRIPTS`, a module
-    whose `model_fn` loads the model as users' scripts expect it.
+    Optional: `FOR_SCRIPTS`, a module whose `model_fn` loads the model as users' scripts expect it.
     """
 
     IN_ENGINE: bool  # whether the engine process holds the model, or the worker itself
@@ -23,13 +24,16 @@ class Handler(Protocol):
     def model_fn(self, model_dir: str, name: str | None = None) -> Any:
         """Loads the model in `model_dir`. Raises `common.errors.EngineError` with the reason."""
 
+    def describe(self, model: Any) -> dict[str, Any]:
+        """The answer of `GET /v2/models/{name}`."""
+
     def transform_fn(
         self,
         model: Any,
-        body: bytes | bytearray | str,
+        body: bytes,
         content_type: str | None,
         accept: str | None,
-        timeout_s: float | None = None,
+        timeout_s: float,
     ) -> tuple[bytes, str]:
         """The answer's bytes and content type. Raises `EngineError`."""
 
@@ -53,17 +57,12 @@ def has_handler(model_dir: str | os.PathLike[str], handler: str) -> bool:
 
 def is_hosted(model_dir: str | os.PathLike[str], handler: str | None = None) -> bool:
     """Whether the engine holds the model, so that `handlers.host` serves it."""
-    return not brings_script(model_dir, handler) and not _holds_tensors(model_dir)
+    return not brings_script(model_dir, handler) and _module(model_dir) == TEXT
 
 
 def computes_tensors(model_dir: str | os.PathLike[str], handler: str | None = None) -> bool:
     """Whether the model's own worker computes it: an ONNX graph or MXNet symbol, no script."""
-    return not brings_script(model_dir, handler) and _holds_tensors(model_dir)
-
-
-def _holds_tensors(model_dir: str | os.PathLike[str]) -> bool:
-    folder = os.fspath(model_dir)
-    return files.is_symbol(folder) or files.is_graph(folder)
+    return not brings_script(model_dir, handler) and _module(model_dir) != TEXT
 
 
 def handler_for(model_dir: str, handler: str | None = None) -> Handler | Script:
@@ -73,8 +72,11 @@ def handler_for(model_dir: str, handler: str | None = None) -> Handler | Script:
 
 def built_in(model_dir: str) -> Handler:
     """The built-in handler for the model's files."""
-    if files.is_symbol(model_dir):
-        return importlib.import_module("handlers.tensors.symbol")
-    if files.is_graph(model_dir):
-        return importlib.import_module("handlers.tensors.onnx_graph")
-    return importlib.import_module("handlers.text.text_model")
+    return importlib.import_module(_module(model_dir))
+
+
+def _module(model_dir: str | os.PathLike[str]) -> str:
+    folder = os.fspath(model_dir)
+    if files.is_symbol(folder):
+        return "handlers.tensors.symbol"
+    return "handlers.tensors.onnx_graph" if files.is_graph(folder) else TEXT

@@ -1,26 +1,37 @@
-"""The handler service that Multi Model Server starts for each model (`SAGEMAKER_HANDLER`)."""
+"""The handler service that Multi Model Server starts for each model (`SAGEMAKER_HANDLER`).
+
+In place of the SageMaker Inference Toolkit's `DefaultHandlerService`, which sends tracebacks to
+clients and answers a whole batch by the first request's headers (sagemaker-inference 1.10.1,
+transformer.py).
+"""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from sagemaker_inference.default_handler_service import DefaultHandlerService
-
+from common import worker_protocol as protocol
 from common.errors import EngineError
 from common.media_types import JSON
 from common.settings import read_settings
-from common.worker_protocol import PROBE_HEADER, WORKER_HEADER
+from engine.http.client import ModelHandle
+from handlers.dispatch import Handler, handler_for
 from handlers.model_spec import ModelSpec
 from handlers.payload import to_json
+from handlers.request_id import request_id, token_counts
 from handlers.settings import Settings
-from handlers.transformer import ModelTransformer
+from handlers.user_code.entry_point import Script
+from handlers.user_code.launch import launch
+from handlers.user_code.messages import Answer, Part, Request
+from handlers.user_code.pool import ScriptPool
 
 logger = logging.getLogger(__name__)
 
+INTERNAL_HEADERS = (protocol.TIMEOUT_HEADER, protocol.REQUEST_HEADER, protocol.PROBE_HEADER)
 
-class HandlerService(DefaultHandlerService):  # type: ignore[misc]
+
+class HandlerService:
     """`initialize` loads the model and `handle` answers requests.
 
     Multi Model Server reports a load as successful whatever `initialize` raises
@@ -29,15 +40,16 @@ class HandlerService(DefaultHandlerService):  # type: ignore[misc]
     """
 
     def __init__(self) -> None:
-        settings = read_settings(Settings)
-        super().__init__(transformer=ModelTransformer(settings))
+        self._settings = read_settings(Settings)
         self.load_error: EngineError | None = None
-        self._secret = settings.probe_secret
+        self.pool: ScriptPool | None = None  # of a model with its own script
+        self._handler: Handler  # of any other model
+        self._model: Any = None  # what the handler's `model_fn` returned
 
     def initialize(self, context: Any) -> None:
         spec = ModelSpec.of(context)
         try:
-            self._service.load(spec)
+            self._load(spec)
         except EngineError as error:
             self.load_error = error
             logger.error("model %s did not load: %s", spec.name, error.message)
@@ -46,35 +58,126 @@ class HandlerService(DefaultHandlerService):  # type: ignore[misc]
             self.load_error = EngineError(f"the model's handler failed to load it ({kind})")
             logger.exception("model %s did not load", spec.name)
 
-    def handle(self, data: list[Mapping[str, Any]], context: Any) -> list[Any]:
+    def _load(self, spec: ModelSpec) -> None:
+        handler = handler_for(spec.path, spec.handler)
+        if isinstance(handler, Script):
+            self.pool = launch(handler, spec, self._settings)
+            return
+        # The gateway refuses engine options for any other model.
+        options = spec.engine if handler.IN_ENGINE else {}
+        self._handler = handler
+        self._model = handler.model_fn(spec.path, spec.engine_name, **options)
+
+    def handle(self, data: list[Mapping[str, Any]], context: Any) -> list[bytes]:
+        """One answer per request of the batch: `load_error` for each if the model did not load."""
         for i in range(len(data)):
-            context.set_response_header(i, WORKER_HEADER, "1")
+            context.set_response_header(i, protocol.WORKER_HEADER, "1")
         headers = {str(k).lower(): v for k, v in context.get_all_request_header(0).items()}
-        if self._secret and headers.get(PROBE_HEADER) == self._secret:
+        secret = self._settings.probe_secret
+        if secret and headers.get(protocol.PROBE_HEADER) == secret:
             context.set_response_content_type(0, JSON)
             return [to_json(self._outcome())]
-        answers: list[Any] = self._service.transform(data, context, self.load_error)
-        return answers
+        batch = [_request(i, values, context) for i, values in enumerate(data)]
+        requests = [request for request, _ in batch]
+        timeouts_s = (timeout_s for _, timeout_s in batch if timeout_s)
+        timeout_s = max(timeouts_s, default=self._settings.request_timeout_s)
+        try:
+            answers = self._answers(requests, timeout_s)
+        except Exception as error:
+            answers = [_to_engine_error(error, requests)] * len(requests)
+        return [_respond(i, answer, context) for i, answer in enumerate(answers)]
+
+    def _answers(
+        self, requests: Sequence[Request], timeout_s: float
+    ) -> Sequence[Answer | EngineError]:
+        if self.load_error is not None:
+            raise self.load_error
+        if self.pool is not None:
+            return self.pool.answer(requests, timeout_s)
+        return [self._answer(request, timeout_s) for request in requests]
+
+    def _answer(self, request: Request, timeout_s: float) -> Answer | EngineError:
+        request_id.set(request.id)
+        token_counts.set(None)
+        content_type, accept = request.headers.get("content-type"), request.headers.get("accept")
+        try:
+            answer = Answer(
+                *self._handler.transform_fn(
+                    self._model, request.body, content_type, accept, timeout_s
+                )
+            )
+        except Exception as error:  # does not fail the rest of the batch
+            return _to_engine_error(error, [request])
+        if (counts := token_counts.get()) is not None:
+            answer.headers[protocol.TOKENS_HEADER] = f"{counts[0]} {counts[1]}"
+        return answer
 
     def connected(self) -> None:
         """Called when Multi Model Server has opened one more connection to the model."""
-        if self._service.pool is not None:
-            self._service.pool.connected()
+        if self.pool is not None:
+            self.pool.connected()
 
     def disconnected(self) -> None:
         """Called when Multi Model Server has closed a connection to the model."""
-        if self._service.pool is not None:
-            self._service.pool.disconnected()
+        if self.pool is not None:
+            self.pool.disconnected()
 
     def close(self) -> None:
         """Unloads the model while the process lives on."""
-        self._service.close()
+        if isinstance(self._model, ModelHandle):
+            self._model.close()
 
     def _outcome(self) -> dict[str, Any]:
+        """`in_engine`: whether the gateway may stream from the engine.
+
+        False for a script, also if it uses a model in the engine: a stream would bypass the
+        script's own functions.
+        """
         if self.load_error is not None:
             body = self.load_error.to_body()
             return {"status": body["code"], "type": body["type"], "message": body["message"]}
-        outcome = {"status": 200, "in_engine": self._service.in_engine}
-        if self._service.metadata is not None:
-            outcome["metadata"] = self._service.metadata
-        return outcome
+        if self.pool is not None:
+            return {"status": 200, "in_engine": False}
+        metadata = self._handler.describe(self._model)
+        return {"status": 200, "in_engine": self._handler.IN_ENGINE, "metadata": metadata}
+
+
+def _request(i: int, values: Mapping[str, Any], context: Any) -> tuple[Request, float]:
+    """Request `i` of a batch, and its timeout in seconds; 0 if the gateway sent none."""
+    headers, content_types = {}, {}
+    for name, value in context.get_all_request_header(i).items():
+        if isinstance(value, str):
+            headers[str(name).lower()] = value
+        else:  # headers of a part, under the part's name
+            content_types[str(name)] = str(value.get("content-type", ""))
+    timeout_s = float(headers.get(protocol.TIMEOUT_HEADER, 0))
+    id = headers.get(protocol.REQUEST_HEADER) or str(context.get_request_id(i))
+    for name in INTERNAL_HEADERS:
+        headers.pop(name, None)
+    parts = [
+        Part(name, content_types.get(name, ""), bytes(value)) for name, value in values.items()
+    ]
+    return Request(id, headers, parts), timeout_s
+
+
+def _to_engine_error(error: Exception, requests: Sequence[Request]) -> EngineError:
+    if isinstance(error, EngineError):
+        return error
+    ids = ", ".join(request.headers.get(protocol.REQUEST_ID, "") for request in requests)
+    logger.error("request %s failed", ids, exc_info=error)
+    return EngineError("the model's handler failed; the log has the reason")
+
+
+def _respond(i: int, answer: Answer | EngineError, context: Any) -> bytes:
+    if isinstance(answer, EngineError):
+        context.set_response_status(answer.status, "", i)
+        if answer.retry_after_s is not None:
+            context.set_response_header(i, "retry-after", f"{answer.retry_after_s:.0f}")
+        context.set_response_content_type(i, JSON)
+        return to_json(answer.to_body())
+    if answer.status != 200:
+        context.set_response_status(answer.status, "", i)
+    for name, value in answer.headers.items():
+        context.set_response_header(i, name, value)
+    context.set_response_content_type(i, answer.content_type)
+    return answer.body

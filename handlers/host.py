@@ -16,16 +16,14 @@ import os
 import select
 import socket
 import threading
-import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from common.lazy_imports import lazily_imported
 from common.logs import log_as_json
 from common.oom import SERVER, expendable
-from handlers.mms_connection import Connection, LoadedModel
+from handlers.mms_connection import Connection, Connections, LoadedModel, listen
 from handlers.user_code.confinement.rules import unenforced
-from handlers.worker import DISCONNECTED_TIMEOUT_S, FIRST_CONNECTION_TIMEOUT_S, LISTEN_BACKLOG
 
 # Each request in flight and each load takes a thread; further messages wait.
 MAX_THREADS = 512
@@ -75,20 +73,12 @@ class Poller:
                         self._epoll.modify(descriptor, select.EPOLLIN | select.EPOLLONESHOT)
 
 
+@dataclass(eq=False)
 class HostedModel:
-    """One model's socket, connections and handler."""
-
-    def __init__(self, owner: socket.socket, listener: socket.socket) -> None:
-        self.owner, self.listener = owner, listener
-        self.loaded = LoadedModel()
-        self.connections: set[socket.socket] = set()
-        self.idle_since = time.monotonic()
-        self.had_connections = False
-
-    def is_abandoned(self) -> bool:
-        """Whether MMS has closed all connections, because it unregistered the model or ended."""
-        limit_s = DISCONNECTED_TIMEOUT_S if self.had_connections else FIRST_CONNECTION_TIMEOUT_S
-        return not self.connections and time.monotonic() - self.idle_since > limit_s
+    owner: socket.socket
+    listener: socket.socket
+    loaded: LoadedModel = field(default_factory=LoadedModel)
+    connections: Connections = field(default_factory=Connections)
 
 
 class Host:
@@ -111,7 +101,7 @@ class Host:
                 self._accept_owner(self._listener.accept()[0])
             with self._lock:
                 self._start_threads(MIN_IDLE_THREADS)
-                abandoned = [model for model in self._models if model.is_abandoned()]
+                abandoned = [model for model in self._models if model.connections.have_ended()]
             for model in abandoned:  # its owner then ends, and with it the model
                 with contextlib.suppress(OSError):
                     model.owner.send(UNREGISTERED)
@@ -185,8 +175,7 @@ class Host:
             if model not in self._models:
                 accepted.close()
                 return False
-            model.connections.add(accepted)
-            model.had_connections = True
+            model.connections.add(connection)
         self._poller.add(accepted, lambda: self._answer(model, connection))
         return True
 
@@ -200,8 +189,7 @@ class Host:
             logger.exception("a connection of Multi Model Server ended")
         self._poller.discard(connection.socket)
         with self._lock:
-            model.connections.discard(connection.socket)
-            model.idle_since = time.monotonic()
+            model.connections.discard(connection)
         connection.close()
         return False
 
@@ -214,13 +202,13 @@ class Host:
             if model not in self._models:
                 return False
             self._models.remove(model)
-            connections = list(model.connections)
+            connections = list(model.connections.open)
         for source in (model.owner, model.listener):
             self._poller.discard(source)
             source.close()
         for connection in connections:
             with contextlib.suppress(OSError):
-                connection.shutdown(socket.SHUT_RDWR)
+                connection.socket.shutdown(socket.SHUT_RDWR)
         model.loaded.close()
         return False
 
@@ -230,14 +218,7 @@ def main() -> None:
     expendable(SERVER)
     for clause in unenforced():
         logger.warning("models' scripts and graphs are not isolated on this machine: %s", clause)
-    path = Path(os.environ["RUN_DIR"]) / "workers.sock"
-    path.unlink(missing_ok=True)
-    with lazily_imported("numpy", "scipy", "scipy.sparse"):
-        import sagemaker_inference.default_handler_service  # noqa: F401
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    listener.bind(str(path))
-    listener.listen(LISTEN_BACKLOG)
-    Host(listener).serve()
+    Host(listen(Path(os.environ["RUN_DIR"]) / "workers.sock")).serve()
 
 
 if __name__ == "__main__":

@@ -10,10 +10,47 @@ from __future__ import annotations
 import os
 import socket
 import threading
+import time
+from pathlib import Path
 from typing import Any
 
 LOAD = b"L"
 READ_BYTES = 65_536
+# A model ends when MMS has had no connection to it for this long: it has unregistered the model or
+# has ended. A smaller value ends models to which MMS only reconnects.
+DISCONNECTED_TIMEOUT_S = 5.0
+# The same before the first connection: must exceed MMS's back-off after a crash.
+FIRST_CONNECTION_TIMEOUT_S = 120.0
+LISTEN_BACKLOG = 128
+
+
+def listen(path: Path) -> socket.socket:
+    """Listens on the unix socket `path`."""
+    path.unlink(missing_ok=True)
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    listener.bind(str(path))
+    listener.listen(LISTEN_BACKLOG)
+    return listener
+
+
+class Connections:
+    """The open connections to one model. Not thread-safe."""
+
+    def __init__(self) -> None:
+        self.open: set[Connection] = set()
+        self._idle_since, self._timeout_s = time.monotonic(), FIRST_CONNECTION_TIMEOUT_S
+
+    def add(self, connection: Connection) -> None:
+        self.open.add(connection)
+        self._timeout_s = DISCONNECTED_TIMEOUT_S
+
+    def discard(self, connection: Connection) -> None:
+        self.open.discard(connection)
+        self._idle_since = time.monotonic()
+
+    def have_ended(self) -> bool:
+        """Whether MMS has closed all, because it has unregistered the model or has ended."""
+        return not self.open and time.monotonic() - self._idle_since > self._timeout_s
 
 
 class LoadedModel:

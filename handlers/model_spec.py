@@ -40,15 +40,8 @@ class ModelSpec:
         try:
             fields = json.loads((folder / SPEC_FILE).read_text(encoding="utf-8"))
         except FileNotFoundError:
-            return cls(name, name, str(folder), str(folder))
-        return cls(
-            fields["name"],
-            fields["engine_name"],
-            fields["path"],
-            str(folder),
-            fields.get("handler"),
-            engine=fields.get("engine", {}),
-        )
+            fields = {"name": name, "engine_name": name, "path": str(folder)}
+        return cls(folder=str(folder), **fields)
 
 
 def client_name(engine_name: str) -> str:

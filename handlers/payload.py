@@ -10,7 +10,6 @@ text/plain                             ->  text/plain
 
 from __future__ import annotations
 
-import dataclasses
 import enum
 import json
 from collections.abc import Mapping
@@ -39,7 +38,7 @@ class GenerateRequest:
     stream: bool = False
 
 
-def parse(body: bytes | bytearray | str | None, content_type: str | None) -> GenerateRequest:
+def parse(body: bytes | str, content_type: str | None) -> GenerateRequest:
     """Parses a body. Raises `InvalidRequest` with the field, or `UnsupportedMediaType`."""
     kind, _ = media_type(content_type)
     if kind not in (JSON, TEXT):
@@ -48,11 +47,11 @@ def parse(body: bytes | bytearray | str | None, content_type: str | None) -> Gen
             " (with curl: -H 'Content-Type: application/json')"
         )
     if kind == TEXT:
-        return _checked(Form.TEXT, read_text(body or b""), {})
-    value = read_json(body or b"", MAX_VALUES)
+        return GenerateRequest(Form.TEXT, _checked(read_text(body)), {})
+    value = read_json(body, MAX_VALUES)
     if isinstance(value, str):
         # The guide's loop ends at `</s>` only; here also where the model's context is full.
-        return _checked(Form.GUIDE, value, {"max_new_tokens": 1_000_000})
+        return GenerateRequest(Form.GUIDE, _checked(value), {"max_new_tokens": 1_000_000})
     if not isinstance(value, dict):
         raise InvalidRequest(
             'the body must be {"inputs": text, "parameters": {...}} or a JSON string'
@@ -73,7 +72,7 @@ def parse(body: bytes | bytearray | str | None, content_type: str | None) -> Gen
     stream = value.get("stream", False)
     if not isinstance(stream, bool):
         raise InvalidRequest("stream must be true or false")
-    return dataclasses.replace(_checked(Form.OBJECT, inputs, parameters or {}), stream=stream)
+    return GenerateRequest(Form.OBJECT, _checked(inputs), parameters or {}, stream)
 
 
 def to_json(value: Any) -> bytes:
@@ -81,17 +80,14 @@ def to_json(value: Any) -> bytes:
     return json.dumps(value, ensure_ascii=False).encode("utf-8", "backslashreplace")
 
 
-def _checked(
-    form: Form, inputs: str | Mapping[str, Any], parameters: Mapping[str, Any]
-) -> GenerateRequest:
-    if isinstance(inputs, Mapping):
-        for name, text in inputs.items():
-            if not isinstance(text, str):
-                raise InvalidRequest(f"inputs.{name} must be a string")
-    texts = [inputs] if isinstance(inputs, str) else inputs.values()
-    if not any(text.strip() for text in texts):
+def _checked(inputs: str | dict[str, Any]) -> str | dict[str, Any]:
+    texts = {"": inputs} if isinstance(inputs, str) else inputs
+    for name, text in texts.items():
+        if not isinstance(text, str):
+            raise InvalidRequest(f"inputs.{name} must be a string")
+    if not any(text.strip() for text in texts.values()):
         raise InvalidRequest("inputs is empty, must be text")
-    return GenerateRequest(form, inputs, parameters)
+    return inputs
 
 
 def answer_type(accept: str | None, form: Form) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from common.settings import setting
-from common.worker_protocol import MAX_RESPONSE_BYTES
 
 
 @dataclass(frozen=True)
@@ -47,9 +46,4 @@ class Settings:
         "ALLOW_MODEL_REQUIREMENTS",
         False,
         "install the packages in a model's `code/requirements.txt` into a folder of that model",
-    )
-    max_answer_bytes: int = setting(
-        "MMS_MAX_RESPONSE_SIZE",
-        MAX_RESPONSE_BYTES,
-        "`serve` sets it: the longest answer that Multi Model Server passes on",
     )

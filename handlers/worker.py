@@ -25,22 +25,14 @@ import threading
 import time
 from pathlib import Path
 
-from common.lazy_imports import lazily_imported
 from common.oom import WORKER, expendable
 from common.settings import read_settings
 from handlers.dispatch import computes_tensors
-from handlers.mms_connection import Connection, LoadedModel
+from handlers.mms_connection import Connection, Connections, LoadedModel, listen
 from handlers.model_spec import ModelSpec
 from handlers.settings import Settings
 from handlers.user_code.confinement.rules import Confinement, allocate_user
 from handlers.user_code.output import print_anything
-
-# The worker ends when MMS has had no connection for this long: it has unregistered the model or has
-# ended. A smaller value ends workers to which MMS only reconnects.
-DISCONNECTED_TIMEOUT_S = 5.0
-# The same before the first connection: must exceed MMS's back-off after a crash.
-FIRST_CONNECTION_TIMEOUT_S = 120.0
-LISTEN_BACKLOG = 128
 
 POLL_INTERVAL_S = 0.25
 RESTART_BACK_OFF_S = 0.2
@@ -54,9 +46,7 @@ class Worker:
     def __init__(self, socket_path: str, parent: int) -> None:
         self._socket_path, self._model = Path(socket_path), LoadedModel()
         self._lock = threading.Lock()
-        self._connections = 0
-        self._idle_since = time.monotonic()
-        self._had_connections = False
+        self._connections = Connections()
         self._parent = parent
 
     def serve(self, listener: socket.socket) -> None:
@@ -64,21 +54,25 @@ class Worker:
         listener.settimeout(POLL_INTERVAL_S)
         while not self._is_abandoned():
             try:
-                connection, _ = listener.accept()
+                accepted, _ = listener.accept()
             except TimeoutError:
                 continue
-            connection.setblocking(True)
+            accepted.setblocking(True)
+            connection = Connection(accepted, self._model)
             with self._lock:
-                self._connections += 1
-                self._had_connections = True
-            self._start_thread(Connection(connection, self._model))
-        self._exit()
+                self._connections.add(connection)
+            self._start_thread(connection)
+        # At once, also while a request is in flight.
+        with contextlib.suppress(OSError):  # if it is confined, the watcher unlinks it
+            self._socket_path.unlink(missing_ok=True)
+        sys.stdout.flush()
+        os._exit(0)
 
     def _start_thread(self, connection: Connection) -> None:
         """Starts a thread for the connection; retries while the system refuses to start one."""
+        target, arguments = self._serve_connection, (connection,)
         while True:
             with contextlib.suppress(RuntimeError):
-                target, arguments = self._serve_connection, (connection,)
                 return threading.Thread(target=target, args=arguments, daemon=True).start()
             logging.error("can't start new thread: raise RLIMIT_NPROC or the pids limit")
             time.sleep(POLL_INTERVAL_S)
@@ -86,11 +80,7 @@ class Worker:
     def _is_abandoned(self) -> bool:
         orphaned = os.getppid() != self._parent
         with self._lock:
-            timeout_s = FIRST_CONNECTION_TIMEOUT_S
-            if self._had_connections:
-                timeout_s = DISCONNECTED_TIMEOUT_S
-            timed_out = orphaned or time.monotonic() - self._idle_since > timeout_s
-            return timed_out and not self._connections
+            return self._connections.have_ended() or (orphaned and not self._connections.open)
 
     def _serve_connection(self, connection: Connection) -> None:
         try:
@@ -101,15 +91,7 @@ class Worker:
         finally:
             connection.close()
             with self._lock:
-                self._connections -= 1
-                self._idle_since = time.monotonic()
-
-    def _exit(self) -> None:
-        """Ends the process at once, also while a request is in flight."""
-        with contextlib.suppress(OSError):  # if it is confined, the watcher unlinks it
-            self._socket_path.unlink(missing_ok=True)
-        sys.stdout.flush()
-        os._exit(0)
+                self._connections.discard(connection)
 
 
 def confine(spec: ModelSpec) -> None:
@@ -131,17 +113,12 @@ def main() -> None:
 
     arguments = ArgParser.model_service_worker_args().parse_args()
     path = Path(arguments.sock_name)
-    path.unlink(missing_ok=True)
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    listener.bind(str(path))
-    listener.listen(LISTEN_BACKLOG)
+    listener = listen(path)
     expendable(WORKER)
     # MMS waits for these two lines, for two minutes and with all its loads, even if the process has
     # ended. An end after the lines it notices at once. So they come before the slow imports.
     print(f"[PID] {os.getpid()}", flush=True)
     print("MMS worker started.", flush=True)
-    with lazily_imported("numpy", "scipy", "scipy.sparse"):
-        import sagemaker_inference.default_handler_service  # noqa: F401
     watcher = os.getpid()
     while True:
         try:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+import psutil
 
 from common.errors import NeverFits, OutOfMemory
 from common.memory import MIB, container_memory, memory_limit_bytes
 
-MEMINFO = Path("/proc/meminfo")
 # Not available to models: the gateway's buffers, and the JVM's heap, which grows. A smaller value
 # admits more models and risks that the kernel kills a process.
 RESERVE_BYTES = 128 * MIB
@@ -26,7 +25,6 @@ def check_memory(size_bytes: int, what: str) -> None:
 
 def available_bytes() -> int:
     """The available memory of the container or of the machine, whichever is less."""
-    lines = (line.split() for line in MEMINFO.read_text().splitlines())
-    machine = next(int(kib) * 1024 for name, kib, *_ in lines if name == "MemAvailable:")
+    machine: int = psutil.virtual_memory().available
     container = container_memory()
     return machine if container is None else min(machine, container.free_bytes)

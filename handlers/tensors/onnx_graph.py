@@ -11,6 +11,7 @@ import contextlib
 import logging
 import re
 import threading
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from handlers.model_spec import client_name
 from handlers.tensors.admission import check_memory
 from handlers.tensors.codec import Array, TensorSpec, listed
 from handlers.tensors.files import find_graph
-from handlers.tensors.tensor_model import describe, transform_fn
+from handlers.tensors.tensor_model import describe, slot, transform_fn
 from handlers.tensors.v2 import Metadata
 
 logger = logging.getLogger(__name__)
@@ -72,7 +73,7 @@ class OnnxModel:
         self.metadata = Metadata(
             name,
             "onnxruntime_onnx",
-            [_input_spec(value) for value in self._session.get_inputs()],
+            [_spec(value) for value in self._session.get_inputs()],
             [_spec(o) for o in self._session.get_outputs() if _datatype(o)],
             version,
             {o.name: o.type for o in self._session.get_outputs() if not _datatype(o)},
@@ -85,13 +86,13 @@ class OnnxModel:
         self._slots = threading.BoundedSemaphore(max(2, cpu_count()))
 
     def run(
-        self, inputs: Mapping[str, Array], outputs: Sequence[str], timeout_s: float | None
+        self, inputs: Mapping[str, Array], outputs: Sequence[str], timeout_s: float
     ) -> dict[str, Array]:
-        if not self._slots.acquire(timeout=timeout_s):
-            raise DeadlineExceeded(f"no answer within {timeout_s:g} s: other requests came first")
+        options = self._runtime.run_options()
         try:
             with (
-                self._cancel_after(timeout_s) as options,
+                slot(self._slots, time.monotonic() + timeout_s),
+                _cancelled_after(timeout_s, options),
                 self._runtime.out_of_memory("the answer"),
             ):
                 values = self._session.run(list(outputs), dict(inputs), options)
@@ -106,23 +107,20 @@ class OnnxModel:
                 f"the model cannot compute with {shapes}: {_reason(error)}; it takes"
                 f" {listed(self.metadata.inputs)}"
             ) from None
-        finally:
-            self._slots.release()
         return dict(zip(outputs, values, strict=True))
 
-    @contextlib.contextmanager
-    def _cancel_after(self, timeout_s: float | None) -> Iterator[Any]:
-        """Options of a run that is cancelled after `timeout_s`."""
-        options = self._runtime.run_options()
-        timer = threading.Timer(timeout_s or 0, setattr, (options, "terminate", True))
-        timer.daemon = True
-        if timeout_s is not None:
-            with contextlib.suppress(RuntimeError):  # no thread: the run is not cancelled
-                timer.start()
-        try:
-            yield options
-        finally:
-            timer.cancel()
+
+@contextlib.contextmanager
+def _cancelled_after(timeout_s: float, options: Any) -> Iterator[None]:
+    """Cancels the run with these options after `timeout_s`."""
+    timer = threading.Timer(timeout_s, setattr, (options, "terminate", True))
+    timer.daemon = True
+    with contextlib.suppress(RuntimeError):  # no thread: the run is not cancelled
+        timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def _datatype(value: Any) -> str | None:
@@ -133,17 +131,12 @@ def _datatype(value: Any) -> str | None:
 
 def _spec(value: Any) -> TensorSpec:
     datatype = _datatype(value)
-    assert datatype is not None
-    return TensorSpec(value.name, datatype, tuple(value.shape))
-
-
-def _input_spec(value: Any) -> TensorSpec:
-    if _datatype(value) is None:
+    if datatype is None:
         raise ArtifactError(
             f"input {value.name} is {value.type}, but only tensors of"
             f" {', '.join(DATATYPES)} can be sent"
         )
-    return _spec(value)
+    return TensorSpec(value.name, datatype, tuple(value.shape))
 
 
 def _reason(error: Exception) -> str:

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from common.cpus import cpu_count
-from common.errors import ArtifactError, DeadlineExceeded, InvalidRequest
+from common.errors import ArtifactError, InvalidRequest
 from common.memory import return_freed_memory
 from common.model_files import SYMBOL
 from common.mxnet_compat import mx
@@ -29,7 +29,7 @@ from handlers.tensors.admission import check_memory
 from handlers.tensors.checkpoint import Shapes, data_shapes, load_symbol, reason
 from handlers.tensors.codec import DTYPES, NAMES, Array, TensorSpec
 from handlers.tensors.files import PARAMS, SHAPES, symbol_folder
-from handlers.tensors.tensor_model import describe, transform_fn
+from handlers.tensors.tensor_model import describe, slot, transform_fn
 from handlers.tensors.v2 import Metadata
 
 logger = logging.getLogger(__name__)
@@ -95,7 +95,12 @@ class SymbolModel:
             [self._spec(n, shape) for n, shape in self._shapes.items()],
             [self._spec(n, inferred[n]) for n in self._outputs],
         )
-        self._test_run()
+        # So that errors of MXNet's operators fail the load.
+        zeros = {n: np.zeros(shape, self._dtypes[n]) for n, shape in self._shapes.items()}
+        try:
+            self.run(zeros, [], threading.TIMEOUT_MAX)
+        except InvalidRequest as error:
+            raise ArtifactError(error.message) from None
 
     def _infer_types(self, weights: Mapping[str, Any]) -> dict[str, np.dtype[Any]]:
         """The dtypes of all inputs and outputs, by name, from the weights' dtypes."""
@@ -106,7 +111,7 @@ class SymbolModel:
             )
         except mx.MXNetError as error:
             raise ArtifactError(f"{SYMBOL} and {PARAMS} do not fit: {reason(error)}") from None
-        names = (*self._symbol.list_arguments(), *self._symbol.list_outputs())
+        names = (*self._symbol.list_arguments(), *self._outputs)
         types = (*(arguments or ()), *(outputs or ()))
         return {n: np.dtype(t or np.float32) for n, t in zip(names, types, strict=True)}
 
@@ -121,12 +126,8 @@ class SymbolModel:
             raise ArtifactError(f"{SYMBOL} cannot compute {shapes}: {reason(error)}") from None
         if arguments is None:
             raise ArtifactError(f"{SHAPES} must name all inputs, is {list(shapes)}")
-        names = (
-            *self._symbol.list_arguments(),
-            *self._outputs,
-            *self._symbol.list_auxiliary_states(),
-        )
-        return dict(zip(names, (*arguments, *outputs, *states), strict=True))
+        names = self._symbol.list_arguments() + self._outputs + self._symbol.list_auxiliary_states()
+        return dict(zip(names, arguments + outputs + states, strict=True))
 
     def _spec(self, name: str, shape: tuple[int, ...]) -> TensorSpec:
         dtype = self._dtypes[name]
@@ -145,30 +146,21 @@ class SymbolModel:
         row = shape[1:]
         return any(self._accepts(((name, (rows, *row)),)) for rows in (shape[0], self._batch))
 
-    def _test_run(self) -> None:
-        """Computes zeros, so that errors of MXNet's operators fail the load."""
-        zeros = {n: np.zeros(shape, self._dtypes[n]) for n, shape in self._shapes.items()}
-        try:
-            self.run(zeros, [], None)
-        except InvalidRequest as error:
-            raise ArtifactError(error.message) from None
-
     # Answers
 
     def run(
-        self, inputs: Mapping[str, Array], outputs: Sequence[str], timeout_s: float | None
+        self, inputs: Mapping[str, Array], outputs: Sequence[str], timeout_s: float
     ) -> dict[str, Array]:
-        end = None if timeout_s is None else time.monotonic() + timeout_s
+        end = time.monotonic() + timeout_s
         values = self._compute_rows(inputs, end) if self._batched else self._compute(inputs, end)
         named = dict(zip(self._outputs, values, strict=True))
         return {name: named[name] for name in outputs}
 
-    def _compute_rows(self, inputs: Mapping[str, Array], end: float | None) -> list[Array]:
+    def _compute_rows(self, inputs: Mapping[str, Array], end: float) -> list[Array]:
         """Computes all rows at once, or in batches of the size that the graph fixes."""
         rows = self._rows(inputs)
-        batch = (
-            rows if self._accepts(tuple((n, a.shape) for n, a in inputs.items())) else self._batch
-        )
+        shapes = tuple((n, a.shape) for n, a in inputs.items())
+        batch = rows if self._accepts(shapes) else self._batch
         results = []
         for start in range(0, rows, batch):
             part = {n: _padded(a[start : start + batch], batch) for n, a in inputs.items()}
@@ -195,24 +187,19 @@ class SymbolModel:
                 return False
         return all(inferred[n][:1] == (rows,) for n in self._outputs)
 
-    def _compute(self, inputs: Mapping[str, Array], end: float | None) -> list[Array]:
-        left_s = None if end is None else end - time.monotonic()
-        late = left_s is not None and left_s <= 0
-        if late or not self._slots.acquire(timeout=left_s):
-            raise DeadlineExceeded("no answer within the timeout: other requests came first")
-        try:
-            with self._lock:
-                values = self._graph(*self._arguments(inputs))
-                values = values if isinstance(values, list) else [values]
-            for value in values:
-                value.wait_to_read()
-            with self._lock:
-                return [value.asnumpy() for value in values]
-        except mx.MXNetError as error:
-            logger.warning("the graph failed: %s", error)
-            raise InvalidRequest(f"the model cannot compute this: {reason(error)}") from None
-        finally:
-            self._slots.release()
+    def _compute(self, inputs: Mapping[str, Array], end: float) -> list[Array]:
+        with slot(self._slots, end):
+            try:
+                with self._lock:
+                    values = self._graph(*self._arguments(inputs))
+                    values = values if isinstance(values, list) else [values]
+                for value in values:
+                    value.wait_to_read()
+                with self._lock:
+                    return [value.asnumpy() for value in values]
+            except mx.MXNetError as error:
+                logger.warning("the graph failed: %s", error)
+                raise InvalidRequest(f"the model cannot compute this: {reason(error)}") from None
 
     def _arguments(self, inputs: Mapping[str, Array]) -> list[Any]:
         arrays = {n: mx.nd.array(a, dtype=a.dtype) for n, a in inputs.items()}

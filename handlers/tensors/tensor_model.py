@@ -7,11 +7,14 @@ JSON {"input": nested lists, ...}                           ->  likewise; severa
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any, Protocol
 
-from common.errors import EngineError, InvalidRequest
+from common.errors import DeadlineExceeded, EngineError, InvalidRequest
 from common.media_types import BINARY, HEADER_SIZE, JSON, accepted, media_type
 from common.worker_protocol import MAX_RESPONSE_BYTES
 from handlers.tensors import codec, v2
@@ -25,13 +28,25 @@ class AnswerTooLarge(EngineError, status=413):
     """The outputs exceed Multi Model Server's limit for a response."""
 
 
+@contextlib.contextmanager
+def slot(slots: threading.Semaphore, end: float) -> Iterator[None]:
+    """Waits for one of `slots` until `end`, of the monotonic clock. Raises `DeadlineExceeded`."""
+    left_s = end - time.monotonic()
+    if left_s <= 0 or not slots.acquire(timeout=left_s):
+        raise DeadlineExceeded("no answer within the timeout: other requests came first")
+    try:
+        yield
+    finally:
+        slots.release()
+
+
 class TensorModel(Protocol):
     """A loaded model. Thread-safe."""
 
     metadata: v2.Metadata
 
     def run(
-        self, inputs: Mapping[str, Array], outputs: Sequence[str], timeout_s: float | None
+        self, inputs: Mapping[str, Array], outputs: Sequence[str], timeout_s: float
     ) -> dict[str, Array]:
         """Computes the named outputs from complete, checked inputs. Raises `EngineError`."""
 
@@ -42,30 +57,25 @@ def describe(model: TensorModel) -> dict[str, Any]:
 
 
 def transform_fn(
-    model: TensorModel,
-    body: bytes | bytearray | str,
-    content_type: str | None,
-    accept: str | None,
-    timeout_s: float | None = None,
+    model: TensorModel, body: bytes, content_type: str | None, accept: str | None, timeout_s: float
 ) -> tuple[bytes, str]:
     """The answer's bytes and content type. Raises `EngineError`."""
-    raw = body.encode("utf-8", "surrogatepass") if isinstance(body, str) else bytes(body or b"")
     kind, parameters = media_type(content_type)
     if kind == BINARY:
-        header, binary = split(raw, parameters.get(HEADER_SIZE, ""))
+        header, binary = split(body, parameters.get(HEADER_SIZE, ""))
         if not header:
             return _answer_v2(model, *v2.raw_request(binary, model.metadata), timeout_s)
         return _answer_v2(model, codec.parse_json(header), binary, timeout_s)
     if kind != JSON:
-        return _answer_plain(model, _only_input(model, raw, kind), accept, timeout_s)
-    value = codec.parse_json(raw)
+        return _answer_plain(model, _only_input(model, body, kind), accept, timeout_s)
+    value = codec.parse_json(body)
     if is_request(value):
         return _answer_v2(model, value, b"", timeout_s)
     return _answer_plain(model, _inputs(model, value), accept, timeout_s)
 
 
 def _answer_v2(
-    model: TensorModel, value: Any, binary: bytes, timeout_s: float | None
+    model: TensorModel, value: Any, binary: bytes, timeout_s: float
 ) -> tuple[bytes, str]:
     request, inputs = v2.parse(value, binary, model.metadata)
     outputs = model.run(inputs, list(request.outputs), timeout_s)
@@ -76,7 +86,7 @@ def _answer_v2(
 
 
 def _answer_plain(
-    model: TensorModel, inputs: Mapping[str, Array], accept: str | None, timeout_s: float | None
+    model: TensorModel, inputs: Mapping[str, Array], accept: str | None, timeout_s: float
 ) -> tuple[bytes, str]:
     kind = accepted(accept, codec.MEDIA_TYPES)
     outputs = model.run(inputs, [spec.name for spec in model.metadata.outputs], timeout_s)
@@ -99,17 +109,16 @@ def _only_input(model: TensorModel, body: bytes, kind: str) -> dict[str, Array]:
 def _inputs(model: TensorModel, value: Any) -> dict[str, Array]:
     """The inputs from nested lists, or from an object of nested lists by name."""
     specs = {spec.name: spec for spec in model.metadata.inputs}
+    known = codec.listed(model.metadata.inputs)
     if not isinstance(value, dict):
         if len(specs) != 1:
-            raise InvalidRequest(
-                f"the body must be a JSON object of {codec.listed(list(specs.values()))}"
-            )
+            raise InvalidRequest(f"the body must be a JSON object of {known}")
         value = {next(iter(specs)): value}
     if set(value) != set(specs):
         wrong = sorted(set(value) ^ set(specs))
         raise InvalidRequest(
             f"{wrong[0][:100]} is {'missing' if wrong[0] in specs else 'not known'}; the model"
-            f" takes {codec.listed(list(specs.values()))}"
+            f" takes {known}"
         )
     inputs = {}
     for name, nested in value.items():

@@ -18,13 +18,8 @@ IN_ENGINE = True
 
 
 @functools.cache
-def _settings() -> Settings:
-    return read_settings(Settings)
-
-
-@functools.cache
 def _client() -> EngineClient:
-    return EngineClient(_settings().engine_socket)
+    return EngineClient(read_settings(Settings).engine_socket)
 
 
 def model_fn(model_dir: str, name: str | None = None, **options: Any) -> ModelHandle:
@@ -38,17 +33,12 @@ def describe(model: ModelHandle) -> dict[str, Any]:
 
 
 def transform_fn(
-    model: ModelHandle,
-    body: bytes | bytearray | str,
-    content_type: str | None,
-    accept: str | None,
-    timeout_s: float | None = None,
+    model: ModelHandle, body: bytes, content_type: str | None, accept: str | None, timeout_s: float
 ) -> tuple[bytes, str]:
     """Continues the prompt in `body`, see `handlers.payload`. Raises `EngineError`."""
-    timeout_s = timeout_s or _settings().request_timeout_s
-    v2_request = v2.parse(body, content_type)
-    if v2_request is not None:
-        plain, _ = transform_fn(model, v2_request.body, JSON, JSON, timeout_s)
+    if (rewritten := v2.parse(body, content_type)) is not None:
+        v2_request, text_body = rewritten
+        plain, _ = transform_fn(model, text_body, JSON, JSON, timeout_s)
         return v2.answer(v2_request, plain, client_name(model.model["name"]))
     request = parse(body, content_type)
     media_type = answer_type(accept, request.form)

@@ -9,27 +9,21 @@ Rewrites such a request into one of `handlers.payload`, and its answer back.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import struct
-from dataclasses import dataclass
 from typing import Any
 
 from common.errors import InvalidRequest
 from common.hints import HINTS
 from common.json_body import MAX_VALUES, read_json
-from common.media_types import BINARY, HEADER_SIZE
+from common.media_types import BINARY, HEADER_SIZE, media_type
 from handlers import v2
 from handlers.payload import to_json
 
 DATATYPES = {"generated_text": "BYTES", "tokens": "INT64", "finish_reason": "BYTES"}
 INPUT = '{"name": "text", "shape": [1], "datatype": "BYTES", "data": ["..."]}'
 VERSION = "1"
-
-
-@dataclass(frozen=True)
-class TextRequest:
-    body: bytes  # of `handlers.payload`
-    v2_request: v2.InferRequest
 
 
 def metadata(name: str) -> dict[str, Any]:
@@ -43,24 +37,24 @@ def metadata(name: str) -> dict[str, Any]:
     }
 
 
-def parse(body: bytes | bytearray | str, content_type: str | None) -> TextRequest | None:
-    """Converts a request of this protocol; None for any other body. Raises `InvalidRequest`."""
-    raw = body.encode("utf-8", "surrogatepass") if isinstance(body, str) else bytes(body)
+def parse(raw: bytes, content_type: str | None) -> tuple[v2.InferRequest, bytes] | None:
+    """A request of this protocol and the body for `handlers.payload`; None for any other body.
+
+    Raises `InvalidRequest`, `UnsupportedMediaType`.
+    """
+    value: Any = None
     binary = b""
-    kind, _, size = (content_type or "").partition(f";{HEADER_SIZE}=")
+    kind, options = media_type(content_type)
     if kind == BINARY:
-        raw, binary = v2.split(raw, size)
-    elif b'"datatype"' not in raw:
-        return None
-    try:
-        if kind == BINARY and not raw:
-            value, binary = v2.raw_request("text", "BYTES", [1], binary)
-        else:
+        raw, binary = v2.split(raw, options.get(HEADER_SIZE, ""))
+        if raw:
             value = read_json(raw, MAX_VALUES)
-    except InvalidRequest:
-        if kind == BINARY:
-            raise
-        return None  # plain text with the word, or an error that `handlers.payload` reports
+        else:
+            value, binary = v2.raw_request("text", "BYTES", [1], binary)
+    elif b'"datatype"' in raw:
+        # Not JSON: plain text with the word, or an error that `handlers.payload` reports.
+        with contextlib.suppress(InvalidRequest):
+            value = read_json(raw, MAX_VALUES)
     if not isinstance(value, dict) or not isinstance(value.get("inputs"), list):
         return None
     match value["inputs"]:
@@ -68,7 +62,7 @@ def parse(body: bytes | bytearray | str, content_type: str | None) -> TextReques
             request = v2.parse(value, binary, {"text": "BYTES [1]"}, list(DATATYPES))
             parameters = {k: v for k, v in request.parameters.items() if k not in HINTS}
             plain = {"inputs": _text(request.inputs[0].data), "parameters": parameters}
-            return TextRequest(to_json(plain), request)
+            return request, to_json(plain)
     raise InvalidRequest(f"inputs must be one text, [{INPUT}]")
 
 
@@ -82,16 +76,16 @@ def _text(data: Any) -> str:
     return data
 
 
-def answer(request: TextRequest, plain: bytes, name: str) -> tuple[bytes, str]:
+def answer(request: v2.InferRequest, plain: bytes, name: str) -> tuple[bytes, str]:
     """The body and content type, from the answer in `handlers.payload`'s form, `plain`."""
     value = json.loads(plain)
     sequences = value.get("sequences", [value])
     tensors = []
-    for output, as_bytes in request.v2_request.outputs.items():
+    for output, as_bytes in request.outputs.items():
         values = [sequence[output] for sequence in sequences]
         data: Any = values
         if as_bytes:
             texts = DATATYPES[output] == "BYTES"
             data = v2.pack_texts(values) if texts else struct.pack(f"<{len(values)}q", *values)
         tensors.append(v2.Tensor(output, DATATYPES[output], [len(values)], data))
-    return v2.answer(name, VERSION, request.v2_request, tensors, to_json)
+    return v2.answer(name, VERSION, request, tensors, to_json)

@@ -20,8 +20,9 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from common.errors import EngineError
+from common.worker_protocol import MAX_RESPONSE_BYTES
 from handlers.user_code import hooks, messages
-from handlers.user_code.confinement.rules import Confinement, become_model_process
+from handlers.user_code.confinement.rules import become_model_process
 from handlers.user_code.conventions.detect import Service, service_of
 from handlers.user_code.failures import to_script_error
 from handlers.user_code.messages import Answer, Request, ScriptError
@@ -38,8 +39,7 @@ def main() -> None:
     os.register_at_fork(after_in_child=connection.close)
     os.register_at_fork(after_in_child=engine.close)
     spec, _ = messages.receive(connection)
-    confinement = spec["confinement"]
-    become_model_process(worker, Confinement(**confinement) if confinement else None)
+    become_model_process(worker, spec["confinement"])
     spec["engine"] = engine
     print_anything()
     logging.basicConfig(stream=sys.stdout, format="%(message)s", level=logging.INFO)
@@ -59,7 +59,7 @@ def main() -> None:
             message, bodies = messages.receive(connection)
             requests = messages.requests_from(message, bodies)
             answers = _answer(service, requests, message["timeout_s"])
-            messages.send_answers(connection, _checked(answers, spec["max_answer_bytes"]))
+            messages.send_answers(connection, _checked(answers))
 
 
 def _load(spec: dict[str, Any]) -> Service:
@@ -86,13 +86,13 @@ def _answer(
         sys.stdout.flush()
 
 
-def _checked(answers: Sequence[Answer | EngineError], max_bytes: int) -> list[Answer | EngineError]:
+def _checked(answers: Sequence[Answer | EngineError]) -> list[Answer | EngineError]:
     """Replaces an answer above the limit, for which MMS would kill the worker, by an error."""
-    limit = max_bytes // max(len(answers), 1) - 65_536
+    limit = MAX_RESPONSE_BYTES // max(len(answers), 1) - 65_536
     return [
         ScriptError(
-            f"the answer has {len(answer.body)} bytes, must be at most {limit} ({max_bytes} for the"
-            " batch)"
+            f"the answer has {len(answer.body)} bytes, must be at most {limit}"
+            f" ({MAX_RESPONSE_BYTES} for the batch)"
         )
         if isinstance(answer, Answer) and len(answer.body) > limit
         else answer

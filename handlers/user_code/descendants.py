@@ -36,10 +36,6 @@ class _Process(NamedTuple):
     parent: int
     session: int
 
-    @property
-    def lives(self) -> bool:
-        return self.state not in "ZX"
-
 
 @functools.cache
 def _spawner() -> ThreadPoolExecutor:
@@ -115,7 +111,7 @@ def _family(program: subprocess.Popen[bytes]) -> set[int]:
         family.discard(program.pid)
     while not (below := {p.pid for p in processes if p.parent in family}) <= family:
         family |= below
-    return {p.pid for p in processes if p.lives and p.pid in family}
+    return {p.pid for p in processes if p.state not in "ZX" and p.pid in family}
 
 
 def _orphans(processes: list[_Process]) -> list[_Process]:

@@ -53,7 +53,7 @@ class Script:
         files = (folder / "requirements.txt" for folder in folders)
         return next(filter(Path.is_file, files), None)
 
-    def spec(self, name: str, max_answer_bytes: int) -> dict[str, Any]:
+    def spec(self, name: str) -> dict[str, Any]:
         """The JSON that `handlers.user_code.child` loads the script by, with default options."""
         return {
             "root": str(self.root),
@@ -70,7 +70,6 @@ class Script:
             "memory_mib": 0,
             "temporary": tempfile.gettempdir(),
             "confinement": None,
-            "max_answer_bytes": max_answer_bytes,
         }
 
 

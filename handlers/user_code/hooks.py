@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib.util
 import sys
 from collections.abc import Callable, Sequence
-from importlib.abc import Loader, MetaPathFinder
+from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
@@ -38,26 +38,19 @@ class _PatchFinder(MetaPathFinder):
         finally:
             sys.meta_path.insert(0, self)
         if spec is not None and spec.loader is not None:
-            spec.loader = _PatchingLoader(spec.loader, patch)
+            _patch_after(spec.loader, patch)
         return spec
 
 
-class _PatchingLoader(Loader):
-    """Patches a module after it is executed."""
+def _patch_after(loader: Any, patch: Callable[[Any], None]) -> None:
+    """Makes `loader`, of one module, patch the module once it is executed."""
+    execute = loader.exec_module
 
-    def __init__(self, loader: Any, patch: Callable[[Any], None]) -> None:
-        self._loader, self._patch = loader, patch
+    def exec_module(module: ModuleType) -> None:
+        execute(module)
+        patch(module)
 
-    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        created: ModuleType | None = self._loader.create_module(spec)
-        return created
-
-    def exec_module(self, module: ModuleType) -> None:
-        self._loader.exec_module(module)
-        self._patch(module)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._loader, name)
+    loader.exec_module = exec_module
 
 
 def _disable_sampling(transforms: Any) -> None:

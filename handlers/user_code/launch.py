@@ -27,8 +27,13 @@ def launch(script: Script, spec: ModelSpec, settings: Settings) -> ScriptPool:
     temporary.mkdir(mode=0o700)
     confinement = None
     if settings.script_isolation:
-        confinement = _confinement(script, spec, settings, temporary)
-    script_spec = script.spec(spec.name, settings.max_answer_bytes) | {
+        uid = allocate_user(os.environ.get("RUN_DIR", spec.folder))
+        if uid is not None:
+            os.chown(temporary, uid, uid)
+        shared = filter(None, settings.script_paths.split(":"))
+        read = [str(script.root), str(Path(spec.folder) / PACKAGES), *shared]
+        confinement = Confinement(read, [str(temporary)], settings.script_network, uid)
+    script_spec = script.spec(spec.name) | {
         "packages": install(script, spec, settings, confinement),
         "engine_name": spec.engine_name,
         "gpu_id": spec.gpu_id,
@@ -42,18 +47,3 @@ def launch(script: Script, spec: ModelSpec, settings: Settings) -> ScriptPool:
     )
     pool.load()
     return pool
-
-
-def _confinement(
-    script: Script, spec: ModelSpec, settings: Settings, temporary: Path
-) -> Confinement:
-    uid = allocate_user(os.environ.get("RUN_DIR", spec.folder))
-    if uid is not None:
-        os.chown(temporary, uid, uid)
-    shared = filter(None, settings.script_paths.split(":"))
-    return Confinement(
-        read=[str(script.root), str(Path(spec.folder) / PACKAGES), *shared],
-        write=[str(temporary)],
-        network=settings.script_network,
-        uid=uid,
-    )

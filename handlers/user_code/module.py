@@ -17,7 +17,7 @@ from common.errors import ArtifactError
 logger = logging.getLogger(__name__)
 
 REPOSITORY = str(Path(__file__).resolve().parents[2])
-COMPAT = str(Path(__file__).resolve().parents[2] / "compat")
+COMPAT = f"{REPOSITORY}/compat"
 SERVER_PACKAGES = ("common", "engine", "handlers", "serving", "tests", "scripts")
 
 

@@ -15,12 +15,11 @@ import os
 import runpy
 from pathlib import Path
 
-from handlers.user_code.confinement.rules import REPOSITORY, Confinement, become_model_process
+from handlers.user_code.confinement.rules import REPOSITORY, become_model_process
 
 
 def main() -> None:
-    worker, confinement = int(sys.argv[1]), json.loads(sys.argv[2])
-    become_model_process(worker, Confinement(**confinement) if confinement else None)
+    become_model_process(int(sys.argv[1]), json.loads(sys.argv[2]))
     # pip takes every package on the path as installed.
     sys.path[:] = [path for path in sys.path if Path(path).resolve() != REPOSITORY]
     os.environ.pop("PYTHONPATH", None)

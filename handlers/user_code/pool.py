@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 from common.errors import EngineError
 from handlers.user_code import descendants
@@ -65,8 +64,19 @@ class ScriptPool:
 
     def answer(self, requests: Sequence[Request], timeout_s: float) -> list[Answer | EngineError]:
         """One answer per request. Raises an error that all of them share."""
-        with self._acquired(timeout_s) as process:
+        with self._changed:
+            if not self._changed.wait_for(lambda: self._free, timeout_s):
+                raise ScriptError(
+                    f"no process of the model's script was free within {timeout_s:g} s; try again"
+                    " later",
+                    503,
+                    retry_after_s=1,
+                )
+            process = self._free.pop()
+        try:
             return process.answer(requests, timeout_s)
+        finally:
+            self._release(process)
 
     def _reap(self) -> None:
         """Cleans up after processes that end between requests, so that no request waits for it."""
@@ -81,22 +91,6 @@ class ScriptPool:
                     process.stop()  # takes seconds if its children keep forking
                 finally:
                     self._release(process)
-
-    @contextlib.contextmanager
-    def _acquired(self, timeout_s: float) -> Iterator[ScriptProcess]:
-        with self._changed:
-            if not self._changed.wait_for(lambda: self._free, timeout_s):
-                raise ScriptError(
-                    f"no process of the model's script was free within {timeout_s:g} s; try again"
-                    " later",
-                    503,
-                    retry_after_s=1,
-                )
-            process = self._free.pop()
-        try:
-            yield process
-        finally:
-            self._release(process)
 
     def _release(self, process: ScriptProcess) -> None:
         with self._changed:

@@ -7,11 +7,11 @@ import sys
 
 import pytest
 
-WORKER = """
+TOOLKIT = """
 import sys
 from common.lazy_imports import lazily_imported
 with lazily_imported("numpy", "scipy", "scipy.sparse"):
-    import handlers.handler_service
+    import sagemaker_inference.transformer
 assert "numpy" not in sys.modules and "scipy" not in sys.modules
 from sagemaker_inference import decoder, encoder
 assert decoder.decode("[1, 2]", "application/json").tolist() == [1, 2]
@@ -30,6 +30,6 @@ assert model_server.boto3.client.__module__ == "boto3"
 """
 
 
-@pytest.mark.parametrize("program", [WORKER, LAUNCHER], ids=["worker", "launcher"])
+@pytest.mark.parametrize("program", [TOOLKIT, LAUNCHER], ids=["toolkit", "launcher"])
 def test_the_toolkit_is_imported_without_numpy_and_boto3_and_works(program: str) -> None:
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)

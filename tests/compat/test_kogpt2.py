@@ -18,11 +18,17 @@ VOCAB = 300
 
 
 @pytest.fixture
-def model_class(monkeypatch: pytest.MonkeyPatch) -> Any:
+def load(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Loads a model of the package with the parameters of an artifact."""
     monkeypatch.syspath_prepend(COMPAT)
     from kogpt2.model.gpt import GPT2Model
 
-    return GPT2Model
+    def loaded(path: Path) -> Any:
+        model = GPT2Model(vocab_size=VOCAB, dropout=0.1, **SIZES)
+        model.load_parameters(str(path / "kogpt2.params"), ctx=mx.cpu())
+        return model
+
+    return loaded
 
 
 def artifact(path: Path, **changes: Any) -> Path:
@@ -31,21 +37,15 @@ def artifact(path: Path, **changes: Any) -> Path:
     )
 
 
-def loaded(model_class: Any, path: Path) -> Any:
-    model = model_class(vocab_size=VOCAB, dropout=0.1, **SIZES)
-    model.load_parameters(str(path / "kogpt2.params"), ctx=mx.cpu())
-    return model
-
-
 def ids(rows: int, length: int) -> Any:
     rng = np.random.default_rng(length)
     return mx.nd.array(rng.integers(0, VOCAB, (rows, length)))
 
 
 @pytest.mark.parametrize("hybridized", [False, True])
-def test_logits_are_the_engines(model_class: Any, tmp_path: Path, hybridized: bool) -> None:
+def test_logits_are_the_engines(load: Any, tmp_path: Path, hybridized: bool) -> None:
     path = artifact(tmp_path)
-    model, engine = loaded(model_class, path), uncached_model(path)
+    model, engine = load(path), uncached_model(path)
     if hybridized:
         model.hybridize()
     for rows, length in ((1, 1), (1, 7), (3, 20), (2, 64)):
@@ -55,8 +55,8 @@ def test_logits_are_the_engines(model_class: Any, tmp_path: Path, hybridized: bo
         )
 
 
-def test_states_carry_what_came_before(model_class: Any, tmp_path: Path) -> None:
-    model = loaded(model_class, artifact(tmp_path))
+def test_states_carry_what_came_before(load: Any, tmp_path: Path) -> None:
+    model = load(artifact(tmp_path))
     tokens = ids(2, 30)
     whole = model(tokens)[0].asnumpy()
     states, parts = None, []
@@ -68,21 +68,21 @@ def test_states_carry_what_came_before(model_class: Any, tmp_path: Path) -> None
     np.testing.assert_allclose(np.concatenate(parts, axis=1), whole, atol=2e-5, rtol=1e-5)
 
 
-def test_half_precision_files_load(model_class: Any, tmp_path: Path) -> None:
-    half = loaded(model_class, artifact(tmp_path / "half", dtype="float16"))
-    full = loaded(model_class, artifact(tmp_path / "full"))
+def test_half_precision_files_load(load: Any, tmp_path: Path) -> None:
+    half = load(artifact(tmp_path / "half", dtype="float16"))
+    full = load(artifact(tmp_path / "full"))
     tokens = ids(1, 10)
     np.testing.assert_allclose(half(tokens)[0].asnumpy(), full(tokens)[0].asnumpy(), atol=0.05)
 
 
-def test_parameters_have_the_names_of_v1(model_class: Any, tmp_path: Path) -> None:
-    model = loaded(model_class, artifact(tmp_path))
+def test_parameters_have_the_names_of_v1(load: Any, tmp_path: Path) -> None:
+    model = load(artifact(tmp_path))
     model.save_parameters(str(tmp_path / "saved.params"))
     names = set(mx.nd.load(str(tmp_path / "saved.params")))
     assert names == set(mx.nd.load(str(tmp_path / "kogpt2.params")))
 
 
-def test_too_many_tokens_are_refused(model_class: Any, tmp_path: Path) -> None:
-    model = loaded(model_class, artifact(tmp_path))
+def test_too_many_tokens_are_refused(load: Any, tmp_path: Path) -> None:
+    model = load(artifact(tmp_path))
     with pytest.raises(ValueError, match="65 tokens, must be at most 64"):
         model(ids(1, 65))

@@ -17,11 +17,11 @@ from common.mxnet_compat import mx
 from tests.e2e.console import session
 from tests.e2e.server import REPOSITORY, Server
 from tests.e2e.stores import SHORT, error, packed, small, text
-from tests.handlers.tensors.graphs import TinyGPT2
+from tests.handlers.tensors.graphs import TinyLM
 
 pytestmark = pytest.mark.slow
 
-GPT2 = TinyGPT2(vocab=50_000)
+LM = TinyLM(vocab=50_000)
 PAGES_IN = REPOSITORY / "docs" / "models"
 PAGES = ("tensors.md", "tensors.ko.md")
 
@@ -39,7 +39,7 @@ def sums(folder: Path) -> Path:
 @pytest.fixture(scope="module")
 def server(clean: Server, tmp_path_factory: pytest.TempPathFactory) -> Server:
     folder, store = tmp_path_factory.mktemp("tensors"), clean.store
-    GPT2.save(folder / "gpt2" / "1" / "model.onnx")
+    LM.save(folder / "gpt2" / "1" / "model.onnx")
     packed(folder / "gpt2", store / "gpt2.tar.gz")
     packed(sums(folder / "sums"), store / "sums.tar.gz")
     small(store / "text")
@@ -75,7 +75,7 @@ def test_the_pages_programs_run(server: Server, name: str) -> None:
         with contextlib.redirect_stdout(io.StringIO()) as out:
             exec(compile(program, name, "exec"), {})  # noqa: S102 -- our own page
         printed.append(json.loads(out.getvalue()))
-    likeliest = GPT2.logits(np.array([[5, 6, 7]]))[0, -1].argmax()
+    likeliest = LM.logits(np.array([[5, 6, 7]]))[0, -1].argmax()
     assert printed == [likeliest, [[3.0, -1.0], [7.5, -1.5]]]
 
 
@@ -145,7 +145,7 @@ def test_a_script_around_a_checkpoint_may_leave_functions_out(
 
 def test_a_model_that_does_not_fit_is_507_with_the_numbers(server: Server) -> None:
     folder = server.store / "huge"
-    GPT2.save(folder / "model.onnx")
+    LM.save(folder / "model.onnx")
     with (folder / "weights.bin").open("wb") as file:
         file.truncate(1 << 42)  # takes no room on disk
     answer = server.load("huge")

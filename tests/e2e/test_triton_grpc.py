@@ -20,13 +20,13 @@ from serving.api.grpc.inference import SERVICE
 from serving.api.grpc.messages import message
 from tests.e2e.server import Server, eventually, free_port
 from tests.e2e.stores import ENDLESS_TOKENS, endless, running, serving, slow, small, text
-from tests.handlers.tensors.graphs import TinyGPT2, identity
+from tests.handlers.tensors.graphs import TinyLM, identity
 
 PROMPT = "나는 오늘"
 INFER, MANAGE = "infer-me", "manage-me"
 HEADERS = {"authorization": f"Bearer {INFER}"}
 MANAGING = {"authorization": f"Bearer {MANAGE}"}
-GPT2 = TinyGPT2()
+LM = TinyLM()
 IDS = np.array([[3, 14, 15, 9, 2]])
 WIDE_S = 60
 
@@ -37,7 +37,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     small(folder / "store" / "spring", 1)
     small(folder / "store" / "시" / "봄", 2)
     endless(folder / "store" / "slow")
-    GPT2.save(folder / "store" / "gpt2" / "10" / "model.onnx")
+    LM.save(folder / "store" / "gpt2" / "10" / "model.onnx")
     identity(folder / "store" / "texts" / "model.onnx", TensorProto.STRING, ["n"])
     tokens = {"INFERENCE_TOKEN": INFER, "MANAGEMENT_TOKEN": MANAGE}
     with serving(folder / "run", folder / "store", GRPC_PORT=str(free_port()), **tokens) as server:
@@ -157,7 +157,7 @@ def test_metadata_and_configuration_agree(client: Any) -> None:
     assert config.model_transaction_policy.decoupled
     tensors = client.get_model_config("gpt2", headers=HEADERS).config
     assert not tensors.model_transaction_policy.decoupled
-    assert list(tensors.output[0].dims) == [-1, -1, GPT2.vocab]
+    assert list(tensors.output[0].dims) == [-1, -1, LM.vocab]
 
 
 def test_a_text_goes_in_and_out_as_bytes(client: Any, server: Server) -> None:
@@ -182,7 +182,7 @@ def test_tensors_go_in_and_out(client: Any) -> None:
         tensor.set_data_from_numpy(array)
         given.append(tensor)
     answer = client.infer("gpt2", given, model_version="10", headers=HEADERS)
-    np.testing.assert_allclose(answer.as_numpy("logits"), GPT2.logits(IDS), atol=1e-4)
+    np.testing.assert_allclose(answer.as_numpy("logits"), LM.logits(IDS), atol=1e-4)
     status, said = refused(lambda: client.infer("gpt2", given, model_version="1", headers=HEADERS))
     assert (status, said) == ("NOT_FOUND", "Model gpt2 has version 10, not 1")
     status, said = refused(lambda: client.infer("gpt2", given[:1], headers=HEADERS))

@@ -15,9 +15,9 @@ from onnx import TensorProto
 
 from tests.e2e.server import Server
 from tests.e2e.stores import SHORT, small, text
-from tests.handlers.tensors.graphs import TinyGPT2, identity
+from tests.handlers.tensors.graphs import TinyLM, identity
 
-GPT2 = TinyGPT2()
+LM = TinyLM()
 IDS = np.array([[3, 14, 15, 9, 2]])
 GREEDY = 12
 
@@ -25,9 +25,9 @@ GREEDY = 12
 @pytest.fixture(scope="module")
 def server(clean: Server) -> Server:
     store = clean.store
-    GPT2.save(store / "봄" / "1" / "model.onnx")
-    TinyGPT2(seed=1).save(store / "two" / "1" / "model.onnx")
-    GPT2.save(store / "two" / "10" / "model.onnx")
+    LM.save(store / "봄" / "1" / "model.onnx")
+    TinyLM(seed=1).save(store / "two" / "1" / "model.onnx")
+    LM.save(store / "two" / "10" / "model.onnx")
     identity(store / "texts" / "model.onnx", TensorProto.STRING, ["n"])
     identity(store / "pairs" / "model.onnx", TensorProto.INT64, ["n", 2])
     identity(store / "grid" / "model.onnx", TensorProto.INT64, ["n", "m"])
@@ -88,7 +88,7 @@ def test_a_model_is_ready_once_a_request_has_loaded_it(server: Server) -> None:
             {"name": "input_ids", "datatype": "INT64", "shape": [-1, -1]},
             {"name": "attention_mask", "datatype": "INT64", "shape": [-1, -1]},
         ],
-        "outputs": [{"name": "logits", "datatype": "FP32", "shape": [-1, -1, GPT2.vocab]}],
+        "outputs": [{"name": "logits", "datatype": "FP32", "shape": [-1, -1, LM.vocab]}],
     }
     assert get(server, f"{path}/ready").json() == {"name": "봄", "ready": True}
 
@@ -101,7 +101,7 @@ def test_logits_are_what_the_model_computes(server: Server) -> None:
     (logits,) = body["outputs"]
     assert (logits["name"], logits["datatype"]) == ("logits", "FP32")
     found = np.array(logits["data"], np.float32).reshape(logits["shape"])
-    np.testing.assert_allclose(found, GPT2.logits(IDS), atol=1e-4)
+    np.testing.assert_allclose(found, LM.logits(IDS), atol=1e-4)
 
 
 @pytest.mark.parametrize("route", ["/v2/models/{}/infer", "/models/{}/invoke", "/predictions/{}"])
@@ -113,7 +113,7 @@ def test_a_client_that_takes_the_argmax_writes_the_same_text(server: Server, rou
         (logits,) = requests.post(url, json=feed(ids), timeout=30).json()["outputs"]
         last = np.array(logits["data"]).reshape(logits["shape"])[:, -1]
         ids = np.append(ids, last.argmax(-1)[:, None], axis=1)
-        best = GPT2.logits(wanted)[:, -1].argmax(-1)
+        best = LM.logits(wanted)[:, -1].argmax(-1)
         wanted = np.append(wanted, best[:, None], axis=1)
     assert ids.tolist() == wanted.tolist()
     assert len(set(ids[0, IDS.shape[1] :].tolist())) > 2  # a text, not one token for ever
@@ -140,11 +140,11 @@ def test_tensors_may_be_sent_as_bytes(server: Server) -> None:
     (logits,) = json.loads(answer.content[:length])["outputs"]
     found = np.frombuffer(answer.content[length:], np.float32).reshape(logits["shape"])
     assert logits["parameters"] == {"binary_data_size": found.nbytes}
-    np.testing.assert_allclose(found, GPT2.logits(IDS), atol=1e-4)
+    np.testing.assert_allclose(found, LM.logits(IDS), atol=1e-4)
     body, header = binary(ask=False)
     answer = infer(server, "봄", body, **{"Inference-Header-Content-Length": str(header)})
     np.testing.assert_allclose(
-        answer.json()["outputs"][0]["data"], GPT2.logits(IDS).ravel(), atol=1e-4
+        answer.json()["outputs"][0]["data"], LM.logits(IDS).ravel(), atol=1e-4
     )
 
 
@@ -157,7 +157,7 @@ def test_tensors_may_be_sent_as_bytes_the_way_sagemaker_does(server: Server) -> 
     told, _, length = answer.headers["content-type"].rpartition("=")
     assert told + "=" == kind
     found = np.frombuffer(answer.content[int(length) :], np.float32)
-    np.testing.assert_allclose(found, GPT2.logits(IDS).ravel(), atol=1e-4)
+    np.testing.assert_allclose(found, LM.logits(IDS).ravel(), atol=1e-4)
 
 
 def test_the_highest_version_is_served_and_no_other(server: Server) -> None:
@@ -167,7 +167,7 @@ def test_the_highest_version_is_served_and_no_other(server: Server) -> None:
     url = server.url("/v2/models/two/versions/10/infer")
     answer = requests.post(url, json=feed(), timeout=30).json()
     assert answer["model_version"] == "10"
-    np.testing.assert_allclose(answer["outputs"][0]["data"], GPT2.logits(IDS).ravel(), atol=1e-4)
+    np.testing.assert_allclose(answer["outputs"][0]["data"], LM.logits(IDS).ravel(), atol=1e-4)
     for path in ("", "/ready"):
         status, message = error(get(server, f"/v2/models/two/versions/1{path}"))
         assert (status, message) == (404, "Model two has version 10, not 1")

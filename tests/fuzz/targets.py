@@ -97,9 +97,7 @@ class Echo:
         specs = [TensorSpec(f"x{i}", kind, shape) for i, kind in enumerate(datatypes)]
         self.metadata = v2.Metadata("되풀이", "test", specs, specs)
 
-    def run(
-        self, inputs: dict[str, Array], outputs: list[str], _: float | None
-    ) -> dict[str, Array]:
+    def run(self, inputs: dict[str, Array], outputs: list[str], _: float) -> dict[str, Array]:
         return {name: inputs[name] for name in outputs}
 
 
@@ -111,8 +109,8 @@ def tensors(kind: str, *models: Echo) -> Target:
     def target(data: bytes) -> None:
         for model in models:
             with contextlib.suppress(ServiceError):
-                tensor_model.transform_fn(model, data, kind, CSV)
-        tensor_model.transform_fn(models[0], data, kind, "*/*")
+                tensor_model.transform_fn(model, data, kind, CSV, 60)
+        tensor_model.transform_fn(models[0], data, kind, "*/*", 60)
 
     return target
 
@@ -123,19 +121,19 @@ def binary_tensors(data: bytes) -> None:
     kind = f"{BINARY};{HEADER_SIZE}={size}"
     for model in (SEVERAL, TEXTS, FLOATS):
         with contextlib.suppress(ServiceError):
-            tensor_model.transform_fn(model, body, kind, None)
-    request = text_v2.parse(body, kind)
-    if request is not None:
-        payload.parse(request.body, "application/json")
+            tensor_model.transform_fn(model, body, kind, None, 60)
+    found = text_v2.parse(body, kind)
+    if found is not None:
+        payload.parse(found[1], "application/json")
 
 
 def text_request(data: bytes) -> None:
     found = text_v2.parse(data, "application/json")
-    request = payload.parse(data if found is None else found.body, "application/json")
+    request = payload.parse(data if found is None else found[1], "application/json")
     answer = {"completions": [{"text": "가", "tokens": 1, "finish_reason": "stop"}], "seconds": 0}
     body, _ = payload.format_answer(request, answer, "application/json")
     if found is not None:
-        text_v2.answer(found, body, "시")
+        text_v2.answer(found[0], body, "시")
 
 
 def types(data: bytes) -> None:
@@ -319,7 +317,7 @@ def grpc_infer(data: bytes) -> None:
     kind = f"{BINARY};{HEADER_SIZE}={length}" if length else "application/json"
     for model in (SEVERAL, TEXTS, FLOATS):
         with contextlib.suppress(ServiceError):
-            answer, kind = tensor_model.transform_fn(model, body, kind, "*/*")
+            answer, kind = tensor_model.transform_fn(model, body, kind, "*/*", 60)
             from_http(answer, kind.partition(f";{HEADER_SIZE}=")[2] or None)
 
 

@@ -19,7 +19,7 @@ from handlers.host import Poller
 from serving.entrypoint import host_accepts
 from serving.mms.launcher import MMS_HOME
 from tests.e2e.server import REPOSITORY, eventually
-from tests.handlers.messages import ask, load_message, request_message
+from tests.handlers.messages import ask, load_message, request_message, worker_arguments
 from tests.processes import has_ended, nothing_starts_in
 
 # A handler service that logs its calls in a file.
@@ -51,9 +51,9 @@ ECHO = """
 """
 HOST = """
 import sys
-import handlers.host as host
-host.DISCONNECTED_TIMEOUT_S = float(sys.argv[1])
-host.POLL_INTERVAL_S = min(host.DISCONNECTED_TIMEOUT_S, host.POLL_INTERVAL_S)
+import handlers.host as host, handlers.mms_connection as mms
+mms.DISCONNECTED_TIMEOUT_S = float(sys.argv[1])
+host.POLL_INTERVAL_S = min(mms.DISCONNECTED_TIMEOUT_S, host.POLL_INTERVAL_S)
 if sys.argv[2] != "0":
     from tests.processes import become_a_user
     become_a_user(int(sys.argv[2]))
@@ -96,10 +96,9 @@ class Processes:
         slot, path = self.folder / name, self.folder / f"{name}.sock"
         slot.mkdir()
         (slot / "hosted").touch()
-        command = [sys.executable, str(MMS_HOME / "mms" / "model_service_worker.py")]
-        command += ["--sock-type", "unix", "--sock-name", str(path), "--handler", "echo"]
-        command += ["--model-path", str(slot), "--model-name", name, "--preload-model", "false"]
-        owner = self._start([*within, *command], slot, output)
+        program = str(MMS_HOME / "mms" / "model_service_worker.py")
+        arguments = worker_arguments(path, name, slot, "echo")
+        owner = self._start([*within, sys.executable, program, *arguments], slot, output)
         self._models.append(Model(name, slot, path, owner))
         return self._models[-1]
 

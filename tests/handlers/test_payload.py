@@ -10,8 +10,7 @@ import pytest
 from common.errors import EngineError, InvalidRequest, UnsupportedMediaType
 from handlers.payload import Form, answer_type, format_answer, parse, to_json
 
-FIRST = {"text": " 가실 때에는", "tokens": 3, "finish_reason": "stop"}
-ANSWER = {"completions": [FIRST], "seconds": 0.25, "time_to_first_token_s": 0.1}
+FIRST = {"text": " 가실", "tokens": 3, "finish_reason": "stop"}
 JSON, TEXT = "application/json", "text/plain"
 
 
@@ -21,7 +20,7 @@ JSON, TEXT = "application/json", "text/plain"
 def test_json_is_the_default_with_or_without_its_charset(content_type: str | None) -> None:
     assert parse('"산에는"'.encode(), content_type).form is Form.GUIDE
     body = '{"inputs": "나 보기가"}'
-    for sent in (body, body.encode(), bytearray(body.encode())):
+    for sent in (body, body.encode()):
         request = parse(sent, content_type)
         assert (request.form, request.inputs, request.parameters) == (Form.OBJECT, "나 보기가", {})
 
@@ -103,9 +102,13 @@ def test_the_answers_type_follows_accept(accept: str | None, form: Form, expecte
     assert answer_type(accept, form) == expected
 
 
-OBJECT = {"generated_text": " 가실 때에는", "tokens": 3, "finish_reason": "stop", "seconds": 0.25}
-CUT_OFF = {**FIRST, "finish_reason": "length"}
-TWO = [FIRST, {"text": " 말없이", "tokens": 1}]
+FULL = {"return_full_text": True}
+CUT_OFF, SECOND = {**FIRST, "finish_reason": "length"}, {"text": " 말없이", "tokens": 1}
+SEQUENCES = [
+    {"generated_text": " 가실", "tokens": 3, "finish_reason": "stop"},
+    {"generated_text": " 말없이", "tokens": 1},
+]
+OBJECT = {**SEQUENCES[0], "seconds": 0.25}
 
 
 @pytest.mark.parametrize(
@@ -113,24 +116,20 @@ TWO = [FIRST, {"text": " 말없이", "tokens": 1}]
     [
         ({"inputs": "나 보기가"}, [FIRST], OBJECT),
         ({"inputs": {"text": "안녕", "sentiment": ""}}, [FIRST], OBJECT),
-        ("나", [FIRST], ["나 가실 때에는", 2, 0.25]),  # `</s>` is no step of the guide's
-        ("나", [CUT_OFF], ["나 가실 때에는", 3, 0.25]),
+        ({"inputs": "나", "parameters": FULL}, [FIRST], {**OBJECT, "generated_text": "나 가실"}),
+        ({"inputs": "나"}, [FIRST, SECOND], {**OBJECT, "sequences": SEQUENCES}),
+        ("나", [FIRST], ["나 가실", 2, 0.25]),  # `</s>` is no step of the guide's
+        ("나", [CUT_OFF], ["나 가실", 3, 0.25]),
     ],
 )
 def test_an_answer_has_the_form_of_its_request(body: Any, completions: Any, expected: Any) -> None:
-    request = parse(json.dumps(body), None)
-    written, kind = format_answer(request, {**ANSWER, "completions": completions}, JSON)
+    request, answer = parse(json.dumps(body), None), {"completions": completions, "seconds": 0.25}
+    written, kind = format_answer(request, answer, JSON)
     assert (json.loads(written), kind) == (expected, JSON)
     assert "가실".encode() in written  # Korean is not escaped
-
-
-def test_the_full_text_and_several_sequences_on_request() -> None:
-    request = parse('{"inputs": "나", "parameters": {"return_full_text": true}}', None)
-    assert format_answer(request, ANSWER, TEXT)[0].decode() == "나 가실 때에는"
-    request = parse('{"inputs": "나"}', None)
-    value = json.loads(format_answer(request, {**ANSWER, "completions": TWO}, JSON)[0])
-    assert value["generated_text"] == " 가실 때에는"
-    assert [s["generated_text"] for s in value["sequences"]] == [" 가실 때에는", " 말없이"]
+    prompt = "나" if "나 가실" in str(expected) else ""
+    text = "\n\n".join(prompt + completion["text"] for completion in completions)
+    assert format_answer(request, answer, TEXT) == (text.encode(), f"{TEXT}; charset=utf-8")
 
 
 def test_a_whole_surrogate_pair_is_a_character_and_half_of_one_is_written_as_an_escape() -> None:

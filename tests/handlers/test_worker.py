@@ -17,15 +17,15 @@ import pytest
 from handlers.user_code.confinement import landlock
 from handlers.user_code.confinement.rules import UIDS, may_change_user
 from tests.e2e.server import REPOSITORY, eventually
-from tests.handlers.messages import ask, load_message, request_message
+from tests.handlers.messages import ask, load_message, request_message, worker_arguments
 from tests.processes import has_ended, nothing_starts_in
 
 PROGRAM = """
 import sys
-import handlers.worker as worker
+import handlers.worker as worker, handlers.mms_connection as mms
 from tests.processes import become_a_user
 import tests.handlers.confined_service  # which a confined one cannot read
-worker.FIRST_CONNECTION_TIMEOUT_S = float(sys.argv.pop(1))
+mms.FIRST_CONNECTION_TIMEOUT_S = float(sys.argv.pop(1))
 if user := int(sys.argv.pop(1)):
     become_a_user(user)
 worker.main()
@@ -40,9 +40,7 @@ class Worker:
     def __init__(self, folder: Path, never_connected_s: float, user: int = 0) -> None:
         self.socket = folder / ".mms.sock.9000"
         command = [sys.executable, "-c", PROGRAM, str(never_connected_s), str(user)]
-        command += ["--sock-type", "unix"]
-        command += ["--sock-name", str(self.socket), "--handler", "handlers.handler_service"]
-        command += ["--model-path", str(folder), "--model-name", "m", "--preload-model", "false"]
+        command += worker_arguments(self.socket, "m", folder, "handlers.handler_service")
         self.process = subprocess.Popen(
             [*command, "--tmp-dir", str(folder)],
             cwd=REPOSITORY,

@@ -88,7 +88,7 @@ def test_a_flan_t5_answers_as_transformers_does(
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(oracle.ROOT), str(library)]))
     script = find_script(folder)
     assert script is not None
-    process = ScriptProcess("flan", script.spec("flan", 1 << 20), TIMEOUT_S)
+    process = ScriptProcess("flan", script.spec("flan"), TIMEOUT_S)
     try:
         process.start()
         process.wait_until_loaded()

@@ -17,7 +17,7 @@ from engine.artifacts.open import open_artifact
 from scripts.artifacts.archive import check, write_archive
 from tests.engine.hugging_face import make_hugging_face, write_json
 from tests.engine.models import make_artifact
-from tests.handlers.tensors.graphs import TinyGPT2, classifier
+from tests.handlers.tensors.graphs import TinyLM, classifier
 from tests.scripts import command
 from tests.serving.store.archives import unpack
 
@@ -143,7 +143,7 @@ def test_an_archive_is_checked_and_packed_as_its_folder_is(folder: Path, packed:
 
 
 def test_the_tensors_of_a_graph_or_symbol_are_shown(tmp_path: Path) -> None:
-    TinyGPT2().save(tmp_path / "gpt2" / "1" / "model.onnx")
+    TinyLM().save(tmp_path / "gpt2" / "1" / "model.onnx")
     assert check(tmp_path / "gpt2").summary == (
         "onnxruntime_onnx, input_ids INT64 [-1, -1], attention_mask INT64 [-1, -1]"
         " -> logits FP32 [-1, -1, 40]"

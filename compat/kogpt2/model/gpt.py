@@ -26,15 +26,8 @@ class GPT2SelfAttentionLayer(HybridBlock):  # type: ignore[misc]
     States are a key and a value of shape (B, H, P, D), or None where nothing comes before.
     """
 
-    def __init__(
-        self,
-        units: int,
-        num_heads: int,
-        dropout: float = 0.0,
-        prefix: Any = None,
-        params: Any = None,
-    ) -> None:
-        super().__init__(prefix=prefix, params=params)
+    def __init__(self, units: int, num_heads: int, dropout: float = 0.0, **options: Any) -> None:
+        super().__init__(**options)
         if units % num_heads:
             raise ValueError(f"units is {units}, must be a multiple of num_heads, {num_heads}")
         self._num_heads, self._scale = num_heads, (units // num_heads) ** -0.5
@@ -72,15 +65,8 @@ class GPT2SelfAttentionLayer(HybridBlock):  # type: ignore[misc]
 class GPT2FFNLayer(HybridBlock):  # type: ignore[misc]
     """(B, T, C) to (B, T, C), with the exact (erf) GELU."""
 
-    def __init__(
-        self,
-        units: int,
-        hidden_size: int,
-        dropout: float = 0.0,
-        prefix: Any = None,
-        params: Any = None,
-    ) -> None:
-        super().__init__(prefix=prefix, params=params)
+    def __init__(self, units: int, hidden_size: int, dropout: float = 0.0, **options: Any) -> None:
+        super().__init__(**options)
         with self.name_scope():
             self._hidden_map = nn.Dense(hidden_size, flatten=False, in_units=units)
             self._out_map = nn.Dense(units, flatten=False, in_units=hidden_size)
@@ -100,10 +86,9 @@ class GPT2Model(HybridBlock):  # type: ignore[misc]
         num_layers: int,
         num_heads: int,
         dropout: float = 0.0,
-        prefix: Any = None,
-        params: Any = None,
+        **options: Any,
     ) -> None:
-        super().__init__(prefix=prefix, params=params)
+        super().__init__(**options)
         self._max_length, self._num_layers = max_length, num_layers
         with self.name_scope():
             self._pos_embed = nn.Embedding(max_length, units)
@@ -141,7 +126,7 @@ class GPT2Model(HybridBlock):  # type: ignore[misc]
         if F is mx.nd and everything.shape[0] > self._max_length:
             raise ValueError(f"{everything.shape[0]} tokens, must be at most {self._max_length}")
         # The last T of all positions.
-        backwards = F.reverse(F.contrib.arange_like(everything, axis=0), axis=0)
+        backwards = _from_end(F, everything, 0)
         positions = F.reverse(F.slice_like(backwards, new, axes=(0,)), axis=0)
         out = F.broadcast_add(self._embed(data), self._pos_embed(positions).expand_dims(0))
         out = self._drop(out)

@@ -14,36 +14,29 @@ VERSION_3 = 0x20080522
 PR_CAP_AMBIENT, PR_CAP_AMBIENT_RAISE = 47, 2
 
 
-class _Header(ctypes.Structure):
-    _fields_ = (("version", ctypes.c_uint32), ("pid", ctypes.c_int))
-
-
-class _Data(ctypes.Structure):
-    _fields_ = (
-        ("effective", ctypes.c_uint32),
-        ("permitted", ctypes.c_uint32),
-        ("inheritable", ctypes.c_uint32),
-    )
+_Header = ctypes.c_uint32 * 2  # version, pid
+_Data = ctypes.c_uint32 * 6  # effective, permitted, inheritable; then those from 32 on
 
 
 def permitted() -> set[int]:
     """The capabilities that this process may use."""
-    data = (_Data * 2)()
-    _call("capget", data)
-    return {bit for bit in range(32) if data[0].permitted >> bit & 1}
+    data = _Data()
+    call("capget", _Header(VERSION_3, 0), data)
+    return {bit for bit in range(32) if data[1] >> bit & 1}
 
 
 def drop_all_but(remaining: Set[int]) -> None:
     """Drops all other capabilities of this thread and the programs it runs. Raises `OSError`."""
     bits = sum(1 << bit for bit in remaining)
-    _call("capset", (_Data * 2)(_Data(bits, bits, bits)))
+    call("capset", _Header(VERSION_3, 0), _Data(bits, bits, bits))
     for bit in remaining:
         ctypes.CDLL(None).prctl(PR_CAP_AMBIENT, PR_CAP_AMBIENT_RAISE, bit, 0, 0)
 
 
-def _call(name: str, data: ctypes.Array[_Data]) -> None:
-    """Calls `capget` or `capset`; the first half of `data` has the capabilities below 32."""
-    function = getattr(ctypes.CDLL(None, use_errno=True), name)
-    if function(ctypes.byref(_Header(VERSION_3, 0)), data) != 0:
+def call(function: str, *arguments: object) -> int:
+    """Calls a function of the C library. Raises `OSError`."""
+    result: int = getattr(ctypes.CDLL(None, use_errno=True), function)(*arguments)
+    if result < 0:
         error = ctypes.get_errno()
         raise OSError(error, os.strerror(error))
+    return result

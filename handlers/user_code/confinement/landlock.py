@@ -11,7 +11,10 @@ from __future__ import annotations
 import ctypes
 import os
 import stat
+import struct
 from collections.abc import Iterable
+
+from handlers.user_code.confinement.capabilities import call
 
 # System call numbers, the same on all architectures.
 CREATE_RULESET, ADD_RULE, RESTRICT_SELF = 444, 445, 446
@@ -30,17 +33,8 @@ READ = EXECUTE | READ_FILE | READ_DIR
 RIGHTS_ON_FILES = EXECUTE | WRITE_FILE | READ_FILE | TRUNCATE | IOCTL_DEV
 
 
-class _Ruleset(ctypes.Structure):
-    _fields_ = (
-        ("handled_access_fs", ctypes.c_uint64),
-        ("handled_access_net", ctypes.c_uint64),
-        ("scoped", ctypes.c_uint64),
-    )
-
-
-class _PathBeneath(ctypes.Structure):
-    _pack_ = 1
-    _fields_ = (("allowed_access", ctypes.c_uint64), ("parent_fd", ctypes.c_int32))
+RULESET = "=QQQ"  # handled_access_fs, handled_access_net, scoped
+PATH_BENEATH = "=Qi"  # allowed_access, parent_fd
 
 
 def abi() -> int:
@@ -63,10 +57,9 @@ def restrict(read: Iterable[str], write: Iterable[str], devices: Iterable[str] =
     """
     version = abi()
     handled = (1 << FILE_RIGHTS[min(version, max(FILE_RIGHTS))]) - 1
-    ruleset = _Ruleset(handled, 0, 0)
-    if version >= SCOPES_ABI:
-        ruleset.scoped = SCOPE_ABSTRACT_UNIX_SOCKET | SCOPE_SIGNAL
-    rules = _call(CREATE_RULESET, ctypes.byref(ruleset), ctypes.sizeof(ruleset), 0)
+    scoped = SCOPE_ABSTRACT_UNIX_SOCKET | SCOPE_SIGNAL if version >= SCOPES_ABI else 0
+    ruleset = struct.pack(RULESET, handled, 0, scoped)
+    rules = _call(CREATE_RULESET, ruleset, ctypes.c_size_t(len(ruleset)), 0)
     try:
         for path in read:
             _allow(rules, path, READ & handled)
@@ -87,16 +80,10 @@ def _allow(rules: int, path: str, access: int) -> None:
     try:
         if not stat.S_ISDIR(os.fstat(descriptor).st_mode):
             access &= RIGHTS_ON_FILES
-        beneath = _PathBeneath(access, descriptor)
-        _call(ADD_RULE, rules, RULE_PATH_BENEATH, ctypes.byref(beneath), 0)
+        _call(ADD_RULE, rules, RULE_PATH_BENEATH, struct.pack(PATH_BENEATH, access, descriptor), 0)
     finally:
         os.close(descriptor)
 
 
 def _call(number: int, *arguments: object) -> int:
-    library = ctypes.CDLL(None, use_errno=True)
-    result: int = library.syscall(ctypes.c_long(number), *arguments)
-    if result < 0:
-        error = ctypes.get_errno()
-        raise OSError(error, os.strerror(error))
-    return result
+    return call("syscall", ctypes.c_long(number), *arguments)

@@ -19,6 +19,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
+from typing import Any
 
 from common.oom import SCRIPT, expendable
 from handlers.user_code.confinement import capabilities, landlock, seccomp
@@ -96,8 +97,8 @@ class Confinement:
             seccomp.refuse_calls(self.network, truncation)
 
 
-def become_model_process(worker: int, confinement: Confinement | None) -> None:
-    """Confines this process and ties it to its worker. Raises `OSError`.
+def become_model_process(worker: int, confinement: Mapping[str, Any] | None) -> None:
+    """Confines this process by a `Confinement`'s fields, ties it to its worker. Raises `OSError`.
 
     It is killed when the worker ends, is the first that the kernel kills without memory, and dumps
     no core.
@@ -105,7 +106,7 @@ def become_model_process(worker: int, confinement: Confinement | None) -> None:
     expendable(SCRIPT)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     if confinement is not None:
-        confinement.enter()
+        Confinement(**confinement).enter()
     _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # last: a change of user resets it
     if os.getppid() != worker:
         os._exit(0)

@@ -6,7 +6,7 @@
 
 each with the context as one more argument if it takes one (`input_fn` also: the `model`). A missing
 function is the toolkit's default, or the MXNet container's for an MXNet model
-(`handlers.user_code.conventions.defaults`). Without `model_fn` it is the built-in handler's for the
+(`defaults_for`). Without `model_fn` it is the built-in handler's for the
 model's files; without any function that handler answers alone.
 
 Intended differences: each request of a batch has its own headers, an error has a reason and no
@@ -17,10 +17,11 @@ from __future__ import annotations
 
 import inspect
 import os
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType
-from typing import Any
+from typing import Any, Protocol
 
 from common.errors import ArtifactError, EngineError, InvalidRequest
 from common.media_types import JSON
@@ -28,10 +29,10 @@ from handlers.dispatch import Handler
 from handlers.request_id import request_id
 from handlers.user_code.conventions import formats
 from handlers.user_code.conventions.built_in import BuiltIn
-from handlers.user_code.conventions.defaults import Defaults, defaults_for
 from handlers.user_code.conventions.mms_context import ScriptContext, to_answer
 from handlers.user_code.failures import to_script_error
 from handlers.user_code.messages import Answer, Request, ScriptError, unsupported
+from handlers.user_code.module import server_imports
 
 STAGES = ("input_fn", "predict_fn", "output_fn")
 FUNCTIONS = ("model_fn", "transform_fn", *STAGES)
@@ -40,6 +41,32 @@ ARGUMENTS = {
     "predict_fn": 2, "output_fn": 2,
 }  # fmt: skip
 UTF8_TYPES = (JSON, "text/csv")
+
+
+class Defaults(Protocol):
+    """Each function raises `EngineError` for a mistake of the client or the script."""
+
+    def input_fn(self, body: bytes | str, content_type: str | None, model: Any) -> Any: ...
+
+    def predict_fn(self, data: Any, model: Any, timeout_s: float) -> Any: ...
+
+    def output_fn(self, prediction: Any, accept: str) -> Any:
+        """Returns the body, or body and content type."""
+
+
+def defaults_for(model: Any, fallback: Defaults) -> Defaults:
+    """The SageMaker MXNet container's defaults for MXNet's modules and blocks, else `fallback`."""
+    mxnet = sys.modules.get("mxnet")  # imported by the script if the model is MXNet's
+    with server_imports():
+        if mxnet is not None and isinstance(model, mxnet.mod.BaseModule):
+            from handlers.tensors import symbol_module
+
+            return symbol_module
+        if mxnet is not None and isinstance(model, mxnet.gluon.Block):
+            from handlers.user_code.conventions import gluon_block
+
+            return gluon_block
+    return fallback
 
 
 class SageMakerFunctions:
@@ -53,11 +80,6 @@ class SageMakerFunctions:
             if callable(getattr(module, name, None))
         }
         self._accept = os.environ.get("SAGEMAKER_DEFAULT_INVOCATIONS_ACCEPT") or JSON
-        self._check()
-        self._defaults: Defaults = formats
-        self._handler: Handler | None = None  # answers for a script without functions
-
-    def _check(self) -> None:
         if "transform_fn" in self._functions and any(name in self._functions for name in STAGES):
             raise ArtifactError(
                 "Cannot use transform_fn implementation in conjunction with input_fn, predict_fn,"
@@ -65,6 +87,8 @@ class SageMakerFunctions:
             )
         for name, function in self._functions.items():
             _check_arguments(name, function)
+        self._defaults: Defaults = formats
+        self._handler: Handler | None = None  # answers for a script without functions
 
     def load(self) -> None:
         model_dir, context = self._spec["root"], ScriptContext(self._spec)
@@ -157,12 +181,9 @@ class SageMakerFunctions:
 
 def _toolkit_error(error: Exception, name: str) -> ScriptError | None:
     """The status, message and type of one of the toolkit's own errors; None for any other error."""
-    if not type(error).__module__.startswith("sagemaker_inference") and not any(
-        base.__module__ == "sagemaker_inference.errors" for base in type(error).__mro__
-    ):
+    errors = sys.modules.get("sagemaker_inference.errors")  # imported by the script if it is its
+    if errors is None:
         return None
-    from sagemaker_inference import errors
-
     if isinstance(error, errors.BaseInferenceToolkitError):
         status = int(error.status_code)
         return ScriptError(

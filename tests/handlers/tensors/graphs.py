@@ -51,98 +51,43 @@ def identity(path: Path, datatype: int, shape: list[int | str | None]) -> Path:
     return save_graph(path, [node], [("x", datatype, shape)], [("y", datatype, shape)])
 
 
-class TinyGPT2:
-    """A one-layer GPT-2 without biases, as numpy and as a graph of standard operators.
+class TinyLM:
+    """A causal language model of random weights, as numpy and as a graph of standard operators.
 
     input_ids, attention_mask (B, T) int64 -> logits (B, T, V) float32
     """
 
-    units, max_length = 16, 32
-
     def __init__(self, seed: int = 0, vocab: int = 40) -> None:
-        self.vocab = vocab
-        rng, c = np.random.default_rng(seed), self.units
-        shapes = {
-            "wte": (self.vocab, c), "wpe": (self.max_length, c), "wq": (c, c), "wk": (c, c),
-            "wv": (c, c), "wo": (c, c), "w1": (c, 4 * c), "w2": (4 * c, c), "head": (c, self.vocab),
-        }  # fmt: skip
-        self.weights: dict[str, Array] = {
-            name: rng.standard_normal(shape).astype(np.float32) / np.float32(np.sqrt(shape[0]))
-            for name, shape in shapes.items()
-        }
-        for name in ("wte", "wpe"):
-            self.weights[name] *= np.float32(6)  # so that greedy text does not stand still
-        self.weights |= {"gamma": np.ones(c, np.float32), "beta": np.zeros(c, np.float32)}
+        rng, self.vocab = np.random.default_rng(seed), vocab
+        self.tokens = rng.standard_normal((vocab, 16)).astype(np.float32)
+        self.head = rng.standard_normal((16, vocab)).astype(np.float32)
 
     def logits(self, ids: Array) -> Array:
-        """(B, T) -> (B, T, V), all tokens attended to that stand before."""
-        w, (_, t) = self.weights, ids.shape
-        x = w["wte"][ids] + w["wpe"][:t]
-        h = _norm(x)
-        scores = (h @ w["wq"]) @ np.swapaxes(h @ w["wk"], 1, 2) / np.sqrt(self.units)
-        scores = np.where(np.tril(np.ones((t, t))) > 0, scores, -1e9)
-        p = np.exp(scores - scores.max(-1, keepdims=True))
-        x = x + (p / p.sum(-1, keepdims=True)) @ (h @ w["wv"]) @ w["wo"]
-        x = x + np.maximum(_norm(x) @ w["w1"], 0) @ w["w2"]
-        logits: Array = _norm(x) @ w["head"]
+        """(B, T) -> (B, T, V), of all tokens up to each."""
+        logits: Array = np.sin(np.cumsum(self.tokens[ids], axis=1)) @ self.head
         return logits
 
     def save(self, path: Path, **options: Any) -> Path:
-        def node(kind: str, inputs: str, output: str, **attributes: Any) -> Any:
-            return helper.make_node(kind, inputs.split(), [output], **attributes)
-
-        constants: dict[str, Array] = {
-            "one": np.array(1, np.int64), "zero": np.array(0, np.int64), "last": np.array([-1]),
-            "axis0": np.array([0]), "axis1": np.array([1]), "low": np.array(-1e9, np.float32),
-            "scale": np.array(self.units**-0.5, np.float32),
-        }  # fmt: skip
-        norm = {"axis": -1, "epsilon": 1e-5}
         nodes = [
-            node("Shape", "input_ids", "bt"),
-            node("Gather", "bt one", "t"),
-            node("Range", "zero t one", "positions"),
-            node("Gather", "wte input_ids", "tokens"),
-            node("Gather", "wpe positions", "places"),
-            node("Add", "tokens places", "x0"),
-            node("LayerNormalization", "x0 gamma beta", "h0", **norm),
-            *(node("MatMul", f"h0 w{part}", part) for part in "qkv"),
-            node("Transpose", "k", "kt", perm=[0, 2, 1]),
-            node("MatMul", "q kt", "raw"),
-            node("Mul", "raw scale", "scores"),
-            node("Unsqueeze", "positions axis0", "columns"),
-            node("Unsqueeze", "positions axis1", "lines"),
-            node("LessOrEqual", "columns lines", "before"),
-            node("Cast", "attention_mask", "shown", to=TensorProto.BOOL),
-            node("Unsqueeze", "shown axis1", "keys"),
-            node("And", "before keys", "visible"),
-            node("Where", "visible scores low", "masked"),
-            node("Softmax", "masked", "p", axis=-1),
-            node("MatMul", "p v", "mixed"),
-            node("MatMul", "mixed wo", "attention"),
-            node("Add", "x0 attention", "x1"),
-            node("LayerNormalization", "x1 gamma beta", "h1", **norm),
-            node("MatMul", "h1 w1", "wide"),
-            node("Relu", "wide", "active"),
-            node("MatMul", "active w2", "narrow"),
-            node("Add", "x1 narrow", "x2"),
-            node("LayerNormalization", "x2 gamma beta", "h2", **norm),
-            node("MatMul", "h2 head", "logits"),
+            helper.make_node("Gather", ["tokens", "input_ids"], ["embedded"]),
+            helper.make_node("Cast", ["attention_mask"], ["mask"], to=TensorProto.FLOAT),
+            helper.make_node("Unsqueeze", ["mask", "last"], ["column"]),
+            helper.make_node("Mul", ["embedded", "column"], ["visible"]),
+            helper.make_node("CumSum", ["visible", "one"], ["sums"]),
+            helper.make_node("Sin", ["sums"], ["hidden"]),
+            helper.make_node("MatMul", ["hidden", "head"], ["logits"]),
         ]
+        weights = {"tokens": self.tokens, "head": self.head}
+        constants = {"last": np.array([-1]), "one": np.array(1)}
         ids: list[int | str | None] = ["batch", "sequence"]
         return save_graph(
             path,
             nodes,
             [("input_ids", TensorProto.INT64, ids), ("attention_mask", TensorProto.INT64, ids)],
             [("logits", TensorProto.FLOAT, [*ids, self.vocab])],
-            {**self.weights, **constants},
+            weights | constants,
             **options,
         )
-
-
-def _norm(x: Array) -> Array:
-    centred = x - x.mean(-1, keepdims=True)
-    normed: Array = centred / np.sqrt((centred**2).mean(-1, keepdims=True) + 1e-5)
-    return normed
 
 
 def classifier(folder: Path, seed: int = 0, *, size: int = 16, classes: int = 5) -> Any:

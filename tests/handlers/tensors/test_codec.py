@@ -6,8 +6,6 @@ import io
 import json
 import pickle
 import struct
-import subprocess
-import sys
 from typing import Any
 
 import numpy as np
@@ -19,6 +17,7 @@ from handlers.model_spec import client_name
 from handlers.tensors import codec, tensor_model, v2
 from handlers.tensors.codec import CSV, NPY, TensorSpec
 from tests.handlers.tensors.graphs import npy
+from tests.processes import python
 
 IMAGE = TensorSpec("data", "FP32", ("batch", 2, 3))
 ROWS = TensorSpec("data", "FP32", ("batch", 2))
@@ -135,16 +134,16 @@ def test_memory_does_not_grow_with_the_longest_text() -> None:
         codec.decode(json.dumps([[0] * 100_000, [long]]).encode(), JSON, ROWS)
     answered = Same()
     body = json.dumps(["나"] * 1000 + [long]).encode()
-    assert tensor_model.transform_fn(answered, body, JSON, JSON)[0]
+    assert tensor_model.transform_fn(answered, body, JSON, JSON, 60)[0]
     with pytest.raises(EngineError, match="request fewer outputs"):
-        tensor_model.transform_fn(answered, body, JSON, NPY)
+        tensor_model.transform_fn(answered, body, JSON, NPY, 60)
 
 
 def test_the_length_of_the_json_is_a_number_of_bytes() -> None:
     for size in ("9" * 5000, "-1", "٣", "", "3"):
         kind = f"{BINARY};{HEADER_SIZE}={size}"
         with pytest.raises(InvalidRequest, match="length of the JSON"):
-            tensor_model.transform_fn(Same(), b"{}", kind, None)
+            tensor_model.transform_fn(Same(), b"{}", kind, None, 60)
 
 
 def test_other_types_are_refused_by_name() -> None:
@@ -153,37 +152,12 @@ def test_other_types_are_refused_by_name() -> None:
 
 
 @pytest.mark.parametrize(
-    ("datatype", "values"),
-    [
-        ("BOOL", [True, False]),
-        ("INT8", [-128, 127]),
-        ("INT64", [-(2**63), 2**63 - 1]),
-        ("UINT8", [0, 255]),
-        ("UINT64", [0, 2**64 - 1]),
-        ("UINT64", [2**63, 1]),
-        ("FP16", [0.5, -65504.0]),
-        ("FP32", [0.1, 3.4e38]),
-        ("FP64", [0.1, 1e308]),
-        ("BYTES", ["산에는 꽃 피네", ""]),
-    ],
+    ("datatype", "value"),
+    [("INT8", 128), ("UINT8", -1), ("BOOL", 2), ("FP16", 70000.0), ("BYTES", 1)],
 )
-def test_every_datatype_there_and_back(datatype: str, values: list[Any]) -> None:
-    spec = TensorSpec("x", datatype, (2,))
-    array = codec.from_values(values, spec)
-    assert array.dtype == spec.dtype
-    again = json.loads(codec.encode({"x": array}, JSON))
-    assert codec.from_values(again, spec).tolist() == array.tolist()
-    if datatype not in ("FP16", "FP32"):
-        assert again == values
-
-
-@pytest.mark.parametrize(
-    ("datatype", "values"),
-    [("INT8", [128]), ("UINT8", [-1]), ("BOOL", [2]), ("FP16", [70000.0]), ("BYTES", [1])],
-)
-def test_values_beyond_their_datatype_are_refused(datatype: str, values: list[Any]) -> None:
+def test_values_beyond_their_datatype_are_refused(datatype: str, value: Any) -> None:
     with pytest.raises(InvalidRequest, match=datatype):
-        codec.from_values(values, TensorSpec("x", datatype, (1,)))
+        codec.from_values([value], TensorSpec("x", datatype, (1,)))
 
 
 def test_answers_in_each_form() -> None:
@@ -311,10 +285,10 @@ class Double:
         return {"y": 2 * inputs["x"]}
 
 
-@pytest.mark.parametrize("body", ["[1, 2]", bytearray(b"[1, 2]"), b'{"x": [1, 2]}'])
+@pytest.mark.parametrize("body", [b"[1, 2]", b'{"x": [1, 2]}'])
 def test_one_tensor_may_be_sent_with_or_without_its_name(body: Any) -> None:
     for content_type in (None, "", "application/json; charset=utf-8"):
-        answer = tensor_model.transform_fn(Double(), body, content_type, None, None)
+        answer = tensor_model.transform_fn(Double(), body, content_type, None, 60)
         assert answer == (b"[2.0,4.0]", JSON)
 
 
@@ -323,7 +297,7 @@ def test_an_answer_that_is_too_large_is_an_error(monkeypatch: pytest.MonkeyPatch
     body = json.dumps([0.123] * 40).encode()
     for accept in (JSON, CSV, NPY):
         with pytest.raises(EngineError, match="request fewer outputs"):
-            tensor_model.transform_fn(Double(), body, JSON, accept, None)
+            tensor_model.transform_fn(Double(), body, JSON, accept, 60)
 
 
 def test_a_models_name_is_the_clients_own() -> None:
@@ -333,11 +307,8 @@ def test_a_models_name_is_the_clients_own() -> None:
 
 def test_choosing_a_handler_imports_nothing_large() -> None:
     """Workers of built-in models have 20 MB; numpy alone would double that."""
-    script = (
-        "import sys, handlers.dispatch; handlers.dispatch.handler_for('.');"
-        "print([m for m in ('numpy', 'orjson', 'mxnet', 'onnxruntime') if m in sys.modules])"
+    code = (
+        "import sys, handlers.handler_service as service; service.handler_for('.');"
+        "print({'numpy', 'scipy', 'orjson', 'mxnet', 'onnxruntime'} & {*sys.modules})"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=60
-    )
-    assert done.stdout.strip() == "[]"
+    assert python("-c", code).stdout == "set()\n"

@@ -18,11 +18,11 @@ from common.media_types import JSON
 from common.memory import Memory
 from handlers.dispatch import handler_for
 from handlers.tensors import admission, onnx_graph
-from tests.handlers.tensors.graphs import TinyGPT2, identity, save_graph
+from tests.handlers.tensors.graphs import TinyLM, identity, save_graph
 from tests.processes import no_thread_starts
 
 F, I64 = TensorProto.FLOAT, TensorProto.INT64
-GPT2 = TinyGPT2()
+LM = TinyLM()
 IDS = np.array([[1, 2, 3], [4, 5, 6]])
 
 
@@ -32,14 +32,14 @@ def ask(model: Any, value: Any, accept: str | None = None) -> Any:
 
 
 def check(model: Any, ids: Any) -> None:
-    """The model answers with `GPT2`'s logits."""
+    """The model answers with `LM`'s logits."""
     value = {"input_ids": ids.tolist(), "attention_mask": np.ones_like(ids).tolist()}
-    np.testing.assert_allclose(ask(model, value), GPT2.logits(ids), atol=1e-4)
+    np.testing.assert_allclose(ask(model, value), LM.logits(ids), atol=1e-4)
 
 
 @pytest.mark.parametrize("place", ["model.onnx", "1/model.onnx", "gpt2/3/model.onnx"])
 def test_a_graph_is_found_and_computes(tmp_path: Path, place: str) -> None:
-    GPT2.save(tmp_path / place)
+    LM.save(tmp_path / place)
     handler: Any = handler_for(str(tmp_path))
     assert not handler.IN_ENGINE
     model = handler.model_fn(str(tmp_path), "봄#012345-1")
@@ -67,7 +67,7 @@ def test_a_graph_beside_weights_of_a_text_model_is_not_served(tmp_path: Path) ->
 
 
 def test_weights_may_lie_in_files_beside_the_graph(tmp_path: Path) -> None:
-    GPT2.save(
+    LM.save(
         tmp_path / "model.onnx", save_as_external_data=True, location="w.bin", size_threshold=512
     )
     model = onnx_graph.model_fn(str(tmp_path))
@@ -96,7 +96,7 @@ def test_weights_outside_of_the_artifact_are_not_read(tmp_path: Path, location: 
 
 
 def test_a_damaged_graph_is_refused_in_one_sentence(tmp_path: Path) -> None:
-    path = GPT2.save(tmp_path / "model.onnx")
+    path = LM.save(tmp_path / "model.onnx")
     for damaged in (b"", b"no graph", path.read_bytes()[:4000]):
         path.write_bytes(damaged)
         with pytest.raises(ArtifactError, match=r"^model.onnx cannot be loaded: .+") as caught:
@@ -126,13 +126,16 @@ def test_an_unknown_operator_or_value_is_named(tmp_path: Path, node: Any, messag
     ("datatype", "kind", "values"),
     [
         ("BOOL", TensorProto.BOOL, [True, False]),
+        ("INT8", TensorProto.INT8, [-128, 127]),
         ("UINT8", TensorProto.UINT8, [0, 255]),
         ("INT32", TensorProto.INT32, [-(2**31), 2**31 - 1]),
+        ("INT64", TensorProto.INT64, [-(2**63), 2**63 - 1]),
         ("UINT64", TensorProto.UINT64, [0, 2**64 - 1]),
-        ("FP16", TensorProto.FLOAT16, [0.5, -2.0]),
-        ("FP32", TensorProto.FLOAT, [0.1, 2.0]),
-        ("FP64", TensorProto.DOUBLE, [0.1, 1e300]),
-        ("BYTES", TensorProto.STRING, ["산에는", "🌸"]),
+        ("UINT64", TensorProto.UINT64, [2**63, 1]),
+        ("FP16", TensorProto.FLOAT16, [0.5, -65504.0]),
+        ("FP32", TensorProto.FLOAT, [0.1, 3.4e38]),
+        ("FP64", TensorProto.DOUBLE, [0.1, 1e308]),
+        ("BYTES", TensorProto.STRING, ["산에는 꽃", "🌸", ""]),
     ],
 )
 def test_each_datatype_passes_through(
@@ -140,9 +143,8 @@ def test_each_datatype_passes_through(
 ) -> None:
     identity(tmp_path / "model.onnx", kind, ["n"])
     model = onnx_graph.model_fn(str(tmp_path))
-    given = {"name": "x", "shape": [2], "datatype": datatype, "data": values}
-    answer = ask(model, {"inputs": [given]})["outputs"]
-    assert answer == [{"name": "y", "datatype": datatype, "shape": [2], "data": values}]
+    given = {"name": "x", "shape": [len(values)], "datatype": datatype, "data": values}
+    assert ask(model, {"inputs": [given]})["outputs"] == [{**given, "name": "y"}]
 
 
 def test_only_requested_outputs_are_sent_in_that_order(tmp_path: Path) -> None:
@@ -171,7 +173,7 @@ def test_outputs_that_are_no_tensors_are_not_served(tmp_path: Path) -> None:
 
 
 def test_inputs_that_do_not_fit_together_are_refused_with_the_right_ones(tmp_path: Path) -> None:
-    GPT2.save(tmp_path / "model.onnx")
+    LM.save(tmp_path / "model.onnx")
     model = onnx_graph.model_fn(str(tmp_path))
     for ids, mask in (([[1, 2]], [[1, 1, 1]]), ([[1, 99]], [[1, 1]])):
         with pytest.raises(InvalidRequest, match="it takes input_ids INT64 \\[batch") as caught:
@@ -213,7 +215,7 @@ def counting(path: Path) -> Path:
 
 
 def test_a_run_starts_no_thread(tmp_path: Path) -> None:
-    GPT2.save(tmp_path / "model.onnx")
+    LM.save(tmp_path / "model.onnx")
     model = onnx_graph.model_fn(str(tmp_path))
     with no_thread_starts():
         check(model, IDS)
@@ -229,7 +231,7 @@ def test_a_run_is_ended_at_its_timeout(tmp_path: Path) -> None:
 
 
 def test_concurrent_requests_get_their_own_answers(tmp_path: Path) -> None:
-    GPT2.save(tmp_path / "model.onnx")
+    LM.save(tmp_path / "model.onnx")
     model = onnx_graph.model_fn(str(tmp_path))
     prompts = [np.array([[i % 40, 3, i % 7]]) for i in range(200)]
     with ThreadPoolExecutor(8) as pool:
@@ -252,7 +254,7 @@ def test_the_container_and_the_machine_both_limit_what_is_left(
 def test_a_model_that_does_not_fit_is_refused_with_the_numbers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    GPT2.save(tmp_path / "model" / "model.onnx")
+    LM.save(tmp_path / "model" / "model.onnx")
     monkeypatch.setattr(admission, "container_memory", lambda: Memory(1 << 30, 980 << 20))
     with pytest.raises(OutOfMemory, match=r"needs about 6\d MiB, .* only 0 are left") as caught:
         onnx_graph.model_fn(str(tmp_path / "model"))

@@ -200,14 +200,14 @@ def test_inputs_and_outputs_may_be_several(tmp_path: Path) -> None:
     model = symbol.model_fn(str(tmp_path))
     x = {"a": np.ones((2, 3), np.float32), "b": np.full((2, 3), 2, np.float32)}
     body = json.dumps({name: array.tolist() for name, array in x.items()}).encode()
-    answer = json.loads(symbol.transform_fn(model, body, JSON, None)[0])
+    answer = json.loads(symbol.transform_fn(model, body, JSON, None, 30)[0])
     assert list(answer) == [o["name"] for o in symbol.describe(model)["outputs"]]
     for found, expected in zip(answer.values(), bound(**x), strict=True):
         np.testing.assert_allclose(found, expected, atol=1e-6)
     x["b"] = x["b"][:1]
     body = json.dumps({name: array.tolist() for name, array in x.items()}).encode()
     with pytest.raises(InvalidRequest, match="different numbers of rows"):
-        symbol.transform_fn(model, body, JSON, None)
+        symbol.transform_fn(model, body, JSON, None, 30)
 
 
 def test_inputs_without_a_batch_dimension_must_have_the_shape_of_the_file(tmp_path: Path) -> None:

@@ -23,6 +23,16 @@ def test_a_text_that_mentions_the_protocol_is_a_text(plain: str) -> None:
     assert v2.parse(plain.encode(), "text/plain") is None
 
 
+@pytest.mark.parametrize("separator", [";", "; "])
+def test_the_length_of_the_json_is_a_parameter_of_the_content_type(separator: str) -> None:
+    tensor = {**TEXT, "data": None, "parameters": {"binary_data_size": 10}}
+    header = json.dumps({"inputs": [tensor]}).encode()
+    kind = f"{BINARY}{separator}{HEADER_SIZE}={len(header)}"
+    parsed = v2.parse(header + b"\6\0\0\0" + "나는".encode(), kind)
+    assert parsed is not None
+    assert json.loads(parsed[1])["inputs"] == "나는"
+
+
 @pytest.mark.parametrize("given", [body(id="\ud800"), body(parameters={"\ud800": 1})])
 def test_half_a_surrogate_pair_is_refused(given: bytes) -> None:
     kind = f"{BINARY};{HEADER_SIZE}={len(given)}"
@@ -32,10 +42,10 @@ def test_half_a_surrogate_pair_is_refused(given: bytes) -> None:
 
 
 def test_an_answer_has_the_requests_id() -> None:
-    request = v2.parse(body(id="봄", outputs=[{"name": "generated_text"}]), None)
-    assert request is not None
+    parsed = v2.parse(body(id="봄", outputs=[{"name": "generated_text"}]), None)
+    assert parsed is not None
     plain = json.dumps({"generated_text": "꽃", "tokens": 1, "finish_reason": "stop"}).encode()
-    answer = json.loads(v2.answer(request, plain, "시")[0])
+    answer = json.loads(v2.answer(parsed[0], plain, "시")[0])
     assert answer == {
         "model_name": "시",
         "model_version": "1",

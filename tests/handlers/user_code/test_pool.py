@@ -45,7 +45,7 @@ def scripts(tmp_path: Path) -> Iterator[ScriptPool]:
     (tmp_path / "inference.py").write_text(SCRIPT, encoding="utf-8")
     script = find_script(tmp_path)
     assert script is not None
-    spec = script.spec("글", 1 << 20)
+    spec = script.spec("글")
     made: list[ScriptProcess] = []
 
     def make() -> ScriptProcess:

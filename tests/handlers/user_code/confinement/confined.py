@@ -6,7 +6,6 @@ Landlock limited to ABI. Prints each attempt's outcome as JSON: "" or the error'
 
 from __future__ import annotations
 
-import array
 import ctypes
 import encodings.idna  # noqa: F401  a user may not reach this Python's folder later on
 import json
@@ -27,27 +26,19 @@ from typing import Any
 
 from common import seccomp
 from handlers.user_code.confinement import landlock
-from handlers.user_code.confinement.capabilities import permitted
+from handlers.user_code.confinement.capabilities import call, permitted
 from handlers.user_code.confinement.rules import Confinement, allocate_user, environment
 
-LIBC = ctypes.CDLL(None, use_errno=True)
 MACHINE = platform.machine()
 COLUMN = list(seccomp.ARCHITECTURES).index(MACHINE) if MACHINE in seccomp.ARCHITECTURES else 0
+FOLDERS = ("모델", "다른 모델", "temporary")
 CLONE_NEWUSER, PTRACE_SEIZE = 0x10000000, 0x4206
-
-
-def call(function: str, *arguments: Any) -> int:
-    returned: int = getattr(LIBC, function)(*arguments)
-    if returned < 0:
-        error = ctypes.get_errno()
-        raise OSError(error, os.strerror(error))
-    return returned
 
 
 def main() -> None:
     folder, user, abi = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
     landlock.abi = lambda: abi
-    model, other, temporary = (folder / name for name in ("모델", "다른 모델", "temporary"))
+    model, other, temporary = (folder / name for name in FOLDERS)
     for path in (model, other, temporary):
         path.mkdir(mode=0o700)
         (path / "weights").write_text("가중치", encoding="utf-8")
@@ -58,7 +49,7 @@ def main() -> None:
         os.setgroups([])
         os.setresgid(user, user, user)
         os.setresuid(user, user, user)
-        LIBC.prctl(4, 1, 0, 0, 0)  # as after a program is executed
+        call("prctl", 4, 1, 0, 0, 0)  # as after a program is executed
     uid = allocate_user(str(folder))
     if uid is not None:
         os.chown(temporary, uid, uid)
@@ -79,7 +70,7 @@ def main() -> None:
             each.close()
         os.environ.update(environment(str(temporary)))
         Confinement(read=[str(model)], write=[str(temporary)], uid=uid).enter()
-        groups = attempts(folder, model, other, temporary, server, network.getsockname())
+        groups = attempts(folder, server, network.getsockname())
         tried = {
             what: outcome(function) for group in groups.values() for what, function in group.items()
         }
@@ -100,11 +91,9 @@ def outcome(function: Callable[[], Any]) -> str:
     return ""
 
 
-def attempts(
-    folder: Path, model: Path, other: Path, temporary: Path, server: int, address: Any
-) -> dict[str, dict[str, Callable[[], Any]]]:
+def attempts(folder: Path, server: int, address: Any) -> dict[str, dict[str, Callable[[], Any]]]:
     """All attempts by what prevents them on the kernels that can. Makes none of them."""
-
+    model, other, temporary = (folder / name for name in FOLDERS)
     weights = other / "weights"
 
     def pair(*kind: int) -> None:
@@ -127,8 +116,8 @@ def attempts(
             os._exit(0)
         os.waitpid(pid, 0)
 
-    def truncated(path: Path, access: int) -> None:
-        os.close(os.open(path, access | os.O_TRUNC))
+    def opened(path: Path, flags: int) -> None:
+        os.close(os.open(path, flags))
 
     def own_truncated() -> None:
         path = temporary / "b"
@@ -138,23 +127,12 @@ def attempts(
             file.truncate(3)
         if path.read_text() != "가":
             raise RuntimeError
-        truncated(path, os.O_WRONLY)
-
-    def memory() -> None:
-        with open(f"/proc/{server}/mem", "rb") as file:
-            file.seek(0x1000)
+        opened(path, os.O_WRONLY | os.O_TRUNC)
 
     def remote() -> None:
         buffer = ctypes.create_string_buffer(8)
-        vector = array.array("L", [ctypes.addressof(buffer), 8])
-        address = vector.buffer_info()[0]
-        call("process_vm_readv", server, ctypes.c_void_p(address), 1,
-             ctypes.c_void_p(address), 1, 0)  # fmt: skip
-
-    def program() -> None:
-        done = subprocess.run(["cat", str(model / "weights")], capture_output=True, check=False)
-        if done.stdout.decode() != "가중치":
-            raise RuntimeError(done.stderr)
+        vector = (ctypes.c_size_t * 2)(ctypes.addressof(buffer), 8)
+        call("process_vm_readv", server, vector, 1, vector, 1, 0)
 
     def shared() -> None:
         context = multiprocessing.get_context("fork")
@@ -166,11 +144,6 @@ def attempts(
             raise RuntimeError
         started.join()
 
-    def thread() -> None:
-        started = threading.Thread(target=lambda: None)
-        started.start()
-        started.join()
-
     return {
         "allowed": {
             "reads its model": lambda: (model / "weights").read_text(encoding="utf-8"),
@@ -178,8 +151,10 @@ def attempts(
                 "가"
             ),
             "imports": lambda: __import__("wave"),
-            "runs programs": program,
-            "has threads": thread,
+            "runs programs": lambda: subprocess.run(
+                ["grep", "-q", "가중치", str(model / "weights")], check=True
+            ),
+            "has threads": threading.Thread(target=int).start,
             "has processes": shared,
             "has pairs of sockets": pair,
             "uses the network": lambda: socket.create_connection(address, timeout=10).close(),
@@ -196,10 +171,12 @@ def attempts(
             ),
             "changes another model": lambda: weights.write_text("x"),
             "truncates its model": lambda: os.truncate(model / "weights", 0),
-            "truncates its model as it reads": lambda: truncated(model / "weights", os.O_RDONLY),
+            "truncates its model as it reads": lambda: opened(
+                model / "weights", os.O_RDONLY | os.O_TRUNC
+            ),
             "truncates another model": lambda: os.truncate(weights, 0),
-            "truncates another model as it opens it for nothing": lambda: truncated(
-                weights, os.O_ACCMODE
+            "truncates another model as it opens it for nothing": lambda: opened(
+                weights, os.O_ACCMODE | os.O_TRUNC
             ),
             "removes another model": weights.unlink,
             "lists the server's folder": lambda: os.listdir(folder),
@@ -207,7 +184,7 @@ def attempts(
             "moves another model": lambda: os.rename(weights, temporary / "moved"),
             "makes a device": lambda: os.mknod(temporary / "device", 0o20666, os.makedev(1, 3)),
             "reads the server's environment": lambda: Path(f"/proc/{server}/environ").read_bytes(),
-            "reads the server's memory": memory,
+            "reads the server's memory": lambda: opened(Path(f"/proc/{server}/mem"), os.O_RDONLY),
             "reads the server's memory by a call": remote,
             "traces the server": lambda: call("ptrace", PTRACE_SEIZE, server, None, None),
             "is less expendable": lambda: Path("/proc/self/oom_score_adj").write_text("0"),

@@ -20,7 +20,7 @@ from tests.e2e.server import REPOSITORY
 from tests.handlers.user_code.confinement import confined
 
 A_USER = 54321
-ATTEMPTS = confined.attempts(Path(), Path(), Path(), Path(), 0, None)
+ATTEMPTS = confined.attempts(Path(), 0, None)
 ALLOWED = ATTEMPTS["allowed"]
 BY_LANDLOCK, BY_SECCOMP = ATTEMPTS["landlock"], ATTEMPTS["seccomp"]
 BY_SCOPE_OR_USER, BY_USER = ATTEMPTS["scope or user"], ATTEMPTS["user"]

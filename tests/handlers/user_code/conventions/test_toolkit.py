@@ -5,6 +5,8 @@ from __future__ import annotations
 import io
 import json
 import textwrap
+import types
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,17 +14,38 @@ import numpy as np
 import pytest
 
 from common.errors import EngineError, InvalidRequest
+from common.media_types import JSON
 from handlers.dispatch import handler_for
+from handlers.tensors.codec import NPY
+from handlers.user_code.conventions.detect import service_of
 from handlers.user_code.entry_point import Script
+from handlers.user_code.messages import Answer, Part, Request
 from tests.handlers.tensors.graphs import classifier, npy
-from tests.handlers.user_code.in_process import InProcessScript
 
+Ask = Callable[..., Answer]
 EMPTY = "# only a comment\n\nfrom __future__ import absolute_import\n"
 IMAGES = np.random.default_rng(1).standard_normal((2, 3, 16, 16)).astype(np.float32)
 
 
+def loaded(folder: Path, source: str) -> Ask:
+    """Loads a model's script in this process; the function raises an answer that is an error."""
+    module = types.ModuleType("script")
+    exec(compile(source, "inference.py", "exec"), module.__dict__)  # noqa: S102
+    service = service_of(module, Script(folder, folder / "inference.py").spec("봄"))
+    service.load()
+
+    def ask(body: bytes, kind: str = JSON, accept: str = JSON) -> Answer:
+        headers = {"content-type": kind, "accept": accept}
+        (answer,) = service.answer([Request("1", headers, [Part("body", kind, body)])], 30.0)
+        if isinstance(answer, EngineError):
+            raise answer
+        return answer
+
+    return ask
+
+
 def array(answer: Any) -> Any:
-    if answer.content_type == "application/x-npy":
+    if answer.content_type == NPY:
         return np.load(io.BytesIO(answer.body))
     return np.array(json.loads(answer.body))
 
@@ -51,7 +74,7 @@ def test_a_script_without_functions_is_served_by_the_built_in_handler(
     tmp_path: Path, source: str
 ) -> None:
     run = classifier(tmp_path)
-    ask = InProcessScript(tmp_path, source)
+    ask = loaded(tmp_path, source)
     answer = ask(json.dumps(IMAGES.tolist()).encode())
     np.testing.assert_allclose(array(answer), run(data=IMAGES)[0], atol=1e-5)
     given = {"name": "data", "shape": list(IMAGES.shape), "datatype": "FP32"}
@@ -86,10 +109,10 @@ ROWS, SUMS = [[1.0, 2.0, 3.0]], [[6.0, 6.0]]
 
 @pytest.mark.parametrize("source", [BLOCK, HYBRID])
 def test_a_gluon_block_is_run_by_the_defaults(tmp_path: Path, source: str) -> None:
-    ask = InProcessScript(tmp_path, source)
-    for body, kind in ((b"[[1, 2, 3]]", "application/json"), (npy(ROWS), "application/x-npy")):
-        for accept in ("application/json", "application/x-npy"):
-            answer = ask(body, kind, accept=accept)
+    ask = loaded(tmp_path, source)
+    for body, kind in ((b"[[1, 2, 3]]", JSON), (npy(ROWS), NPY)):
+        for accept in (JSON, NPY):
+            answer = ask(body, kind, accept)
             assert (answer.content_type, array(answer).tolist()) == (accept, SUMS)
 
 
@@ -103,12 +126,12 @@ def test_a_gluon_block_is_run_by_the_defaults(tmp_path: Path, source: str) -> No
     ],
 )
 def test_a_script_may_bring_some_functions_around_its_block(tmp_path: Path, own: str) -> None:
-    assert array(InProcessScript(tmp_path, HYBRID + own)(b"[[1, 2, 3]]")).tolist() == SUMS
+    assert array(loaded(tmp_path, HYBRID + own)(b"[[1, 2, 3]]")).tolist() == SUMS
 
 
 def test_several_outputs_of_a_block_come_by_number(tmp_path: Path) -> None:
     own = "\nNet.hybrid_forward = lambda self, F, x, **_: (self.dense(x), x)\n"
-    answer = InProcessScript(tmp_path, HYBRID + own)(b"[[1, 2, 3]]")
+    answer = loaded(tmp_path, HYBRID + own)(b"[[1, 2, 3]]")
     assert json.loads(answer.body) == {"output0": SUMS, "output1": ROWS}
 
 
@@ -124,7 +147,7 @@ def test_several_outputs_of_a_block_come_by_number(tmp_path: Path) -> None:
 def test_input_that_a_block_cannot_compute_is_a_client_error(
     tmp_path: Path, body: bytes, message: str
 ) -> None:
-    ask = InProcessScript(tmp_path, HYBRID)
+    ask = loaded(tmp_path, HYBRID)
     with pytest.raises(InvalidRequest, match=message):
         ask(body)
     assert array(ask(b"[[1, 2, 3]]")).tolist() == SUMS
@@ -155,7 +178,7 @@ def model_fn(model_dir):
 )
 def test_a_module_is_run_by_the_defaults(tmp_path: Path, own: str) -> None:
     run = classifier(tmp_path)
-    ask = InProcessScript(tmp_path, MODULE + own)
+    ask = loaded(tmp_path, MODULE + own)
     np.testing.assert_allclose(
         array(ask(json.dumps(IMAGES.tolist()).encode())), run(data=IMAGES)[0], atol=1e-5
     )
@@ -163,5 +186,5 @@ def test_a_module_is_run_by_the_defaults(tmp_path: Path, own: str) -> None:
 
 def test_other_models_need_a_predict_fn(tmp_path: Path) -> None:
     with pytest.raises(EngineError, match="Please provide a predict_fn") as caught:
-        InProcessScript(tmp_path, "def model_fn(model_dir): return 1")
+        loaded(tmp_path, "def model_fn(model_dir): return 1")
     assert caught.value.status == 400
