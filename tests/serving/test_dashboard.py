@@ -59,19 +59,16 @@ def test_every_setting_that_the_pages_on_operation_name_is_one() -> None:
     assert named - set(known) == set()
 
 
-def test_a_models_numbers_go_by_its_name(served: str) -> None:
+def test_a_models_numbers_go_by_its_name_and_who_waits_in_the_gateway_counts(served: str) -> None:
     for line in (
         'kogpt2_model_cached_tokens_total{model="시"} 1.0',
         "kogpt2_engine_prefix_bytes 2.0",
         'kogpt2_model_tokens_total{model="시"} 1.0',
         'kogpt2_model_residency{model="시",residency="parked"} 1.0',
+        'kogpt2_model_waiting{model="시"} 4.0',
+        'kogpt2_model_waiting{model="점수"} 2.0',  # a script, which the engine lacks
     ):
         assert line in served
-
-
-def test_who_waits_in_the_gateway_is_counted_with_who_waits_in_the_engine(served: str) -> None:
-    assert 'kogpt2_model_waiting{model="시"} 4.0' in served
-    assert 'kogpt2_model_waiting{model="점수"} 2.0' in served  # a script, which the engine lacks
 
 
 def test_who_waits_is_told_without_the_engine() -> None:

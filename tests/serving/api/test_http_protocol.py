@@ -169,10 +169,6 @@ def test_another_protocols_offer_is_ignored_too(served: Served) -> None:
     assert served.ask(post("/echo", offer), BODY).endswith(BODY)
 
 
-def test_a_body_that_is_none_after_an_offer_is_refused(served: Served) -> None:
-    assert b"400 Bad Request" in served.ask(post("/echo", OFFER, None), b"nonsense\r\n")
-
-
 def test_curl_may_offer_http2(served: Served, tmp_path: Path) -> None:
     curl = shutil.which("curl")
     if (

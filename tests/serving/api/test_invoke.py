@@ -74,11 +74,14 @@ async def test_at_the_deadline_the_client_is_answered_and_the_engine_told() -> N
     assert (world.model.line.running, world.model.in_flight) == (0, 0)
 
 
-async def test_a_request_whose_model_waits_for_room_at_its_deadline_may_be_tried_again() -> None:
+async def test_a_load_that_takes_longer_than_the_request_has_is_not_waited_for() -> None:
     world = World(request_timeout_s=1)
-    world.model.shortage = OutOfMemory("model 봄 needs 2 MiB, but 17 are taken")
     world.registry.use = loading  # type: ignore[method-assign, assignment]
-    status, headers, body = await world.call("POST", PATH)
+    for path in (PATH, "/v2/models/봄/infer"):
+        status, _, body = await world.call("POST", path)
+        assert (status, b"no answer within 1 s" in body) == (504, True)
+    world.model.shortage = OutOfMemory("model 봄 needs 2 MiB, but 17 are taken")
+    status, headers, body = await world.call("POST", PATH)  # may be tried again
     assert (status, headers["retry-after"]) == (503, "1")
     reason = "no memory or disk became free within 1 s: model 봄 needs 2 MiB, but 17 are taken"
     assert said(body)[1] == reason
@@ -127,14 +130,6 @@ async def test_a_model_whose_memory_others_took_while_the_engine_was_away_is_503
     status, headers, _ = await world.call("POST", PATH)
     assert status == expected
     assert ("retry-after" in headers) is (expected == 503)
-
-
-async def test_a_load_that_takes_longer_than_the_request_has_is_not_waited_for() -> None:
-    world = World(request_timeout_s=1)
-    world.registry.use = loading  # type: ignore[method-assign, assignment]
-    for path in (PATH, "/v2/models/봄/infer"):
-        status, _, body = await world.call("POST", path)
-        assert (status, b"no answer within 1 s" in body) == (504, True)
 
 
 async def test_a_body_has_as_long_to_arrive() -> None:
