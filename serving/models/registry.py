@@ -202,6 +202,7 @@ class Registry:
             error.message = error.message.replace(model.stored.key, model.name)
             if (base := model.stored_base) is not None:
                 error.message = error.message.replace(base.key, base.name)
+            error.args = (error.message,)  # the log's
         return error
 
     async def _fetch_and_start(self, model: Model, attempt: Attempt) -> None:
