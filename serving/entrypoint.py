@@ -214,23 +214,19 @@ def _run_dir(settings: Settings) -> Iterator[Path]:
 
 def _progress(settings: Settings) -> Progress:
     """The progress of the gateway's start."""
+    status, body = _ping(settings, PROBE_TIMEOUT_S)
+    if status == 200:
+        return Progress.READY
     try:
-        status, body = _ping(settings, PROBE_TIMEOUT_S)
-        if status == 200:
-            return Progress.READY
         loading = json.loads(body)["type"] == StillLoading.type
-    except (OSError, HTTPException, LookupError, TypeError, ValueError):
+    except (LookupError, TypeError, ValueError):
         return Progress.STARTING
     return Progress.LOADING if loading else Progress.STARTING
 
 
 def _gateway_answers(settings: Settings) -> bool:
     """Whether the gateway answers, with any status: it is healthy while it loads or drains, too."""
-    try:
-        _ping(settings, GATEWAY_TIMEOUT_S)
-    except (OSError, HTTPException):
-        return False
-    return True
+    return _ping(settings, GATEWAY_TIMEOUT_S)[0] != 0
 
 
 def _ping(settings: Settings, timeout_s: float) -> tuple[int, bytes]:
@@ -240,18 +236,16 @@ def _ping(settings: Settings, timeout_s: float) -> tuple[int, bytes]:
 
 
 def _answers(path: str, url: str) -> bool:
-    try:
-        return _get(UnixConnection(path, PROBE_TIMEOUT_S), url)[0] == 200
-    except (OSError, HTTPException):
-        return False
+    return _get(UnixConnection(path, PROBE_TIMEOUT_S), url)[0] == 200
 
 
 def _get(connection: HTTPConnection, url: str) -> tuple[int, bytes]:
-    """The status and the body. Raises `OSError`, `HTTPException`."""
-    with contextlib.closing(connection):
+    """The status and the body; 0 and nothing without an answer."""
+    with contextlib.closing(connection), contextlib.suppress(OSError, HTTPException):
         connection.request("GET", url)
         answer = connection.getresponse()
         return answer.status, answer.read()
+    return 0, b""
 
 
 def host_accepts(run_dir: Path) -> bool:
