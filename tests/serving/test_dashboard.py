@@ -9,10 +9,11 @@ import pytest
 
 from common.histogram import Histogram
 from serving.api.metrics import Metrics
+from tests.processes import REPOSITORY
 
-ROOT = Path(__file__).resolve().parents[2]
-DASHBOARD = ROOT / "deploy" / "grafana" / "kogpt2.json"
-MONITORING, SETTINGS = ROOT / "docs/operate/monitoring.md", ROOT / "docs/reference/settings.md"
+DASHBOARD = REPOSITORY / "deploy/grafana/kogpt2.json"
+MONITORING = REPOSITORY / "docs/operate/monitoring.md"
+SETTINGS = REPOSITORY / "docs/reference/settings.md"
 COUNTERS = ["requests", "tokens", "prompt_tokens", "cached_tokens", "guessed_tokens"]
 COUNTERS += ["accepted_tokens", "steps", "rows"]
 GAUGES = ["weight_bytes", "kv_bytes", "prefix_bytes", "running", "waiting"]
@@ -52,7 +53,7 @@ def test_every_metric_that_is_named_is_served(served: str, file: Path) -> None:
 
 def test_every_setting_that_the_pages_on_operation_name_is_one() -> None:
     pages = [MONITORING, *(MONITORING.with_name(f"{p}.md") for p in ("sizing", "upgrade"))]
-    text = "".join(page.read_text("utf-8") for page in [*pages, ROOT / "docs/api/errors.md"])
+    text = "".join(page.read_text("utf-8") for page in [*pages, REPOSITORY / "docs/api/errors.md"])
     named = set(re.findall(r"`(?!OTEL_)([A-Z]+_[A-Z_]+)", text))  # those are OpenTelemetry's own
     assert len(named) > 10
     known = re.findall(r"^\| `(\w+)` \|", SETTINGS.read_text("utf-8"), re.MULTILINE)

@@ -270,6 +270,21 @@ async def with_token(world: World, folder: Path, **fields: Any) -> World:
     return world
 
 
+@contextlib.asynccontextmanager
+async def held(
+    world: World, count: int = 1, answer: Answer | None = None, body: bytes = b'"text"'
+) -> AsyncIterator[None]:
+    """Keeps `count` calls at the model or in its line to the end of the block; then they get
+    their answer."""
+    answer, go = answer or answered(), asyncio.Event()
+    world.mms.answer = always(answer, after=go)
+    calls = [asyncio.create_task(world.call("POST", "/predictions/봄", body)) for _ in range(count)]
+    await settle()
+    yield
+    go.set()
+    assert {(await call)[0] for call in calls} == {answer.status}
+
+
 async def settle() -> None:
     for _ in range(20):
         await asyncio.sleep(0)

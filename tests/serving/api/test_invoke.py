@@ -16,7 +16,7 @@ from common.errors import OutOfMemory
 from serving.api import engine_calls
 from serving.errors import Unavailable
 from serving.mms.client import Answer
-from tests.serving.api.gateways import FakeEngine, World, always, answered, model, settle
+from tests.serving.api.gateways import FakeEngine, World, always, answered, held, model, settle
 from tests.serving.api.test_forms import RIGHT, WRONG
 
 PATH = "/predictions/봄"
@@ -140,20 +140,14 @@ async def test_a_body_has_as_long_to_arrive() -> None:
 
 
 async def test_a_client_that_goes_while_it_waits_is_never_worked_on() -> None:
-    world = World()
-    release = asyncio.Event()
-    world.mms.answer = always(answered(), after=release)
-    first = asyncio.create_task(world.call("POST", PATH))
-    await settle()
-    gone = asyncio.Event()
-    second = asyncio.create_task(world.call("POST", PATH, gone=gone))
-    await settle()
-    assert len(world.model.line.waiting) == 1
-    gone.set()
-    await second
-    assert len(world.model.line.waiting) == 0
-    release.set()
-    assert (await first)[0] == 200
+    world, gone = World(), asyncio.Event()
+    async with held(world):
+        second = asyncio.create_task(world.call("POST", PATH, gone=gone))
+        await settle()
+        assert len(world.model.line.waiting) == 1
+        gone.set()
+        await second
+        assert len(world.model.line.waiting) == 0
     assert len(world.mms.told_s) == 1
     assert world.engine.called_off == []
 
@@ -190,29 +184,19 @@ async def test_where_multi_model_server_has_no_worker_it_is_asked_again_after_a_
 async def test_a_full_line_is_429_with_the_time_to_come_back() -> None:
     world = World()
     world.model.line.max_waiting = 1
-    release = asyncio.Event()
-    world.mms.answer = always(answered(), after=release)
-    calls = [asyncio.create_task(world.call("POST", PATH)) for _ in range(2)]
-    await settle()
-    status, headers, body = await world.call("POST", PATH)
-    assert (status, headers["retry-after"]) == (429, "1")
-    assert said(body)[0] == "TooManyRequestsException"
-    release.set()
-    assert [(await call)[0] for call in calls] == [200, 200]
+    async with held(world, 2):
+        status, headers, body = await world.call("POST", PATH)
+        assert (status, headers["retry-after"]) == (429, "1")
+        assert said(body)[0] == "TooManyRequestsException"
 
 
 async def test_all_bodies_together_are_bounded() -> None:
     world = World(max_request_bytes=100)
-    release = asyncio.Event()
-    world.mms.answer = always(answered(), after=release)
     body = b'"text"'.ljust(100)
-    calls = [asyncio.create_task(world.call("POST", PATH, body)) for _ in range(32)]
-    await settle()
-    status, headers, said_ = await world.call("POST", PATH, body)
-    assert (status, headers["retry-after"]) == (503, "1")
-    assert "large bodies" in said(said_)[1]
-    release.set()
-    assert {(await call)[0] for call in calls} == {200}
+    async with held(world, 32, body=body):
+        status, headers, said_ = await world.call("POST", PATH, body)
+        assert (status, headers["retry-after"]) == (503, "1")
+        assert "large bodies" in said(said_)[1]
     assert (await world.call("POST", PATH, body))[0] == 200
     assert world.gateway.body_bytes == 0
 

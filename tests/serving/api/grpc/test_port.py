@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import json
 import socket
-import sys
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
@@ -23,7 +22,6 @@ from serving.api.grpc.port import grpc_port
 from serving.api.grpc.stream import AT_ONCE
 from serving.api.http_protocol import HTTPProtocol
 from serving.errors import StartError
-from serving.gateway import _grpc_port
 from serving.mms.client import Answer
 from tests.e2e.server import free_port
 from tests.serving.api.gateways import RecordingEngine, World, always, answered, model
@@ -310,14 +308,6 @@ async def test_a_port_that_is_taken_is_an_error_of_the_start() -> None:
         with pytest.raises(StartError, match="GRPC_PORT"):
             async with grpc_port(world.gateway, world.app, 1):
                 pass
-
-
-def test_without_its_library_it_is_said_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    world = World(grpc_port=free_port())
-    monkeypatch.delitem(sys.modules, "serving.api.grpc.port")
-    monkeypatch.setitem(sys.modules, "grpc", None)
-    with pytest.raises(StartError, match=r"pip install -r requirements/grpc\.txt"):
-        _grpc_port(world.gateway, world.app)
 
 
 @pytest.mark.parametrize(
