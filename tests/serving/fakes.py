@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import NeverFits, OutOfMemory
+from serving.api.gateway import Gateway
+from serving.api.metrics import Metrics
 from serving.console.journal import Journal
 from serving.errors import ModelNotInStore
 from serving.models.model import Model
@@ -223,6 +225,20 @@ class Parts:
         lookups: Any = self.lookups
         self.on_demand = OnDemand(self.registry, lookups, self.residency)
         self.recovery = Recovery(self.settings, self.registry, workers, self.snapshot)
+
+    def gateway(self, mms: Any, engine: Any, lookups: Any, **more: Any) -> Gateway:
+        return Gateway(
+            settings=self.settings,
+            registry=self.registry,
+            on_demand=self.on_demand,
+            recovery=self.recovery,
+            mms=mms,
+            engine=engine,
+            lookups=lookups,
+            metrics=Metrics(),
+            journal=self.journal,
+            **more,
+        )
 
     async def load(self, name: str, **options: Any) -> Model:
         return await self.registry.load(name, name, stored(name), **options)

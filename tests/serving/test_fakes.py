@@ -14,9 +14,6 @@ from engine.http.async_client import AsyncEngineClient
 from serving.mms.client import MMSClient
 from serving.mms.workers import Workers
 from serving.models.model import Model
-from serving.models.on_demand import OnDemand
-from serving.models.recovery import Recovery
-from serving.models.registry import Registry
 from serving.process.system import Processes
 from serving.settings import Settings
 from serving.store import Cache, Fetched, Lookups
@@ -34,8 +31,6 @@ PAIRS: list[tuple[type, tuple[type, ...], set[str]]] = [
     (fakes.FakeWorkers, (Workers,), {"bytes_of", "works", "kill", "restart_mms"}),
     (fakes.FakeCache, (Cache,), {"hang", "let_go"}),
     (fakes.FakeLookups, (Lookups,), set()),
-    (gateways.FakeRegistry, (Registry, OnDemand), set()),
-    (gateways.FakeRecovery, (Recovery,), set()),
     (gateways.FakeMMS, (MMSClient,), {"answer"}),
     (gateways.FakeEngine, (AsyncEngineClient,), set()),
     (test_workers.FakeMMS, (MMSClient,), set()),

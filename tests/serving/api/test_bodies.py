@@ -206,10 +206,7 @@ def test_what_cannot_be_had_is_refused_in_tgis_words(more: Any, said: str) -> No
 def two_models() -> tuple[World, Model]:
     """The base of the route, and an adapter."""
     made = world(*items("가", end="length", special=False))
-    adapter = model("여름/시")
-    adapter.in_engine = True
-    made.registry._models[adapter.name] = adapter
-    return made, adapter
+    return made, made.add(model("여름/시"), in_engine=True)
 
 
 @pytest.mark.parametrize(

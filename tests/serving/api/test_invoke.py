@@ -70,13 +70,13 @@ async def test_at_the_deadline_the_client_is_answered_and_the_engine_told() -> N
     assert (world.model.line.running, world.model.in_flight) == (1, 1)
     assert world.gateway.requests == 0
     release.set()
-    await asyncio.gather(*world.registry.tasks)
+    await asyncio.gather(*world.registry._tasks)
     assert (world.model.line.running, world.model.in_flight) == (0, 0)
 
 
 async def test_a_load_that_takes_longer_than_the_request_has_is_not_waited_for() -> None:
     world = World(request_timeout_s=1)
-    world.registry.use = loading  # type: ignore[method-assign, assignment]
+    world.registry.use = loading  # type: ignore[method-assign]
     for path in (PATH, "/v2/models/봄/infer"):
         status, _, body = await world.call("POST", path)
         assert (status, b"no answer within 1 s" in body) == (504, True)
@@ -97,7 +97,7 @@ async def test_an_answer_that_is_read_after_the_deadline_is_not_sent() -> None:
     world.mms.answer = answer
     status, _, body = await world.call("POST", PATH)
     assert (status, said(body)) == (504, ("TimeoutException", "no answer within 0.1 s"))
-    await asyncio.gather(*world.registry.tasks)
+    await asyncio.gather(*world.registry._tasks)
     assert (world.model.line.running, world.model.in_flight) == (0, 0)
 
 
@@ -160,7 +160,7 @@ async def test_a_client_that_goes_meanwhile_frees_its_place_in_the_batch() -> No
     await settle()
     gone.set()
     await call
-    await asyncio.gather(*world.registry.tasks)
+    await asyncio.gather(*world.registry._tasks)
     assert len(world.engine.called_off) == 1
     assert (world.model.line.running, world.model.in_flight) == (0, 0)
 

@@ -26,8 +26,7 @@ def aliases_of(value: dict[str, Any]) -> Aliases:
 def world_of(value: dict[str, Any] | None = None, **settings: Any) -> World:
     """Models 봄 and 여름, and aliases."""
     world = World(**settings)
-    summer = model("여름")
-    world.registry._models[summer.name] = summer
+    world.add(model("여름"), in_engine=False)
     world.gateway.aliases = aliases_of(SPLIT if value is None else value)
     return world
 

@@ -183,8 +183,7 @@ async def test_a_model_that_streams_nothing_answers_in_order() -> None:
 
 async def test_an_alias_may_have_models_of_texts_and_of_tensors() -> None:
     async with served(streaming()) as (client, world):
-        tensors = model("표")
-        world.registry._models["표"] = tensors
+        world.add(model("표"), in_engine=False)
         alias = Alias("섞임", {"표": 1, "봄": 1})
         world.gateway.aliases._take({"섞임": alias})
         world.mms.answer = number_of_the_call
