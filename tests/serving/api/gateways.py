@@ -69,31 +69,10 @@ class FakeMMS:
         return {"workers": []}
 
 
-@dataclass
 class FakeEngine:
-    """A request that is called off is over: `over` is set."""
-
-    called_off: list[str] = field(default_factory=list)
-    over: asyncio.Event = field(default_factory=asyncio.Event)
-    held: list[str] = field(default_factory=list)  # names of the models that it has
-
-    async def models(self) -> list[dict[str, Any]]:
-        return [{"name": name} for name in self.held]
-
-    async def cancel(self, id: str) -> None:
-        self.called_off.append(id)
-        self.over.set()
-
-    async def stream(self, name: str, *_: Any) -> AsyncIterator[dict[str, Any]]:
-        raise common.errors.ModelNotFound(f"model {name} is not loaded")
-        yield {}
-
-    async def statistics(self, timeout_s: float = 1) -> dict[str, Any]:
-        raise common.errors.EngineUnavailable("the engine is not there")
-
-
-class RecordingEngine:
     """Keeps what each call asks of it; `fails` are raised by the first calls.
+
+    A request that is called off is over: `over` is set.
 
     streamed: a stream's tokens, and errors in their place, or a function of a call's arguments
     go: without it no whole answer comes, and nothing follows a stream's first token
@@ -105,6 +84,19 @@ class RecordingEngine:
         self.go = asyncio.Event()
         self.go.set()
         self.running = self.most = 0
+        self.called_off: list[str] = []
+        self.over = asyncio.Event()
+        self.held: list[str] = []  # names of the models that it has
+
+    async def models(self) -> list[dict[str, Any]]:
+        return [{"name": name} for name in self.held]
+
+    async def cancel(self, id: str) -> None:
+        self.called_off.append(id)
+        self.over.set()
+
+    async def statistics(self, timeout_s: float = 1) -> dict[str, Any]:
+        raise common.errors.EngineUnavailable("the engine is not there")
 
     async def generate(self, *asked: Any) -> dict[str, Any]:
         with self._call(asked):

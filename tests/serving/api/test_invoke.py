@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from common.errors import OutOfMemory
+from common.errors import ModelNotFound, OutOfMemory
 from serving.api import engine_calls
 from serving.errors import Unavailable
 from serving.mms.client import Answer
@@ -315,6 +315,7 @@ async def test_a_stream_of_a_model_that_the_engine_has_lost_is_503_and_not_404(
 ) -> None:
     monkeypatch.setattr(engine_calls, "RESTORE_S", 0.1)
     body = json.dumps({"inputs": "가", "stream": True}).encode()
-    status, headers, answer = await World(engine=FakeEngine()).call("POST", PATH, body)
+    lost = FakeEngine(*[ModelNotFound("model 봄 is not loaded")] * 99)
+    status, headers, answer = await World(engine=lost).call("POST", PATH, body)
     assert (status, headers["retry-after"]) == (503, "1")
     assert said(answer) == ("ServiceUnavailableException", "Model 봄 is being loaded again")

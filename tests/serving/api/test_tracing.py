@@ -20,7 +20,7 @@ from serving.settings import Settings
 from tests.e2e.server import free_port
 from tests.processes import python
 from tests.serving.api.collector import Collector, Span
-from tests.serving.api.gateways import RecordingEngine, World, always, answered, held, model
+from tests.serving.api.gateways import FakeEngine, World, always, answered, held, model
 from tests.serving.fakes import Parts
 
 PATH = "/predictions/봄"
@@ -101,7 +101,7 @@ async def test_a_request_is_a_child_of_its_traceparent_and_a_worker_gets_its_own
 async def test_a_stream_has_a_span_until_its_first_token_and_one_from_there(
     collector: Collector,
 ) -> None:
-    async with served(World(engine=RecordingEngine(streamed=ITEMS))) as world:
+    async with served(World(engine=FakeEngine(streamed=ITEMS))) as world:
         sent = body(inputs=PROMPT, stream=True)
         status, _, text = await world.call("POST", PATH, sent)
         assert (status, "가실 때에는" in text.decode()) == (200, True)
@@ -117,7 +117,7 @@ async def test_a_stream_has_a_span_until_its_first_token_and_one_from_there(
 
 async def test_a_stream_that_breaks_off_has_an_error_in_its_tokens(collector: Collector) -> None:
     broken = [ITEMS[0], EngineUnavailable("the engine ended in the middle of the answer")]
-    async with served(World(engine=RecordingEngine(streamed=broken))) as world:
+    async with served(World(engine=FakeEngine(streamed=broken))) as world:
         status, _, _ = await world.call("POST", PATH, body(inputs=PROMPT, stream=True))
         assert status == 200
     (tokens,) = collector.named("tokens")
@@ -129,7 +129,7 @@ async def test_a_stream_that_breaks_off_has_an_error_in_its_tokens(collector: Co
 async def test_each_prompt_of_a_whole_answer_has_its_queue_and_its_tokens(
     collector: Collector,
 ) -> None:
-    async with served(World(model(capacity=2), RecordingEngine())) as world:
+    async with served(World(model(capacity=2), FakeEngine())) as world:
         world.gateway.aliases._take({"노래": Alias("노래", {"봄": 1})})
         sent = body(model="노래", prompt=[PROMPT, "산에는 꽃 피네"])
         assert (await world.call("POST", "/v1/completions", sent))[0] == 200

@@ -24,7 +24,7 @@ from serving.api.http_protocol import HTTPProtocol
 from serving.errors import StartError
 from serving.mms.client import Answer
 from tests.e2e.server import free_port
-from tests.serving.api.gateways import RecordingEngine, World, always, answered, model
+from tests.serving.api.gateways import FakeEngine, World, always, answered, model
 from tests.serving.api.grpc.clients import (
     PROMPT,
     WIDE_S,
@@ -46,14 +46,12 @@ def pieces(name: str, inputs: str, parameters: Any, *_: Any) -> Iterator[dict[st
             yield {"index": index, "token": i, "text": f"{inputs[:1]}{text}", **end}
 
 
-def streaming() -> RecordingEngine:
-    return RecordingEngine(streamed=pieces)
+def streaming() -> FakeEngine:
+    return FakeEngine(streamed=pieces)
 
 
 @contextlib.asynccontextmanager
-async def served(
-    engine: RecordingEngine | None, **settings: Any
-) -> AsyncIterator[tuple[Client, World]]:
+async def served(engine: FakeEngine | None, **settings: Any) -> AsyncIterator[tuple[Client, World]]:
     """Without an `engine` the model answers by a worker of its own."""
     port = free_port()
     world = World(model(capacity=8), engine, host="127.0.0.1", grpc_port=port, **settings)
@@ -133,7 +131,7 @@ async def test_requests_of_one_call_are_worked_on_at_once_and_not_mixed_up() -> 
 
 async def test_a_stream_that_breaks_off_says_why_and_the_call_goes_on() -> None:
     first, second, _ = pieces("봄", PROMPT, {})
-    broken = RecordingEngine(streamed=[first, second, Overloaded("가득 찼다")])
+    broken = FakeEngine(streamed=[first, second, Overloaded("가득 찼다")])
     async with served(broken, sagemaker_multi_model=True) as (client, world):
         made = await responses(client, asked(id="1"))
         assert [r.error_message for r in made] == ["", "", "가득 찼다"]
