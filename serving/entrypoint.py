@@ -107,8 +107,8 @@ def serve(settings: Settings) -> int:
         workers = {**launcher.environment(settings, run_dir), **shared}
         run = [sys.executable, "-m"]
 
-        def poll(check: Callable[..., bool], *arguments: object) -> Poll[bool]:
-            return Poll(functools.partial(check, *arguments), False, lambda healthy: HEALTH_S)
+        def poll(check: Callable[[], bool]) -> Poll[bool]:
+            return Poll(check, False, lambda healthy: HEALTH_S)
 
         children = [
             Child(
@@ -116,26 +116,27 @@ def serve(settings: Settings) -> int:
                 [*run, "engine"],
                 engine,
                 gives_up=2,
-                healthy=poll(_answers, engine["ENGINE_SOCKET"], "/health"),
+                healthy=poll(lambda: _answers(engine["ENGINE_SOCKET"], "/health")),
             ),
             Child(
                 "the workers' host",
                 [*run, "handlers.host"],
                 workers,
-                healthy=poll(host_accepts, run_dir),
+                healthy=poll(lambda: host_accepts(run_dir)),
             ),
             Child(
                 "Multi Model Server",
                 [*run, "serving.mms.launcher"],
                 workers,
-                healthy=poll(_answers, launcher.mms_socket(run_dir), "/models?limit=1"),
+                healthy=poll(lambda: _answers(launcher.mms_socket(run_dir), "/models?limit=1")),
             ),
             Child(
                 "the gateway",
                 [*run, "serving.gateway", *(str(listener.fileno()) for listener in listeners)],
                 gateway,
                 gives_up=2,
-                healthy=poll(_gateway_answers, settings),
+                # With any status: it is healthy while it loads or drains, too.
+                healthy=poll(lambda: _ping(settings, GATEWAY_TIMEOUT_S)[0] != 0),
                 listeners=[*listeners, *root_opener],
             ),
         ]
@@ -145,7 +146,7 @@ def serve(settings: Settings) -> int:
             if settings.show_examples:
                 output.write(examples.text(settings).encode("utf-8", "replace") + b"\n")
 
-        progress = Poll(functools.partial(_progress, settings), Progress.STARTING, PROGRESS_S.get)
+        progress = Poll(lambda: _progress(settings), Progress.STARTING, PROGRESS_S.get)
         limits = (settings.start_timeout_s, settings.drain_s)
         # All processes print through it, so it lives in this one, which does nothing else.
         output = JsonOutput("entrypoint", functools.partial(counts.add, DROPPED))
@@ -222,11 +223,6 @@ def _progress(settings: Settings) -> Progress:
     except (LookupError, TypeError, ValueError):
         return Progress.STARTING
     return Progress.LOADING if loading else Progress.STARTING
-
-
-def _gateway_answers(settings: Settings) -> bool:
-    """Whether the gateway answers, with any status: it is healthy while it loads or drains, too."""
-    return _ping(settings, GATEWAY_TIMEOUT_S)[0] != 0
 
 
 def _ping(settings: Settings, timeout_s: float) -> tuple[int, bytes]:

@@ -193,10 +193,11 @@ class Settings:
     def __post_init__(self) -> None:
         if not self.management_token:  # loading needs a token where requests do
             object.__setattr__(self, "management_token", self.inference_token)
-        for name, most in LIMITS.items():
-            if not 1 <= (value := getattr(self, name)) <= most:
+        for f in fields(self):
+            most, value = LIMITS.get(f.name), getattr(self, f.name)
+            if most is not None and not 1 <= value <= most:
                 allowed = "at least 1" if most == math.inf else f"from 1 to {most}"
-                raise SettingError(f"{_variable(name)} is {value}, must be {allowed}")
+                raise SettingError(f"{f.metadata['variable']} is {value}, must be {allowed}")
         if self.grpc_port > MAX_PORT or self.grpc_port in self.ports:
             raise SettingError(
                 f"GRPC_PORT is {self.grpc_port}, must be a port of its own, or 0 for none"
@@ -246,11 +247,6 @@ class Settings:
             f.metadata["variable"]: str(value).lower() if isinstance(value, bool) else str(value)
             for f, value in values.items()
         }
-
-
-def _variable(name: str) -> str:
-    variable: str = next(f.metadata["variable"] for f in fields(Settings) if f.name == name)
-    return variable
 
 
 def _parser(settings: type[Settings]) -> argparse.ArgumentParser:

@@ -8,7 +8,7 @@ import threading
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from common.errors import NeverFits, OutOfMemory
 from serving.api.gateway import Gateway
@@ -16,6 +16,7 @@ from serving.api.metrics import Metrics
 from serving.console.journal import Journal
 from serving.errors import ModelNotInStore
 from serving.models.model import Model
+from serving.models.model_settings import ModelSettings
 from serving.models.on_demand import OnDemand
 from serving.models.recovery import Recovery
 from serving.models.registry import Registry
@@ -204,6 +205,9 @@ class FakeLookups:
         return [stored(name) for name in sorted(self.names)]
 
 
+async def find_no_base(folder: Path, settings: ModelSettings) -> None: ...
+
+
 class Parts:
     """All of them around one registry."""
 
@@ -213,17 +217,15 @@ class Parts:
         self.settings = Settings(**settings)
         self.workers, self.cache = FakeWorkers(budget), FakeCache(folder)
         self.snapshot = Snapshot(folder)
-        workers: Any = self.workers
-        cache: Any = self.cache
+        workers, cache = cast(Any, self.workers), cast(Any, self.cache)
         self.journal = Journal()
         observe, changed = self.journal.observe, self.journal.changed
         self.registry = Registry(
-            self.settings, workers, cache, observe, self.snapshot.write, changed
+            self.settings, workers, cache, observe, self.snapshot.write, changed, find_no_base
         )
         self.residency = Residency(self.registry, workers, observe)
         self.lookups = FakeLookups(names)
-        lookups: Any = self.lookups
-        self.on_demand = OnDemand(self.registry, lookups, self.residency)
+        self.on_demand = OnDemand(self.registry, cast(Any, self.lookups), self.residency)
         self.recovery = Recovery(self.settings, self.registry, workers, self.snapshot)
 
     def gateway(self, mms: Any, engine: Any, lookups: Any, **more: Any) -> Gateway:

@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -78,11 +78,9 @@ class FakeEngine:
 
 
 class Parts:
-    def __init__(self, folder: Path, **settings: Any) -> None:
-        self.mms, self.engine = FakeMMS(), FakeEngine()
-        mms: Any = self.mms
-        engine: Any = self.engine
-        self.workers = Workers(Settings(), folder, mms, engine)
+    def __init__(self, folder: Path, engine: FakeEngine | None = None, **settings: Any) -> None:
+        self.mms, self.engine = FakeMMS(), engine or FakeEngine()
+        self.workers = Workers(Settings(), folder, cast(Any, self.mms), cast(Any, self.engine))
         options = {"response_timeout": 60}
         self.model = Model("a", "a", "1", stored("a"), options, ModelSettings(**settings))
         (folder / "a").mkdir()
