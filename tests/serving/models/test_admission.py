@@ -9,6 +9,7 @@ import pytest
 
 from serving.errors import Timeout, TooManyRequests, Unavailable
 from serving.models.admission import Admission, Line
+from tests.serving.api.gateways import settle
 
 NEVER = 1e9
 
@@ -38,11 +39,6 @@ class World:
         for name in names:
             self._go_on[name].set()
         await settle()
-
-
-async def settle() -> None:
-    for _ in range(5):
-        await asyncio.sleep(0)
 
 
 async def test_as_many_as_there_are_places_work_at_once_and_the_rest_by_arrival() -> None:
