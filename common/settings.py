@@ -34,6 +34,11 @@ def read_settings(kind: type[S], environment: Mapping[str, str] = os.environ) ->
     return kind(**values)
 
 
+def comma_separated(text: str) -> list[str]:
+    """The entries of a setting that is a list, without spaces around them and empty ones."""
+    return [entry for entry in map(str.strip, text.split(",")) if entry]
+
+
 def _parsed(variable: str, text: str, kind: Any) -> Any:
     try:
         if kind == "int" and text.isdecimal():

@@ -107,8 +107,8 @@ def serve(settings: Settings) -> int:
         workers = {**launcher.environment(settings, run_dir), **shared}
         run = [sys.executable, "-m"]
 
-        def poll(check: Callable[..., bool], *arguments: object) -> Poll[bool]:
-            return Poll(functools.partial(check, *arguments), False, lambda healthy: HEALTH_S)
+        def poll(check: Callable[[], bool]) -> Poll[bool]:
+            return Poll(check, False, lambda healthy: HEALTH_S)
 
         children = [
             Child(
@@ -116,26 +116,27 @@ def serve(settings: Settings) -> int:
                 [*run, "engine"],
                 engine,
                 gives_up=2,
-                healthy=poll(_answers, engine["ENGINE_SOCKET"], "/health"),
+                healthy=poll(lambda: _answers(engine["ENGINE_SOCKET"], "/health")),
             ),
             Child(
                 "the workers' host",
                 [*run, "handlers.host"],
                 workers,
-                healthy=poll(host_accepts, run_dir),
+                healthy=poll(lambda: host_accepts(run_dir)),
             ),
             Child(
                 "Multi Model Server",
                 [*run, "serving.mms.launcher"],
                 workers,
-                healthy=poll(_answers, launcher.mms_socket(run_dir), "/models?limit=1"),
+                healthy=poll(lambda: _answers(launcher.mms_socket(run_dir), "/models?limit=1")),
             ),
             Child(
                 "the gateway",
                 [*run, "serving.gateway", *(str(listener.fileno()) for listener in listeners)],
                 gateway,
                 gives_up=2,
-                healthy=poll(_gateway_answers, settings),
+                # With any status: it is healthy while it loads or drains, too.
+                healthy=poll(lambda: _ping(settings, GATEWAY_TIMEOUT_S)[0] != 0),
                 listeners=[*listeners, *root_opener],
             ),
         ]
@@ -145,7 +146,7 @@ def serve(settings: Settings) -> int:
             if settings.show_examples:
                 output.write(examples.text(settings).encode("utf-8", "replace") + b"\n")
 
-        progress = Poll(functools.partial(_progress, settings), Progress.STARTING, PROGRESS_S.get)
+        progress = Poll(lambda: _progress(settings), Progress.STARTING, PROGRESS_S.get)
         limits = (settings.start_timeout_s, settings.drain_s)
         # All processes print through it, so it lives in this one, which does nothing else.
         output = JsonOutput("entrypoint", functools.partial(counts.add, DROPPED))
@@ -214,23 +215,14 @@ def _run_dir(settings: Settings) -> Iterator[Path]:
 
 def _progress(settings: Settings) -> Progress:
     """The progress of the gateway's start."""
+    status, body = _ping(settings, PROBE_TIMEOUT_S)
+    if status == 200:
+        return Progress.READY
     try:
-        status, body = _ping(settings, PROBE_TIMEOUT_S)
-        if status == 200:
-            return Progress.READY
         loading = json.loads(body)["type"] == StillLoading.type
-    except (OSError, HTTPException, LookupError, TypeError, ValueError):
+    except (LookupError, TypeError, ValueError):
         return Progress.STARTING
     return Progress.LOADING if loading else Progress.STARTING
-
-
-def _gateway_answers(settings: Settings) -> bool:
-    """Whether the gateway answers, with any status: it is healthy while it loads or drains, too."""
-    try:
-        _ping(settings, GATEWAY_TIMEOUT_S)
-    except (OSError, HTTPException):
-        return False
-    return True
 
 
 def _ping(settings: Settings, timeout_s: float) -> tuple[int, bytes]:
@@ -240,18 +232,16 @@ def _ping(settings: Settings, timeout_s: float) -> tuple[int, bytes]:
 
 
 def _answers(path: str, url: str) -> bool:
-    try:
-        return _get(UnixConnection(path, PROBE_TIMEOUT_S), url)[0] == 200
-    except (OSError, HTTPException):
-        return False
+    return _get(UnixConnection(path, PROBE_TIMEOUT_S), url)[0] == 200
 
 
 def _get(connection: HTTPConnection, url: str) -> tuple[int, bytes]:
-    """The status and the body. Raises `OSError`, `HTTPException`."""
-    with contextlib.closing(connection):
+    """The status and the body; 0 and nothing without an answer."""
+    with contextlib.closing(connection), contextlib.suppress(OSError, HTTPException):
         connection.request("GET", url)
         answer = connection.getresponse()
         return answer.status, answer.read()
+    return 0, b""
 
 
 def host_accepts(run_dir: Path) -> bool:

@@ -11,6 +11,13 @@ class ServingError(ServiceError):
     """Base of the serving package's errors; `type` is Multi Model Server's where it has one."""
 
 
+def explained(error: Exception) -> str:
+    """The message of one of our errors; what to look up for any other."""
+    if isinstance(error, ServiceError):
+        return error.message
+    return "an error inside the server; the log has it"
+
+
 class StartError(ServingError):
     """The server cannot start here: a taken port, no Java, a second server in the same folder."""
 

@@ -30,6 +30,7 @@ from starlette.types import ASGIApp
 from common.errors import ServiceError
 from common.logs import log_as_json
 from common.oom import SERVER, expendable
+from common.settings import comma_separated
 from engine.http.async_client import AsyncEngineClient
 from serving.aliases import FILE as ALIASES_FILE
 from serving.aliases import Aliases
@@ -94,7 +95,7 @@ def store_settings(settings: Settings, run_dir: Path) -> StoreSettings:
         cache_max_bytes=settings.cache_max_mib << 20,
         model_max_bytes=settings.model_max_mib << 20,
         roots=tuple(roots),
-        https_hosts=tuple(filter(None, (h.strip() for h in settings.https_hosts.split(",")))),
+        https_hosts=tuple(comma_separated(settings.https_hosts)),
     )
 
 

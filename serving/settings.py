@@ -4,24 +4,26 @@ from __future__ import annotations
 
 import argparse
 import functools
+import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 from common.errors import SettingError
-from common.settings import read_settings, setting
+from common.settings import comma_separated, read_settings, setting
 from serving.errors import UrlNotAllowed
 from serving.names import model_name
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 
 MAX_PORT = 65535
-MAX_SESSION_S = 365 * 86_400  # far later ends overflow a date
-AT_LEAST_ONE = (
-    "script_workers", "max_rows", "max_waiting", "max_connections", "request_timeout_s",
-    "start_timeout_s", "sessions_expiration",
-)  # fmt: skip
+LIMITS = {  # from 1 on
+    "port": MAX_PORT, "management_port": MAX_PORT,
+    "script_workers": math.inf, "max_rows": math.inf, "max_waiting": math.inf,
+    "max_connections": math.inf, "request_timeout_s": math.inf, "start_timeout_s": math.inf,
+    "sessions_expiration": 365 * 86_400,  # far later ends overflow a date
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -191,24 +193,14 @@ class Settings:
     def __post_init__(self) -> None:
         if not self.management_token:  # loading needs a token where requests do
             object.__setattr__(self, "management_token", self.inference_token)
-        for name in ("port", "management_port"):
-            if not 0 < getattr(self, name) <= MAX_PORT:
-                raise SettingError(
-                    f"{_variable(name)} is {getattr(self, name)}, must be from 1 to {MAX_PORT}"
-                )
+        for f in fields(self):
+            most, value = LIMITS.get(f.name), getattr(self, f.name)
+            if most is not None and not 1 <= value <= most:
+                allowed = "at least 1" if most == math.inf else f"from 1 to {most}"
+                raise SettingError(f"{f.metadata['variable']} is {value}, must be {allowed}")
         if self.grpc_port > MAX_PORT or self.grpc_port in self.ports:
             raise SettingError(
                 f"GRPC_PORT is {self.grpc_port}, must be a port of its own, or 0 for none"
-            )
-        for name in AT_LEAST_ONE:
-            if getattr(self, name) < 1:
-                raise SettingError(
-                    f"{_variable(name)} is {getattr(self, name)}, must be at least 1"
-                )
-        if self.sessions_expiration > MAX_SESSION_S:
-            raise SettingError(
-                f"SAGEMAKER_SESSIONS_EXPIRATION is {self.sessions_expiration}, must be at most"
-                f" {MAX_SESSION_S}"
             )
         module = self.handler.partition(":")[0].removesuffix(".py")
         # The toolkits' own services: ours does what they do.
@@ -230,9 +222,9 @@ class Settings:
     @functools.cached_property
     def host_names(self) -> tuple[str, ...]:
         """Patterns for the `Host` of requests, beside addresses and localhost; `*` for any."""
-        names = tuple(name.strip().lower() for name in self.allowed_hosts.split(","))
         is_loopback = self.host in ("localhost", "::1") or self.host.startswith("127.")
-        return tuple(filter(None, names)) or (() if is_loopback else ("*",))
+        names = tuple(comma_separated(self.allowed_hosts.lower()))
+        return names or (() if is_loopback else ("*",))
 
     @property
     def ports(self) -> tuple[int, ...]:
@@ -255,11 +247,6 @@ class Settings:
             f.metadata["variable"]: str(value).lower() if isinstance(value, bool) else str(value)
             for f, value in values.items()
         }
-
-
-def _variable(name: str) -> str:
-    variable: str = next(f.metadata["variable"] for f in fields(Settings) if f.name == name)
-    return variable
 
 
 def _parser(settings: type[Settings]) -> argparse.ArgumentParser:

@@ -8,8 +8,7 @@ import time
 from collections import deque
 from dataclasses import dataclass
 
-from common.errors import ServiceError
-from serving.errors import LoadCancelled
+from serving.errors import LoadCancelled, explained
 from serving.models.model import Model, State
 
 MAX_ENTRIES = 50
@@ -54,10 +53,7 @@ class Journal:
             if model.state is State.FETCHING:
                 self.failed.pop(model.name, None)
         elif not isinstance(model.error, LoadCancelled):
-            reason = "an error inside the server; the log has it"
-            if isinstance(model.error, ServiceError):
-                reason = model.error.message
-            self.failed[model.name] = reason
+            reason = self.failed[model.name] = explained(model.error)
             if len(self.failed) > MAX_FAILED:
                 del self.failed[next(iter(self.failed))]
             self._add("failed", model.name, None, reason)

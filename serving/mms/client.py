@@ -37,6 +37,14 @@ class Answer:
         """Whether the answer is a worker's, not MMS's own."""
         return WORKER_HEADER in self.headers
 
+    def json(self) -> dict[str, Any]:
+        """The JSON object in the body; empty where there is none."""
+        try:
+            value = json.loads(self.body)
+        except (ValueError, RecursionError):
+            return {}
+        return value if isinstance(value, dict) else {}
+
 
 class MMSClient:
     """Names are ids of models (`Model.id`), which are ASCII and never reused."""
@@ -108,11 +116,8 @@ class MMSClient:
         `{"status": 200, "in_engine": bool}`, or `{"status", "type", "message"}` of an error.
         """
         answer = await self.invoke(name, b"", {PROBE_HEADER: self._probe_secret}, timeout_s)
-        try:
-            outcome = json.loads(answer.body)
-        except ValueError:
-            outcome = None
-        if not isinstance(outcome, dict) or "status" not in outcome:
+        outcome = answer.json()
+        if "status" not in outcome:
             raise WorkerFailed(f"the model's worker did not load it ({message_of(answer)})")
         return outcome
 
@@ -141,11 +146,7 @@ class MMSClient:
     async def describe(self, name: str) -> dict[str, Any]:
         """MMS's description of a model; `{}` if it has none of that name."""
         answer = await self.call("GET", f"/models/{name}", timeout_s=10)
-        try:
-            description = json.loads(answer.body) if answer.status == 200 else {}
-        except ValueError:
-            description = {}
-        return description if isinstance(description, dict) else {}
+        return answer.json() if answer.status == 200 else {}
 
     async def socket_number(self, name: str) -> str:
         """N of the socket `.mms.sock.N` of a model's worker. Raises `WorkerFailed`."""
@@ -161,23 +162,19 @@ class MMSClient:
         query = {"limit": str(PAGE)}
         for _ in range(1000):
             answer = await self.call("GET", "/models", timeout_s=10, query=query)
+            page = answer.json()
             try:
-                page = json.loads(answer.body)
                 names |= {str(model["modelName"]) for model in page["models"]}
-                token = page.get("nextPageToken")
-            except (ValueError, LookupError, TypeError, AttributeError):
+            except (LookupError, TypeError):
                 raise Unavailable(
                     f"Multi Model Server listed its models with {message_of(answer)}"
                 ) from None
-            if token is None or not page["models"]:
+            if page.get("nextPageToken") is None or not page["models"]:
                 return names
-            query["next_page_token"] = str(token)
+            query["next_page_token"] = str(page["nextPageToken"])
         return names
 
 
 def message_of(answer: Answer) -> str:
     """The message of MMS's error, or its status."""
-    try:
-        return str(json.loads(answer.body)["message"])
-    except (ValueError, KeyError, TypeError):
-        return f"status {answer.status}"
+    return str(answer.json().get("message", f"status {answer.status}"))

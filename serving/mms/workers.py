@@ -115,14 +115,9 @@ class Workers:
         # MMS puts the registered folder on the worker's import path, before Python's own modules.
         # So it gets a folder without modules, in which model.json has the model's path.
         described: dict[str, Any] = {"name": model.name, "engine_name": model.engine_name}
-        described["path"] = str(path)
-        if handler is not None:
-            described["handler"] = handler
-        engine = model.settings.of_engine()
-        if model.base is not None:
-            engine["base"] = _base(model)
-        if engine:
-            described["engine"] = engine
+        described |= {"path": str(path), "handler": handler}
+        engine = model.settings.of_engine() | {"base": _base(model)}
+        described["engine"] = {name: value for name, value in engine.items() if value is not None}
         hosted = is_hosted(path, handler)
         await asyncio.to_thread(_describe, folder, described, hosted)
         timeout_s = self._settings.load_timeout_s

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
 
 from common.model_files import ADAPTER, is_adapter
+from common.settings import comma_separated
 from serving.errors import BadRequest, ModelNotInStore, NotAModel, StartError, UrlNotAllowed
 from serving.models.model_settings import FILE, ModelSettings, read_object
 from serving.store import Lookups, StoredModel
@@ -70,7 +71,7 @@ class Bases:
 def parse(text: str) -> Mapping[str, str]:
     """`skt/kogpt2-base-v2=kogpt2,/home/*=other` -> by pattern, in order. Raises `StartError`."""
     known = {}
-    for entry in filter(None, map(str.strip, text.split(","))):
+    for entry in comma_separated(text):
         pattern, separator, name = (part.strip() for part in entry.partition("="))
         if not (pattern and separator and name):
             raise StartError(

@@ -117,23 +117,21 @@ def checked(name: str, value: Any, schema: Mapping[str, Any]) -> Any:
     kind = schema["type"]
     if isinstance(value, str) and kind != "string":
         value = _from_text(value)
-    if kind == "boolean":
-        if not isinstance(value, bool):
-            raise BadRequest(f"{name} must be true or false, is {quoted(value)}")
-        return value
-    if kind == "string":
-        if "enum" not in schema:
-            if not isinstance(value, str) or not 0 < len(value) <= schema["maxLength"]:
-                raise BadRequest(f"{name} must be text of 1 to {schema['maxLength']} characters")
-            return value
-        if value not in schema["enum"]:
-            raise BadRequest(f"{name} must be {' or '.join(schema['enum'])}, is {quoted(value)}")
-        return value
-    low, high = schema["minimum"], schema["maximum"]
-    right = isinstance(value, int if kind == "integer" else int | float)
-    if not right or isinstance(value, bool) or not low <= value <= high:
-        what = "an integer" if kind == "integer" else "a number"
-        raise BadRequest(f"{name} must be {what} from {low} to {high}, is {quoted(value)}")
+    if "enum" in schema:
+        right, allowed = value in schema["enum"], " or ".join(schema["enum"])
+    elif kind == "boolean":
+        right, allowed = isinstance(value, bool), "true or false"
+    elif kind == "string":
+        most = schema["maxLength"]
+        right = isinstance(value, str) and 0 < len(value) <= most
+        allowed = f"text of 1 to {most} characters"
+    else:
+        low, high = schema["minimum"], schema["maximum"]
+        right = isinstance(value, int if kind == "integer" else int | float)
+        right = right and not isinstance(value, bool) and low <= value <= high
+        allowed = f"{'an integer' if kind == 'integer' else 'a number'} from {low} to {high}"
+    if not right:
+        raise BadRequest(f"{name} must be {allowed}, is {quoted(value)}")
     return value
 
 

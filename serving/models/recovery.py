@@ -10,7 +10,7 @@ import time
 from collections import Counter
 
 from common.errors import EngineUnavailable, OutOfMemory, ServiceError
-from serving.errors import InsufficientStorage, ModelNotFound, ServingError, Unavailable
+from serving.errors import InsufficientStorage, ModelNotFound, ServingError, Unavailable, explained
 from serving.mms.workers import Workers
 from serving.models.model import Model, State
 from serving.models.registry import Registry
@@ -189,11 +189,10 @@ class Recovery:
         restarts = model.restarts
         limit_s = self._settings.load_timeout_s
         restarts.back_at = math.inf
-        restarts.reason = f"it did not start within {limit_s} s (LOAD_TIMEOUT_S)"
-        if isinstance(error, ServiceError):
-            restarts.reason = error.message
-        elif not isinstance(error, asyncio.TimeoutError):
-            restarts.reason = "an error inside the server; the log has it"
+        restarts.reason = explained(error)
+        if isinstance(error, asyncio.TimeoutError):
+            restarts.reason = f"it did not start within {limit_s} s (LOAD_TIMEOUT_S)"
+        elif not isinstance(error, ServiceError):
             logger.error("model %s was not started again", model.name, exc_info=error)
         delay_s = self._back_off(model)
         logger.error(

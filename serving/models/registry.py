@@ -45,10 +45,6 @@ async def _once(model: Model, step: Step) -> None:
 FindBase = Callable[[Path, ModelSettings], Awaitable[StoredModel | None]]
 
 
-async def _no_base(folder: Path, settings: ModelSettings) -> StoredModel | None:
-    return None
-
-
 class Registry:
     """All models by name.
 
@@ -61,10 +57,10 @@ class Registry:
         settings: Settings,
         workers: Workers,
         cache: Cache,
-        observe: Callable[[str, Model, float], None] = lambda event, model, seconds: None,
-        save: Callable[[Iterable[Model]], None] = lambda models: None,
-        changed: Callable[[Model], None] = lambda model: None,
-        find_base: FindBase = _no_base,
+        observe: Callable[[str, Model, float], None],
+        save: Callable[[Iterable[Model]], None],
+        changed: Callable[[Model], None],
+        find_base: FindBase,
     ) -> None:
         self._settings, self._workers, self.fetches = settings, workers, Fetches(cache)
         self._find_base = find_base
@@ -202,6 +198,7 @@ class Registry:
             error.message = error.message.replace(model.stored.key, model.name)
             if (base := model.stored_base) is not None:
                 error.message = error.message.replace(base.key, base.name)
+            error.args = (error.message,)  # the log's
         return error
 
     async def _fetch_and_start(self, model: Model, attempt: Attempt) -> None:

@@ -38,7 +38,7 @@ class Residency:
         self,
         registry: Registry,
         workers: Workers,
-        observe: Callable[[str, Model, float], None] = lambda event, model, seconds: None,
+        observe: Callable[[str, Model, float], None],
     ) -> None:
         self._registry, self._workers, self._observe = registry, workers, observe
         self._victims = Victims[str]()

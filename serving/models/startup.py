@@ -7,9 +7,10 @@ import logging
 from pathlib import Path
 
 from common.errors import ServiceError
+from common.settings import comma_separated
 from serving.api.gateway import Gateway
 from serving.api.naming import described_models
-from serving.errors import Conflict, ServingError
+from serving.errors import Conflict, ServingError, explained
 from serving.names import normal_name
 
 logger = logging.getLogger(__name__)
@@ -71,7 +72,7 @@ async def _preload(gateway: Gateway) -> None:
             except Exception as error:
                 logger.error("model %s is not preloaded: %s", name, _explained(name, error))
 
-    names = filter(None, (name.strip() for name in settings.preload_models.split(",")))
+    names = comma_separated(settings.preload_models)
     models = {m: None for n in names for m in described_models(gateway, normal_name(n))}
     await asyncio.gather(*(preload(model) for model in models))
 
@@ -87,7 +88,6 @@ def _is_filled(folder: Path) -> bool:
 
 
 def _explained(name: str, error: Exception) -> str:
-    if isinstance(error, ServiceError):
-        return error.message
-    logger.error("model %s did not load", name, exc_info=error)
-    return "an error inside the server; the log has it"
+    if not isinstance(error, ServiceError):
+        logger.error("model %s did not load", name, exc_info=error)
+    return explained(error)

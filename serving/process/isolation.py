@@ -7,6 +7,8 @@ import re
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
 
+from common.settings import comma_separated
+
 PR_SET_DUMPABLE = 4
 
 # What a process below the gateway gets of the server's environment, and nothing else: a password
@@ -42,7 +44,7 @@ def passed(environment: Mapping[str, str], more: str = "") -> dict[str, str]:
     is passed whatever it is called and holds; otherwise a name with `TOKEN`, `PASSWORD` and the
     like in it, and a URL with a user or a password, are left out.
     """
-    named = [name for name in (part.strip() for part in more.split(",")) if name]
+    named = comma_separated(more)
     patterns = (*PASSED, *named)
     return {
         name: value

@@ -8,12 +8,15 @@ import threading
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from common.errors import NeverFits, OutOfMemory
+from serving.api.gateway import Gateway
+from serving.api.metrics import Metrics
 from serving.console.journal import Journal
 from serving.errors import ModelNotInStore
 from serving.models.model import Model
+from serving.models.model_settings import ModelSettings
 from serving.models.on_demand import OnDemand
 from serving.models.recovery import Recovery
 from serving.models.registry import Registry
@@ -202,6 +205,9 @@ class FakeLookups:
         return [stored(name) for name in sorted(self.names)]
 
 
+async def find_no_base(folder: Path, settings: ModelSettings) -> None: ...
+
+
 class Parts:
     """All of them around one registry."""
 
@@ -211,18 +217,30 @@ class Parts:
         self.settings = Settings(**settings)
         self.workers, self.cache = FakeWorkers(budget), FakeCache(folder)
         self.snapshot = Snapshot(folder)
-        workers: Any = self.workers
-        cache: Any = self.cache
+        workers, cache = cast(Any, self.workers), cast(Any, self.cache)
         self.journal = Journal()
         observe, changed = self.journal.observe, self.journal.changed
         self.registry = Registry(
-            self.settings, workers, cache, observe, self.snapshot.write, changed
+            self.settings, workers, cache, observe, self.snapshot.write, changed, find_no_base
         )
         self.residency = Residency(self.registry, workers, observe)
         self.lookups = FakeLookups(names)
-        lookups: Any = self.lookups
-        self.on_demand = OnDemand(self.registry, lookups, self.residency)
+        self.on_demand = OnDemand(self.registry, cast(Any, self.lookups), self.residency)
         self.recovery = Recovery(self.settings, self.registry, workers, self.snapshot)
+
+    def gateway(self, mms: Any, engine: Any, lookups: Any, **more: Any) -> Gateway:
+        return Gateway(
+            settings=self.settings,
+            registry=self.registry,
+            on_demand=self.on_demand,
+            recovery=self.recovery,
+            mms=mms,
+            engine=engine,
+            lookups=lookups,
+            metrics=Metrics(),
+            journal=self.journal,
+            **more,
+        )
 
     async def load(self, name: str, **options: Any) -> Model:
         return await self.registry.load(name, name, stored(name), **options)

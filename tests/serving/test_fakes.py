@@ -14,11 +14,7 @@ from engine.http.async_client import AsyncEngineClient
 from serving.mms.client import MMSClient
 from serving.mms.workers import Workers
 from serving.models.model import Model
-from serving.models.on_demand import OnDemand
-from serving.models.recovery import Recovery
-from serving.models.registry import Registry
 from serving.process.system import Processes
-from serving.settings import Settings
 from serving.store import Cache, Fetched, Lookups
 from serving.store.folder import FolderStore
 from tests.serving import fakes
@@ -34,8 +30,6 @@ PAIRS: list[tuple[type, tuple[type, ...], set[str]]] = [
     (fakes.FakeWorkers, (Workers,), {"bytes_of", "works", "kill", "restart_mms"}),
     (fakes.FakeCache, (Cache,), {"hang", "let_go"}),
     (fakes.FakeLookups, (Lookups,), set()),
-    (gateways.FakeRegistry, (Registry, OnDemand), set()),
-    (gateways.FakeRecovery, (Recovery,), set()),
     (gateways.FakeMMS, (MMSClient,), {"answer"}),
     (gateways.FakeEngine, (AsyncEngineClient,), set()),
     (test_workers.FakeMMS, (MMSClient,), set()),
@@ -66,26 +60,24 @@ def test_a_fake_has_no_method_that_the_real_one_lacks(
 
 
 class BudgetEngine(test_workers.FakeEngine):
-    """Has 250 bytes, of which each model takes 100; `held` are loaded."""
-
-    held = 0
+    """Has 250 bytes, of which each model takes 100."""
 
     async def check(self, *given: Any) -> int:
         *_, promised, _ = given
-        free = 250 - self.held - sum(promised.values())
+        free = 250 - sum(promised.values())
         if free < 100:
             raise OutOfMemory("no room", missing_bytes=100 - free, needed_bytes=100)
         return 100
 
 
-def real_workers(folder: Path) -> Any:
-    mms: Any = test_workers.FakeMMS()
-    engine: Any = BudgetEngine()
-    return Workers(Settings(), folder, mms, engine)
-
-
 @pytest.mark.virtual_time
-@pytest.mark.parametrize("make", [real_workers, lambda _: fakes.FakeWorkers(budget=250)])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda folder: test_workers.Parts(folder, BudgetEngine()).workers,
+        lambda _: fakes.FakeWorkers(budget=250),
+    ],
+)
 async def test_memory_is_promised_to_loads_in_their_order_until_they_end(
     tmp_path: Path, make: Any
 ) -> None:

@@ -20,8 +20,8 @@ import pytest
 from common.errors import SettingError
 from serving.errors import Forbidden, TooManyRequests
 from serving.tokens import CHECK_S, Token, Tokens, Usage, read
+from tests.processes import REPOSITORY
 
-ROOT = Path(__file__).resolve().parents[2]
 SECRET = "비밀-하나"  # noqa: S105
 HASH = hashlib.sha256(SECRET.encode()).hexdigest()
 
@@ -128,7 +128,7 @@ def test_what_a_token_may_not_is_403_and_counted(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("page", ["settings.md", "settings.ko.md"])
 def test_the_page_shows_how_to_make_a_token_and_a_file(tmp_path: Path, page: str) -> None:
-    text = (ROOT / "docs" / "reference" / page).read_text("utf-8")
+    text = (REPOSITORY / "docs/reference" / page).read_text("utf-8")
     command = re.findall(r"```\n(python3 -c .*)\n```", text)[0]
     made = subprocess.check_output(shlex.split(command), text=True).split()
     assert hashlib.sha256(made[0].encode()).hexdigest() == made[1]

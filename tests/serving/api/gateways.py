@@ -14,15 +14,11 @@ from typing import Any
 import common.errors
 from common.worker_protocol import TIMEOUT_HEADER, WORKER_HEADER
 from serving.api.app import App
-from serving.api.gateway import Gateway
-from serving.api.metrics import Metrics
-from serving.console.journal import Journal
-from serving.errors import ModelNotFound
 from serving.mms.client import Answer
 from serving.models.model import Model, State
-from serving.settings import Settings
 from serving.store import Lookups, StoredModel, StoreSettings
 from serving.tokens import Tokens
+from tests.serving.fakes import Parts
 
 SAID = "가실 때에는"
 SECRET = "비밀-하나"  # noqa: S105
@@ -73,31 +69,10 @@ class FakeMMS:
         return {"workers": []}
 
 
-@dataclass
 class FakeEngine:
-    """A request that is called off is over: `over` is set."""
-
-    called_off: list[str] = field(default_factory=list)
-    over: asyncio.Event = field(default_factory=asyncio.Event)
-    held: list[str] = field(default_factory=list)  # names of the models that it has
-
-    async def models(self) -> list[dict[str, Any]]:
-        return [{"name": name} for name in self.held]
-
-    async def cancel(self, id: str) -> None:
-        self.called_off.append(id)
-        self.over.set()
-
-    async def stream(self, name: str, *_: Any) -> AsyncIterator[dict[str, Any]]:
-        raise common.errors.ModelNotFound(f"model {name} is not loaded")
-        yield {}
-
-    async def statistics(self, timeout_s: float = 1) -> dict[str, Any]:
-        raise common.errors.EngineUnavailable("the engine is not there")
-
-
-class RecordingEngine:
     """Keeps what each call asks of it; `fails` are raised by the first calls.
+
+    A request that is called off is over: `over` is set.
 
     streamed: a stream's tokens, and errors in their place, or a function of a call's arguments
     go: without it no whole answer comes, and nothing follows a stream's first token
@@ -109,6 +84,19 @@ class RecordingEngine:
         self.go = asyncio.Event()
         self.go.set()
         self.running = self.most = 0
+        self.called_off: list[str] = []
+        self.over = asyncio.Event()
+        self.held: list[str] = []  # names of the models that it has
+
+    async def models(self) -> list[dict[str, Any]]:
+        return [{"name": name} for name in self.held]
+
+    async def cancel(self, id: str) -> None:
+        self.called_off.append(id)
+        self.over.set()
+
+    async def statistics(self, timeout_s: float = 1) -> dict[str, Any]:
+        raise common.errors.EngineUnavailable("the engine is not there")
 
     async def generate(self, *asked: Any) -> dict[str, Any]:
         with self._call(asked):
@@ -137,52 +125,10 @@ class RecordingEngine:
             self.running -= 1
 
 
-class FakeRegistry:
-    def __init__(self, *models: Model) -> None:
-        self._models = {model.name: model for model in models}
-        self.tasks: set[asyncio.Task[Any]] = set()
-
-    def find(self, name: str) -> Model | None:
-        return self._models.get(name)
-
-    def get(self, name: str) -> Model:
-        if name not in self._models:
-            raise ModelNotFound(f"Model not found: {name}")
-        return self._models[name]
-
-    def models(self) -> list[Model]:
-        return list(self._models.values())
-
-    def all(self) -> list[Model]:
-        return self.models()
-
-    def engine_names(self) -> dict[str, str]:
-        return {model.engine_name: model.name for model in self.models()}
-
-    def spawn(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
-        task = asyncio.create_task(work)
-        self.tasks.add(task)
-        task.add_done_callback(self.tasks.discard)
-        return task
-
-    @contextlib.asynccontextmanager
-    async def use(self, name: str) -> AsyncIterator[Model]:
-        model = self.get(name)
-        model.in_flight += 1
-        try:
-            yield model
-        finally:
-            model.in_flight -= 1
-
-
-class FakeRecovery:
-    async def wait_for(self, model: Model, timeout_s: float) -> None: ...
-
-
 def model(name: str = "봄", limit_s: float = 60.0, capacity: int = 1) -> Model:
     stored = StoredModel(name=name, url=name, version="1", size_bytes=1, kind="folder")
     made = Model(name, name, f"id-{name}", stored, {"response_timeout": limit_s})
-    made.state, made.in_engine, made.line.capacity = State.READY, False, capacity
+    made.state, made.line.capacity = State.READY, capacity
     return made
 
 
@@ -191,28 +137,26 @@ class World:
 
     def __init__(self, only: Model | None = None, engine: Any = None, **settings: Any) -> None:
         self.model = only or model()
-        self.model.in_engine = engine is not None
-        self.registry, self.mms = FakeRegistry(self.model), FakeMMS()
-        self.engine: Any = engine or FakeEngine()
-        self.recovery = FakeRecovery()
-        parts: Any = {
-            "registry": self.registry,
-            "on_demand": self.registry,
-            "recovery": self.recovery,
-            "mms": self.mms,
-            "engine": self.engine,
-        }
-        self.gateway = Gateway(
-            settings=Settings(**settings),
-            lookups=Lookups(None, StoreSettings("/nowhere", Path("/nowhere"), 1, 1, (), ())),
-            metrics=Metrics(),
-            journal=Journal(),
+        self.mms, self.engine = FakeMMS(), engine or FakeEngine()
+        parts = Parts(Path("/nowhere"), **settings)
+        self.workers, self.registry, self.recovery = parts.workers, parts.registry, parts.recovery
+        self.add(self.model, in_engine=engine is not None)
+        lookups = Lookups(None, StoreSettings("/nowhere", Path("/nowhere"), 1, 1, (), ()))
+        self.gateway = parts.gateway(
+            mms=self.mms,
+            engine=self.engine,
+            lookups=lookups,
             healthy=True,
             adopted=True,
             started=True,
-            **parts,
         )
         self.app = App(self.gateway)
+
+    def add(self, model: Model, *, in_engine: bool) -> Model:
+        """Adds a model that is ready."""
+        model.in_engine = in_engine
+        self.registry._models[model.name] = self.workers.running[model.id] = model
+        return model
 
     async def call(
         self,
@@ -268,6 +212,21 @@ async def with_token(world: World, folder: Path, **fields: Any) -> World:
     world.gateway.tokens = Tokens(str(path))
     await world.gateway.tokens.refresh()
     return world
+
+
+@contextlib.asynccontextmanager
+async def held(
+    world: World, count: int = 1, answer: Answer | None = None, body: bytes = b'"text"'
+) -> AsyncIterator[None]:
+    """Keeps `count` calls at the model or in its line to the end of the block; then they get
+    their answer."""
+    answer, go = answer or answered(), asyncio.Event()
+    world.mms.answer = always(answer, after=go)
+    calls = [asyncio.create_task(world.call("POST", "/predictions/봄", body)) for _ in range(count)]
+    await settle()
+    yield
+    go.set()
+    assert {(await call)[0] for call in calls} == {answer.status}
 
 
 async def settle() -> None:

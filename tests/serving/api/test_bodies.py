@@ -12,7 +12,7 @@ from common.errors import EngineError, InvalidRequest
 from serving.api import tgi
 from serving.models.model import Model
 from tests.serving.api.gateways import SAID as TEXT
-from tests.serving.api.gateways import RecordingEngine, World, model
+from tests.serving.api.gateways import FakeEngine, World, model
 
 MESSAGES = [{"role": "user", "content": "안녕?"}]
 DONE = "[DONE]"
@@ -20,7 +20,7 @@ FIRST = {"index": 0, "token": 5, "text": TEXT, "prompt_tokens": 3, "cached_token
 
 
 def world(*items: Any) -> World:
-    return World(engine=RecordingEngine(streamed=items))
+    return World(engine=FakeEngine(streamed=items))
 
 
 def call(made: World, path: str, body: Any, **headers: str) -> tuple[int, Any]:
@@ -206,10 +206,7 @@ def test_what_cannot_be_had_is_refused_in_tgis_words(more: Any, said: str) -> No
 def two_models() -> tuple[World, Model]:
     """The base of the route, and an adapter."""
     made = world(*items("가", end="length", special=False))
-    adapter = model("여름/시")
-    adapter.in_engine = True
-    made.registry._models[adapter.name] = adapter
-    return made, adapter
+    return made, made.add(model("여름/시"), in_engine=True)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from urllib.parse import quote
 
 import pytest
 
-from tests.serving.api.test_http_protocol import LAST, Served, serve, told
+from tests.serving.api.test_http_protocol import LAST, Served, told
 
 HOST = b"Host: a\r\n"
 HIDDEN = b"POST /echo HTTP/1.1\r\nHost: a\r\nContent-Length: 8\r\n\r\nSMUGGLED"
@@ -21,7 +21,7 @@ HIDDEN = b"POST /echo HTTP/1.1\r\nHost: a\r\nContent-Length: 8\r\n\r\nSMUGGLED"
 
 @pytest.fixture(scope="module")
 def served() -> Iterator[Served]:
-    with serve(linger_s=0.2) as running:
+    with Served(linger_s=0.2) as running:
         yield running
 
 
@@ -140,7 +140,7 @@ def test_a_body_in_a_thousand_chunks_is_one_body(served: Served) -> None:
 def test_a_name_is_the_same_however_it_is_encoded(name: str) -> None:
     everything = "".join(f"%{byte:02X}" for byte in name.encode())
     ways = {quote(name), quote(name).lower(), everything, everything.lower()}
-    with serve() as served:
+    with Served() as served:
         for way in ways:
             line = b"GET /name/" + way.encode() + b" HTTP/1.1\r\n"
             answer = served.ask(line + HOST + b"Connection: close\r\n\r\n")

@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
-from common.errors import OutOfMemory
+from common.errors import ModelNotFound, OutOfMemory
 from serving.api import engine_calls
 from serving.errors import Unavailable
 from serving.mms.client import Answer
-from tests.serving.api.gateways import FakeEngine, World, always, answered, model, settle
+from tests.serving.api.gateways import FakeEngine, World, always, answered, held, model, settle
 from tests.serving.api.test_forms import RIGHT, WRONG
 
 PATH = "/predictions/봄"
@@ -70,15 +70,18 @@ async def test_at_the_deadline_the_client_is_answered_and_the_engine_told() -> N
     assert (world.model.line.running, world.model.in_flight) == (1, 1)
     assert world.gateway.requests == 0
     release.set()
-    await asyncio.gather(*world.registry.tasks)
+    await asyncio.gather(*world.registry._tasks)
     assert (world.model.line.running, world.model.in_flight) == (0, 0)
 
 
-async def test_a_request_whose_model_waits_for_room_at_its_deadline_may_be_tried_again() -> None:
+async def test_a_load_that_takes_longer_than_the_request_has_is_not_waited_for() -> None:
     world = World(request_timeout_s=1)
+    world.registry.use = loading  # type: ignore[method-assign]
+    for path in (PATH, "/v2/models/봄/infer"):
+        status, _, body = await world.call("POST", path)
+        assert (status, b"no answer within 1 s" in body) == (504, True)
     world.model.shortage = OutOfMemory("model 봄 needs 2 MiB, but 17 are taken")
-    world.registry.use = loading  # type: ignore[method-assign, assignment]
-    status, headers, body = await world.call("POST", PATH)
+    status, headers, body = await world.call("POST", PATH)  # may be tried again
     assert (status, headers["retry-after"]) == (503, "1")
     reason = "no memory or disk became free within 1 s: model 봄 needs 2 MiB, but 17 are taken"
     assert said(body)[1] == reason
@@ -94,7 +97,7 @@ async def test_an_answer_that_is_read_after_the_deadline_is_not_sent() -> None:
     world.mms.answer = answer
     status, _, body = await world.call("POST", PATH)
     assert (status, said(body)) == (504, ("TimeoutException", "no answer within 0.1 s"))
-    await asyncio.gather(*world.registry.tasks)
+    await asyncio.gather(*world.registry._tasks)
     assert (world.model.line.running, world.model.in_flight) == (0, 0)
 
 
@@ -129,14 +132,6 @@ async def test_a_model_whose_memory_others_took_while_the_engine_was_away_is_503
     assert ("retry-after" in headers) is (expected == 503)
 
 
-async def test_a_load_that_takes_longer_than_the_request_has_is_not_waited_for() -> None:
-    world = World(request_timeout_s=1)
-    world.registry.use = loading  # type: ignore[method-assign, assignment]
-    for path in (PATH, "/v2/models/봄/infer"):
-        status, _, body = await world.call("POST", path)
-        assert (status, b"no answer within 1 s" in body) == (504, True)
-
-
 async def test_a_body_has_as_long_to_arrive() -> None:
     world = World(request_timeout_s=1)
     for path in (PATH, "/models"):
@@ -145,20 +140,14 @@ async def test_a_body_has_as_long_to_arrive() -> None:
 
 
 async def test_a_client_that_goes_while_it_waits_is_never_worked_on() -> None:
-    world = World()
-    release = asyncio.Event()
-    world.mms.answer = always(answered(), after=release)
-    first = asyncio.create_task(world.call("POST", PATH))
-    await settle()
-    gone = asyncio.Event()
-    second = asyncio.create_task(world.call("POST", PATH, gone=gone))
-    await settle()
-    assert len(world.model.line.waiting) == 1
-    gone.set()
-    await second
-    assert len(world.model.line.waiting) == 0
-    release.set()
-    assert (await first)[0] == 200
+    world, gone = World(), asyncio.Event()
+    async with held(world):
+        second = asyncio.create_task(world.call("POST", PATH, gone=gone))
+        await settle()
+        assert len(world.model.line.waiting) == 1
+        gone.set()
+        await second
+        assert len(world.model.line.waiting) == 0
     assert len(world.mms.told_s) == 1
     assert world.engine.called_off == []
 
@@ -171,7 +160,7 @@ async def test_a_client_that_goes_meanwhile_frees_its_place_in_the_batch() -> No
     await settle()
     gone.set()
     await call
-    await asyncio.gather(*world.registry.tasks)
+    await asyncio.gather(*world.registry._tasks)
     assert len(world.engine.called_off) == 1
     assert (world.model.line.running, world.model.in_flight) == (0, 0)
 
@@ -195,29 +184,19 @@ async def test_where_multi_model_server_has_no_worker_it_is_asked_again_after_a_
 async def test_a_full_line_is_429_with_the_time_to_come_back() -> None:
     world = World()
     world.model.line.max_waiting = 1
-    release = asyncio.Event()
-    world.mms.answer = always(answered(), after=release)
-    calls = [asyncio.create_task(world.call("POST", PATH)) for _ in range(2)]
-    await settle()
-    status, headers, body = await world.call("POST", PATH)
-    assert (status, headers["retry-after"]) == (429, "1")
-    assert said(body)[0] == "TooManyRequestsException"
-    release.set()
-    assert [(await call)[0] for call in calls] == [200, 200]
+    async with held(world, 2):
+        status, headers, body = await world.call("POST", PATH)
+        assert (status, headers["retry-after"]) == (429, "1")
+        assert said(body)[0] == "TooManyRequestsException"
 
 
 async def test_all_bodies_together_are_bounded() -> None:
     world = World(max_request_bytes=100)
-    release = asyncio.Event()
-    world.mms.answer = always(answered(), after=release)
     body = b'"text"'.ljust(100)
-    calls = [asyncio.create_task(world.call("POST", PATH, body)) for _ in range(32)]
-    await settle()
-    status, headers, said_ = await world.call("POST", PATH, body)
-    assert (status, headers["retry-after"]) == (503, "1")
-    assert "large bodies" in said(said_)[1]
-    release.set()
-    assert {(await call)[0] for call in calls} == {200}
+    async with held(world, 32, body=body):
+        status, headers, said_ = await world.call("POST", PATH, body)
+        assert (status, headers["retry-after"]) == (503, "1")
+        assert "large bodies" in said(said_)[1]
     assert (await world.call("POST", PATH, body))[0] == 200
     assert world.gateway.body_bytes == 0
 
@@ -336,6 +315,7 @@ async def test_a_stream_of_a_model_that_the_engine_has_lost_is_503_and_not_404(
 ) -> None:
     monkeypatch.setattr(engine_calls, "RESTORE_S", 0.1)
     body = json.dumps({"inputs": "가", "stream": True}).encode()
-    status, headers, answer = await World(engine=FakeEngine()).call("POST", PATH, body)
+    lost = FakeEngine(*[ModelNotFound("model 봄 is not loaded")] * 99)
+    status, headers, answer = await World(engine=lost).call("POST", PATH, body)
     assert (status, headers["retry-after"]) == (503, "1")
     assert said(answer) == ("ServiceUnavailableException", "Model 봄 is being loaded again")

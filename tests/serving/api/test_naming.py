@@ -14,7 +14,7 @@ from serving.aliases import Aliases, parse
 from serving.api.sessions import NEW, NEW_SESSION_ID, SESSION_ID, Sessions
 from tests.serving.api.gateways import BEARER, World, always, answered, model, with_token
 
-SPLIT = {"고객": {"봄": 9, "여름": 1}, "시": "봄"}
+SPLIT = {"고객": {"봄": 9, "여름": 1}, "시": {"봄": 1}}
 
 
 def aliases_of(value: dict[str, Any]) -> Aliases:
@@ -26,8 +26,7 @@ def aliases_of(value: dict[str, Any]) -> Aliases:
 def world_of(value: dict[str, Any] | None = None, **settings: Any) -> World:
     """Models 봄 and 여름, and aliases."""
     world = World(**settings)
-    summer = model("여름")
-    world.registry._models[summer.name] = summer
+    world.add(model("여름"), in_engine=False)
     world.gateway.aliases = aliases_of(SPLIT if value is None else value)
     return world
 
@@ -122,17 +121,16 @@ async def test_lists_and_descriptions_say_what_an_alias_stands_for() -> None:
         assert status == 200, answer
         return json.loads(answer)
 
-    wanted = {"고객": {"봄": 9, "여름": 1}, "시": {"봄": 1}}
     listed = await told("GET", "/models")
     assert [m["modelName"] for m in listed["models"]] == ["봄", "여름"]
-    assert listed["aliases"] == wanted
+    assert listed["aliases"] == SPLIT
     assert "aliases" not in await told("GET", "/models?next_page_token=1")
     data = {m["id"]: m for m in (await told("GET", "/v1/models"))["data"]}
     assert {name: m.get("alias_of") for name, m in data.items()} == {
-        **wanted, "봄": None, "여름": None,
+        **SPLIT, "봄": None, "여름": None,
     }  # fmt: skip
     assert await told("GET", "/v1/models/고객") == data["고객"]
-    assert await told("GET", "/models/고객") == {"modelName": "고객", "aliasOf": wanted["고객"]}
+    assert await told("GET", "/models/고객") == {"modelName": "고객", "aliasOf": SPLIT["고객"]}
     assert (await told("GET", "/v2/models/고객"))["name"] == "봄"
     assert (await told("GET", "/v2/models/고객/config"))["name"] == "봄"
     assert (await told("GET", "/v2/models/고객/ready"))["ready"]

@@ -33,9 +33,11 @@ class Endpoint:
         self.world.gateway.single_model = "봄"
         self.world.gateway.sessions = Sessions(self.folder, LIFE_S, lambda: self.now)
 
-    async def invoke(self, body: bytes = b'"text"', id: str = "", **headers: str) -> Answer:
+    async def invoke(
+        self, body: bytes = b'"text"', id: str = "", path: str = "/invocations", **headers: str
+    ) -> Answer:
         named = {"x-amzn-sagemaker-session-id": id} if id else {}
-        return await self.world.call("POST", "/invocations", body, **named, **headers)
+        return await self.world.call("POST", path, body, **named, **headers)
 
     async def open(self) -> str:
         status, headers, body = await self.invoke(OPEN)
@@ -203,20 +205,21 @@ async def test_the_id_of_boto3_for_a_new_session_is_no_session(endpoint: Endpoin
 
 
 @pytest.mark.parametrize(
-    ("body", "content_type"),
+    ("body", "more"),
     [
-        (b'"requestType"', "application/json"),
-        (b'["requestType"]', "application/json"),
-        (b'{"inputs": "\\"requestType\\""}', "application/json"),
-        (b'{"inputs": {"requestType": "CLOSE"}}', "application/json"),
-        (b'{"requestType": "CLOSE"', "application/json"),
-        (OPEN, "text/plain"),
+        (b'"requestType"', {}),
+        (b'["requestType"]', {}),
+        (b'{"inputs": "\\"requestType\\""}', {}),
+        (b'{"inputs": {"requestType": "CLOSE"}}', {}),
+        (b'{"requestType": "CLOSE"', {}),
+        (OPEN, {"content-type": "text/plain"}),
+        (OPEN, {"path": "/predictions/봄"}),
     ],
 )
-async def test_any_other_body_is_the_models(
-    endpoint: Endpoint, body: bytes, content_type: str
+async def test_any_other_body_and_other_routes_are_the_models(
+    endpoint: Endpoint, body: bytes, more: dict[str, str]
 ) -> None:
-    status, headers, _ = await endpoint.invoke(body, **{"content-type": content_type})
+    status, headers, _ = await endpoint.invoke(body, **more)
     assert status == 200
     assert "x-amzn-sagemaker-new-session-id" not in headers
     assert len(endpoint.world.mms.told_s) == 1
@@ -242,9 +245,3 @@ async def test_a_session_needs_the_token_for_calls_and_a_server_that_is_ready(
     world.gateway.sessions = endpoint.world.gateway.sessions
     assert (await world.call("POST", "/invocations", OPEN))[0] == 401
     assert endpoint.files() == []
-
-
-async def test_other_routes_know_no_sessions(endpoint: Endpoint) -> None:
-    status, headers, _ = await endpoint.world.call("POST", "/predictions/봄", OPEN)
-    assert status == 200  # of the model
-    assert "x-amzn-sagemaker-new-session-id" not in headers

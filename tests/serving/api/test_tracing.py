@@ -6,8 +6,6 @@ import asyncio
 import contextlib
 import json
 import logging
-import subprocess
-import sys
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,15 +15,14 @@ import pytest
 from common.errors import EngineUnavailable, SettingError
 from serving.aliases import Alias
 from serving.api import tracing
-from serving.errors import StartError
 from serving.gateway import _traced
 from serving.settings import Settings
 from tests.e2e.server import free_port
+from tests.processes import python
 from tests.serving.api.collector import Collector, Span
-from tests.serving.api.gateways import RecordingEngine, World, always, answered, model, settle
+from tests.serving.api.gateways import FakeEngine, World, always, answered, held, model
 from tests.serving.fakes import Parts
 
-ROOT = Path(__file__).resolve().parents[3]
 PATH = "/predictions/봄"
 PROMPT = "나 보기가 역겨워"
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
@@ -104,7 +101,7 @@ async def test_a_request_is_a_child_of_its_traceparent_and_a_worker_gets_its_own
 async def test_a_stream_has_a_span_until_its_first_token_and_one_from_there(
     collector: Collector,
 ) -> None:
-    async with served(World(engine=RecordingEngine(streamed=ITEMS))) as world:
+    async with served(World(engine=FakeEngine(streamed=ITEMS))) as world:
         sent = body(inputs=PROMPT, stream=True)
         status, _, text = await world.call("POST", PATH, sent)
         assert (status, "가실 때에는" in text.decode()) == (200, True)
@@ -120,7 +117,7 @@ async def test_a_stream_has_a_span_until_its_first_token_and_one_from_there(
 
 async def test_a_stream_that_breaks_off_has_an_error_in_its_tokens(collector: Collector) -> None:
     broken = [ITEMS[0], EngineUnavailable("the engine ended in the middle of the answer")]
-    async with served(World(engine=RecordingEngine(streamed=broken))) as world:
+    async with served(World(engine=FakeEngine(streamed=broken))) as world:
         status, _, _ = await world.call("POST", PATH, body(inputs=PROMPT, stream=True))
         assert status == 200
     (tokens,) = collector.named("tokens")
@@ -132,7 +129,7 @@ async def test_a_stream_that_breaks_off_has_an_error_in_its_tokens(collector: Co
 async def test_each_prompt_of_a_whole_answer_has_its_queue_and_its_tokens(
     collector: Collector,
 ) -> None:
-    async with served(World(model(capacity=2), RecordingEngine())) as world:
+    async with served(World(model(capacity=2), FakeEngine())) as world:
         world.gateway.aliases._take({"노래": Alias("노래", {"봄": 1})})
         sent = body(model="노래", prompt=[PROMPT, "산에는 꽃 피네"])
         assert (await world.call("POST", "/v1/completions", sent))[0] == 200
@@ -149,13 +146,8 @@ async def test_each_prompt_of_a_whole_answer_has_its_queue_and_its_tokens(
 async def test_a_request_that_waits_for_its_turn_has_that_in_its_queue(
     collector: Collector,
 ) -> None:
-    release = asyncio.Event()
-    async with served(World(model(capacity=1))) as world:
-        world.mms.answer = always(answered(), after=release)
-        calls = [asyncio.create_task(world.call("POST", PATH)) for _ in range(2)]
-        await settle()
-        release.set()
-        assert [(await call)[0] for call in calls] == [200, 200]
+    async with served(World(model(capacity=1))) as world, held(world, 2):
+        pass
     one, other = (children(collector, root) for root in collector.named("POST /predictions/{name}"))
     assert names(one) == names(other) == ["queue", "answer"]
     assert one[0].end <= other[0].start <= one[1].end <= other[0].end <= other[1].start
@@ -182,15 +174,10 @@ async def test_a_model_that_is_loaded_for_a_request_has_that_in_its_load(
 
 
 async def test_an_error_is_that_of_its_part_and_of_its_request(collector: Collector) -> None:
-    release = asyncio.Event()
     async with served(World()) as world:
-        world.mms.answer = always(answered(500, body(message="고장")), after=release)
         world.model.line.max_waiting = 0
-        first = asyncio.create_task(world.call("POST", PATH))
-        await settle()
-        assert (await world.call("POST", PATH))[0] == 429
-        release.set()
-        assert (await first)[0] == 500
+        async with held(world, answer=answered(500, body(message="고장"))):
+            assert (await world.call("POST", PATH))[0] == 429
         assert (await world.call("GET", "/nowhere"))[0] == 404
     failed, refused = collector.named("POST /predictions/{name}")
     assert (failed.is_error, failed.attributes["error.type"]) == (True, "500")
@@ -289,14 +276,6 @@ async def test_a_variable_that_cannot_be_ends_the_start_with_the_reason(
             pass
 
 
-def test_without_its_packages_it_is_said_how_to_get_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    world = World(otlp_endpoint="http://127.0.0.1:4318")
-    monkeypatch.delitem(sys.modules, "serving.api.tracing")
-    monkeypatch.setitem(sys.modules, "opentelemetry.sdk.resources", None)
-    with pytest.raises(StartError, match=r"pip install -r requirements/tracing\.txt"):
-        _traced(world.gateway, world.app)
-
-
 @pytest.mark.parametrize("variable", [ENDPOINT, "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT"])
 async def test_either_variable_turns_it_on(collector: Collector, variable: str) -> None:
     settings = Settings.read([], {variable: collector.url})
@@ -315,7 +294,7 @@ async def test_it_is_off_by_default_and_nothing_is_in_a_requests_way() -> None:
         assert app is world.app
     assert vars(world.gateway) == parts
     program = "import sys, serving.gateway; print([m for m in sys.modules if 'telemetry' in m])"
-    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
+    done = python("-c", program)
     assert (done.stdout, done.returncode) == ("[]\n", 0), done.stderr
 
 

@@ -9,8 +9,6 @@ from typing import Any
 import pytest
 
 from serving.aliases import Alias
-from serving.api.gateway import Gateway
-from serving.api.metrics import Metrics
 from serving.console.feed import MAX_WATCHERS, SAMPLE_S, STORE_S, Feed
 from serving.errors import Unavailable
 from tests.serving.fakes import Parts
@@ -45,22 +43,7 @@ class CountingEngine:
 
 
 def feed_of(parts: Parts, engine: CountingEngine) -> Feed:
-    unused: Any = None
-    of_engine: Any = engine
-    lookups: Any = parts.lookups
-    return Feed(
-        Gateway(
-            settings=parts.settings,
-            registry=parts.registry,
-            on_demand=parts.on_demand,
-            recovery=parts.recovery,
-            mms=unused,
-            engine=of_engine,
-            lookups=lookups,
-            metrics=Metrics(),
-            journal=parts.journal,
-        )
-    )
+    return Feed(parts.gateway(mms=None, engine=engine, lookups=parts.lookups))
 
 
 async def test_a_row_has_the_aliases_that_its_watcher_may_see(tmp_path: Path) -> None:

@@ -38,35 +38,6 @@ async def test_the_journal_has_what_happened_to_models_and_why_one_failed(tmp_pa
     assert evicted.seconds >= 1  # how long it had been idle
 
 
-async def test_each_change_of_a_state_is_news(parts: Parts) -> None:
-    seen: list[str] = []
-
-    async def look() -> None:
-        while True:
-            news = parts.journal.news
-            seen.append(" ".join(m.state.value for m in parts.registry.all()))
-            await news.wait()
-
-    looking = asyncio.create_task(look())
-    await asyncio.sleep(1)
-    await parts.load("a")
-    await parts.registry.unload("a")
-    await asyncio.sleep(1)
-    looking.cancel()
-    order = [state for i, state in enumerate(seen) if i == 0 or seen[i - 1] != state]
-    assert order == ["", "fetching", "loading", "ready", "draining", ""]
-
-
-async def test_a_load_that_was_called_off_has_not_failed(parts: Parts) -> None:
-    parts.workers.hung.add("a")
-    load = asyncio.create_task(parts.load("a"))
-    await asyncio.sleep(5)
-    await parts.registry.unload("a")
-    await asyncio.gather(load, return_exceptions=True)
-    assert parts.journal.failed == {}
-    assert told(parts) == []
-
-
 async def test_the_journal_forgets_what_is_old(parts: Parts) -> None:
     for _ in range(MAX_ENTRIES):
         await parts.load("a")

@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -78,15 +78,18 @@ class FakeEngine:
 
 
 class Parts:
-    def __init__(self, folder: Path, **settings: Any) -> None:
-        self.mms, self.engine = FakeMMS(), FakeEngine()
-        mms: Any = self.mms
-        engine: Any = self.engine
-        self.workers = Workers(Settings(), folder, mms, engine)
+    def __init__(self, folder: Path, engine: FakeEngine | None = None, **settings: Any) -> None:
+        self.mms, self.engine = FakeMMS(), engine or FakeEngine()
+        self.workers = Workers(Settings(), folder, cast(Any, self.mms), cast(Any, self.engine))
         options = {"response_timeout": 60}
         self.model = Model("a", "a", "1", stored("a"), options, ModelSettings(**settings))
         (folder / "a").mkdir()
         self.model.fetched = Fetched(folder / "a", hit=True)
+
+
+@pytest.fixture
+def parts(tmp_path: Path) -> Parts:
+    return Parts(tmp_path)
 
 
 @pytest.mark.parametrize("base", [None, "바탕"])
@@ -105,10 +108,7 @@ async def test_a_worker_is_told_what_the_engine_is_to_do_and_an_adapters_base(
     assert (backend, precision, of_check) == ("mxnet", None, base)
 
 
-async def test_of_two_that_ask_for_room_at_the_same_time_one_counts_the_other(
-    tmp_path: Path,
-) -> None:
-    parts = Parts(tmp_path)
+async def test_of_two_that_ask_for_room_at_the_same_time_one_counts_the_other(parts: Parts) -> None:
     parts.engine.fits = True
     parts.engine.together = asyncio.Event()
     other = dataclasses.replace(parts.model, name="봄", id="2")
@@ -119,8 +119,7 @@ async def test_of_two_that_ask_for_room_at_the_same_time_one_counts_the_other(
     assert [asked[-2] for asked in parts.engine.checked] == [{}, {}, {"a#1": 100}]
 
 
-async def test_room_is_promised_in_the_order_in_which_it_was_asked_for(tmp_path: Path) -> None:
-    parts = Parts(tmp_path)
+async def test_room_is_promised_in_the_order_in_which_it_was_asked_for(parts: Parts) -> None:
     first = parts.model
     later = dataclasses.replace(first, name="봄", id="2")
 
@@ -144,9 +143,8 @@ async def test_room_is_promised_in_the_order_in_which_it_was_asked_for(tmp_path:
 
 
 async def test_a_worker_begins_with_one_connection_unless_requests_wait_for_it(
-    tmp_path: Path,
+    parts: Parts,
 ) -> None:
-    parts = Parts(tmp_path)
     await parts.workers.start(parts.model)
     assert parts.model.line.capacity == 16
     parts.model.in_flight = 2
@@ -163,8 +161,9 @@ async def test_what_is_the_engines_cannot_be_set_for_a_model_that_it_does_not_ho
         await parts.workers.check(parts.model)
 
 
-async def test_a_worker_whose_process_has_ended_is_not_waited_for(tmp_path: Path) -> None:
-    parts = Parts(tmp_path)
+async def test_a_worker_whose_process_has_ended_is_not_waited_for(
+    parts: Parts, tmp_path: Path
+) -> None:
     parts.mms.hangs = True
     parts.model.id = f"봄-{os.getpid()}-1"
     with pytest.raises(WorkerLost):
@@ -186,10 +185,9 @@ async def test_a_worker_whose_process_has_ended_is_not_waited_for(tmp_path: Path
 
 @pytest.mark.virtual_time(False)
 async def test_a_worker_has_ended_with_what_it_started_when_its_model_is_unloaded(
-    tmp_path: Path,
+    parts: Parts, tmp_path: Path
 ) -> None:
     below = "import subprocess as s, sys; print(s.Popen(['cat']).pid, flush=True); input()"
-    parts = Parts(tmp_path)
     parts.model.id = f"봄-{os.getpid()}-3"
     command = [sys.executable, "-c", below, "--model-name", parts.model.id]
     pipes: dict[str, Any] = dict.fromkeys(("stdin", "stdout"), subprocess.PIPE)
@@ -208,12 +206,11 @@ async def test_a_worker_has_ended_with_what_it_started_when_its_model_is_unloade
 
 
 async def test_a_worker_comes_back_on_a_full_disk(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    parts: Parts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(*_: Any, **__: Any) -> int:
         raise OSError(28, os.strerror(28))
 
-    parts = Parts(tmp_path)
     await parts.workers.start(parts.model)
     monkeypatch.setattr(Path, "write_text", full)
     await parts.workers.start(parts.model)
@@ -224,9 +221,8 @@ async def test_a_worker_comes_back_on_a_full_disk(
 
 @pytest.mark.virtual_time(False)
 async def test_what_a_model_holds_is_its_weights_and_caches_and_its_processes(
-    tmp_path: Path,
+    parts: Parts, tmp_path: Path
 ) -> None:
-    parts = Parts(tmp_path)
     assert await parts.workers.held_bytes([parts.model], True) == {"1": 75}
     sleeper = await asyncio.create_subprocess_exec(
         "python3", "-c", "print(flush=True); input()", str(tmp_path / ".mms.sock.9000"),
@@ -275,8 +271,7 @@ async def test_a_list_that_is_none_is_no_answer(body: bytes) -> None:
     assert await Client().describe("a") in ({}, {"models": 3}, {"models": [{}]})
 
 
-async def test_folders_of_workers_that_no_model_has_are_removed(tmp_path: Path) -> None:
-    parts = Parts(tmp_path)
+async def test_folders_of_workers_that_no_model_has_are_removed(parts: Parts) -> None:
     await parts.workers.start(parts.model)
     folder = parts.mms.folders[parts.model.id]
     other = folder.parent / "0a0a-1"

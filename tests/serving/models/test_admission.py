@@ -9,6 +9,7 @@ import pytest
 
 from serving.errors import Timeout, TooManyRequests, Unavailable
 from serving.models.admission import Admission, Line
+from tests.serving.api.gateways import settle
 
 NEVER = 1e9
 
@@ -40,11 +41,6 @@ class World:
         await settle()
 
 
-async def settle() -> None:
-    for _ in range(5):
-        await asyncio.sleep(0)
-
-
 async def test_as_many_as_there_are_places_work_at_once_and_the_rest_by_arrival() -> None:
     world, line = World(), Line(capacity=2)
     tasks = [await world.ask(line, number) for number in range(5)]
@@ -58,25 +54,17 @@ async def test_as_many_as_there_are_places_work_at_once_and_the_rest_by_arrival(
     assert (line.running, len(line.waiting)) == (0, 0)
 
 
-async def test_who_leaves_the_line_takes_no_place() -> None:
+@pytest.mark.parametrize("its_turn", [False, True])
+async def test_who_leaves_the_line_takes_no_place_also_as_its_turn_comes(its_turn: bool) -> None:
     world, line = World(), Line()
     tasks = [await world.ask(line, number) for number in range(3)]
+    if its_turn:
+        world._go_on[0].set()
+        while len(line.waiting) == 2:  # until the first has left its place
+            await asyncio.sleep(0)
     tasks[1].cancel()
     await settle()
     await world.answer(0)
-    assert world.begun == [0, 2]
-    await world.answer(2)
-    assert line.running == 0
-
-
-async def test_who_leaves_as_its_turn_comes_passes_it_on() -> None:
-    world, line = World(), Line()
-    tasks = [await world.ask(line, number) for number in range(3)]
-    world._go_on[0].set()
-    while not line.waiting or len(line.waiting) == 2:  # until the first has left its place
-        await asyncio.sleep(0)
-    tasks[1].cancel()
-    await settle()
     assert world.begun == [0, 2]
     await world.answer(2)
     assert line.running == 0

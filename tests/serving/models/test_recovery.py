@@ -35,15 +35,6 @@ async def until_restoring(model: Model) -> None:
         await asyncio.sleep(0.01)
 
 
-async def test_a_lost_worker_comes_back(parts: Parts) -> None:
-    model = await parts.load("a")
-    async with watched(parts):
-        parts.workers.kill(model)
-        await asyncio.sleep(3)
-        assert parts.workers.works(model)
-        assert parts.workers.starts["a"] == 2
-
-
 async def test_a_lost_worker_for_which_requests_wait_comes_back_sooner(parts: Parts) -> None:
     model = await parts.load("봄")
     async with watched(parts):
@@ -54,14 +45,6 @@ async def test_a_lost_worker_for_which_requests_wait_comes_back_sooner(parts: Pa
                 await asyncio.sleep(START_S + 0.2)
                 assert parts.workers.works(model)
                 assert model.starts == lost + 2
-
-
-async def test_a_model_that_the_engine_lost_comes_back(parts: Parts) -> None:
-    await parts.load("a")
-    async with watched(parts):
-        parts.workers.in_engine.clear()
-        await asyncio.sleep(6)
-        assert len(parts.workers.in_engine) == 1
 
 
 async def test_where_the_engine_has_a_models_weights_is_known(parts: Parts) -> None:

@@ -19,6 +19,12 @@ from tests.serving.fakes import START_S, Parts, stored
 pytestmark = pytest.mark.virtual_time
 
 
+@pytest.fixture
+def parts(tmp_path: Path) -> Parts:
+    """With room for three models unless a test sets its budget."""
+    return Parts(tmp_path, budget=300, names="abcdefgh")
+
+
 async def use(parts: Parts, name: str, seconds: float = 0.0) -> None:
     async with parts.on_demand.use(name):
         await asyncio.sleep(seconds)
@@ -31,10 +37,8 @@ async def used(parts: Parts, *names: str) -> None:
         await asyncio.sleep(1)
 
 
-async def test_the_least_recently_used_models_go_and_no_more_than_are_needed(
-    tmp_path: Path,
-) -> None:
-    parts = Parts(tmp_path, budget=500, names="abcdefgh")
+async def test_the_least_recently_used_models_go_and_no_more_than_are_needed(parts: Parts) -> None:
+    parts.workers.budget = 500
     parts.workers.size["f"] = 250
     await used(parts, "a", "b", "c", "d", "e", "a")
     await use(parts, "f")
@@ -43,15 +47,13 @@ async def test_the_least_recently_used_models_go_and_no_more_than_are_needed(
 
 
 async def test_what_is_asked_for_often_stays_though_others_were_asked_for_later(
-    tmp_path: Path,
+    parts: Parts,
 ) -> None:
-    parts = Parts(tmp_path, budget=300, names="abcd")
     await used(parts, "a", "a", "a", "b", "c", "d")
     assert parts.loaded() == ["a", "c", "d"]
 
 
-async def test_what_takes_long_to_load_stays(tmp_path: Path) -> None:
-    parts = Parts(tmp_path, budget=300, names="abcd")
+async def test_what_takes_long_to_load_stays(parts: Parts) -> None:
     await used(parts, "a", "b", "c")
     for name, load_s in (("a", 9.0), ("c", 0.1)):  # scripts
         model = parts.registry.get(name)
@@ -60,8 +62,8 @@ async def test_what_takes_long_to_load_stays(tmp_path: Path) -> None:
     assert parts.loaded() == ["a", "b", "d"]
 
 
-async def test_several_loads_make_room_at_once(tmp_path: Path) -> None:
-    parts = Parts(tmp_path, budget=400, names="abcdefg")
+async def test_several_loads_make_room_at_once(parts: Parts) -> None:
+    parts.workers.budget = 400
     await used(parts, "a", "b", "c", "d")
     parts.workers.end_s = 0.5
     parts.workers.size["g"] = 200
@@ -72,8 +74,8 @@ async def test_several_loads_make_room_at_once(tmp_path: Path) -> None:
     assert parts.workers.starts["e"] == parts.workers.starts["g"] == 1
 
 
-async def test_what_was_unloaded_for_one_model_no_other_takes(tmp_path: Path) -> None:
-    parts = Parts(tmp_path, budget=200, names="abcd")
+async def test_what_was_unloaded_for_one_model_no_other_takes(parts: Parts) -> None:
+    parts.workers.budget = 200
     await used(parts, "a", "b")
     parts.workers.size["c"] = 200
     busy = asyncio.create_task(use(parts, "a", 10))
@@ -88,8 +90,8 @@ async def test_what_was_unloaded_for_one_model_no_other_takes(tmp_path: Path) ->
     assert parts.workers.starts["c"] == parts.workers.starts["d"] == 1
 
 
-async def test_a_model_that_will_not_fit_unloads_nothing(tmp_path: Path) -> None:
-    parts = Parts(tmp_path, budget=500, names="abcdef")
+async def test_a_model_that_will_not_fit_unloads_nothing(parts: Parts) -> None:
+    parts.workers.budget = 500
     await used(parts, "b", "c")
     await parts.load("a", settings=ModelSettings(pinned=True))
     parts.workers.size["f"] = 450
@@ -101,16 +103,16 @@ async def test_a_model_that_will_not_fit_unloads_nothing(tmp_path: Path) -> None
     assert parts.loaded() == ["a", "b", "c"]
 
 
-async def test_a_pinned_model_stays(tmp_path: Path) -> None:
-    parts = Parts(tmp_path, budget=200, names="abc")
+async def test_a_pinned_model_stays(parts: Parts) -> None:
+    parts.workers.budget = 200
     await parts.load("a", settings=ModelSettings(pinned=True))
     await used(parts, "b", "c")
     assert parts.loaded() == ["a", "c"]
     await parts.registry.unload("a")  # who asks for it gets it
 
 
-async def test_a_busy_model_goes_only_where_no_idle_one_will_do(tmp_path: Path) -> None:
-    parts = Parts(tmp_path, budget=200, names="abcd")
+async def test_a_busy_model_goes_only_where_no_idle_one_will_do(parts: Parts) -> None:
+    parts.workers.budget = 200
     await used(parts, "a", "b")
     busy = asyncio.create_task(use(parts, "a", 30))
     await asyncio.sleep(0.1)
@@ -124,10 +126,8 @@ async def test_a_busy_model_goes_only_where_no_idle_one_will_do(tmp_path: Path) 
     await other
 
 
-async def test_what_has_just_been_loaded_serves_those_who_waited_for_it_first(
-    tmp_path: Path,
-) -> None:
-    parts = Parts(tmp_path, budget=100, names="abc")
+async def test_what_has_just_been_loaded_serves_those_who_waited_for_it_first(parts: Parts) -> None:
+    parts.workers.budget = 100
     asked = [asyncio.create_task(use(parts, name, 1)) for name in "abcabc"]
     await asyncio.gather(*asked)
     assert sum(parts.workers.starts.values()) <= 6
@@ -141,8 +141,7 @@ async def test_many_that_want_room_at_once_all_get_it(tmp_path: Path) -> None:
     assert sum(parts.workers.in_engine.values()) <= 300
 
 
-async def test_two_that_wait_for_the_same_room_do_not_wait_for_each_other(tmp_path: Path) -> None:
-    parts = Parts(tmp_path, budget=300, names="abc")
+async def test_two_that_wait_for_the_same_room_do_not_wait_for_each_other(parts: Parts) -> None:
     await parts.load("p", settings=ModelSettings(pinned=True))
     parts.workers.size.update({"a": 250, "b": 250})
     outcomes = await asyncio.gather(use(parts, "a"), use(parts, "b"), return_exceptions=True)
@@ -152,9 +151,9 @@ async def test_two_that_wait_for_the_same_room_do_not_wait_for_each_other(tmp_pa
 
 
 async def test_a_shortage_of_unknown_size_unloads_as_much_as_the_artifact_has(
-    tmp_path: Path,
+    parts: Parts, tmp_path: Path
 ) -> None:
-    parts = Parts(tmp_path, names="abcdef")
+    parts.workers.budget = 1000
     await used(parts, "a", "b", "c", "d")
     (tmp_path / "f").mkdir()
     (tmp_path / "f" / "model.params").write_bytes(bytes(150))
@@ -167,8 +166,7 @@ async def test_a_shortage_of_unknown_size_unloads_as_much_as_the_artifact_has(
     assert not parts.registry.find("f")
 
 
-async def test_room_that_another_load_takes_in_between_is_looked_for_again(tmp_path: Path) -> None:
-    parts = Parts(tmp_path, budget=300, names="abcd")
+async def test_room_that_another_load_takes_in_between_is_looked_for_again(parts: Parts) -> None:
     await used(parts, "a", "b")
     parts.workers.errors["d"] = [OutOfMemory("the engine's own, of no known size")]
     await use(parts, "d")
@@ -177,9 +175,9 @@ async def test_room_that_another_load_takes_in_between_is_looked_for_again(tmp_p
 
 @pytest.mark.parametrize(("settle_s", "listing_s"), [(0.5, 0), (0.1, 0.3)])
 async def test_room_that_a_model_takes_which_is_just_becoming_ready_is_waited_for(
-    tmp_path: Path, settle_s: float, listing_s: float
+    parts: Parts, settle_s: float, listing_s: float
 ) -> None:
-    parts = Parts(tmp_path, budget=200, names="abc")
+    parts.workers.budget = 200
     await parts.load("p", settings=ModelSettings(pinned=True))
     await used(parts, "a")
     parts.workers.settle_s, parts.workers.listing_s = settle_s, listing_s
@@ -191,8 +189,8 @@ async def test_room_that_a_model_takes_which_is_just_becoming_ready_is_waited_fo
     assert parts.loaded() == ["c", "p"]
 
 
-async def test_a_full_cache_unloads_only_what_the_cache_holds(tmp_path: Path) -> None:
-    parts = Parts(tmp_path, names="abcd")
+async def test_a_full_cache_unloads_only_what_the_cache_holds(parts: Parts, tmp_path: Path) -> None:
+    parts.workers.budget = 1000
     (tmp_path / "b").mkdir()
     (tmp_path / "b" / "model.params").write_bytes(bytes(100))
     await used(parts, "a")  # a folder of this machine, in place
@@ -215,8 +213,7 @@ async def test_a_full_cache_unloads_only_what_the_cache_holds(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("known", [True, False])
-async def test_what_the_requests_of_others_hold_is_waited_for(tmp_path: Path, known: bool) -> None:
-    parts = Parts(tmp_path, budget=300, names="ab")
+async def test_what_the_requests_of_others_hold_is_waited_for(parts: Parts, known: bool) -> None:
     await parts.load("p", settings=ModelSettings(pinned=True))
     busy = asyncio.create_task(use(parts, "p", 20))
     await asyncio.sleep(0.1)
@@ -246,8 +243,7 @@ async def test_a_load_that_has_no_room_within_its_time_may_be_tried_again(tmp_pa
     await use(parts, "b")
 
 
-async def test_a_disk_without_room_of_which_no_more_is_known_is_507(tmp_path: Path) -> None:
-    parts = Parts(tmp_path, names="ab")
+async def test_a_disk_without_room_of_which_no_more_is_known_is_507(parts: Parts) -> None:
     await used(parts, "a")
 
     def acquire(model: StoredModel, given_up: threading.Event) -> Any:
@@ -260,8 +256,8 @@ async def test_a_disk_without_room_of_which_no_more_is_known_is_507(tmp_path: Pa
     assert parts.loaded() == ["a"]
 
 
-async def test_a_load_that_waits_for_room_can_be_ended(tmp_path: Path) -> None:
-    parts = Parts(tmp_path, budget=100, names="ab")
+async def test_a_load_that_waits_for_room_can_be_ended(parts: Parts) -> None:
+    parts.workers.budget = 100
     busy = asyncio.create_task(use(parts, "a", 50))
     await asyncio.sleep(2)
     waiting = asyncio.create_task(use(parts, "b"))
@@ -273,8 +269,7 @@ async def test_a_load_that_waits_for_room_can_be_ended(tmp_path: Path) -> None:
     await use(parts, "b")  # nothing is held any more
 
 
-async def test_a_model_is_unloaded_when_it_is_idle_and_comes_back_on_demand(tmp_path: Path) -> None:
-    parts = Parts(tmp_path, names="ab")
+async def test_a_model_is_unloaded_when_it_is_idle_and_comes_back_on_demand(parts: Parts) -> None:
     watch = asyncio.create_task(parts.residency.watch())
     await parts.load("a", settings=ModelSettings(idle_unload_s=10))
     await parts.load("b", settings=ModelSettings(idle_unload_s=10, pinned=True))
@@ -289,8 +284,7 @@ async def test_a_model_is_unloaded_when_it_is_idle_and_comes_back_on_demand(tmp_
     watch.cancel()
 
 
-async def test_a_model_has_as_many_connections_as_it_needs(tmp_path: Path) -> None:
-    parts = Parts(tmp_path, names="ab")
+async def test_a_model_has_as_many_connections_as_it_needs(parts: Parts) -> None:
     await used(parts, "a", "b", "a")
     assert parts.workers.connected == []  # one will do for one request after the other
     parts.registry.get("a").line.capacity = 16
@@ -308,8 +302,7 @@ async def test_a_model_has_as_many_connections_as_it_needs(tmp_path: Path) -> No
     watching.cancel()
 
 
-async def test_who_finds_too_few_connections_asks_again(tmp_path: Path) -> None:
-    parts = Parts(tmp_path, names="a")
+async def test_who_finds_too_few_connections_asks_again(parts: Parts) -> None:
     await used(parts, "a")
     parts.registry.get("a").line.capacity = 16
     parts.workers.listing = Unavailable("Multi Model Server is being started")

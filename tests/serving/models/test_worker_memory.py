@@ -30,18 +30,15 @@ def cgroup(folder: Path, version: int, limit: object, used: int, cached: int) ->
 
 
 @pytest.mark.parametrize("version", [1, 2])
-def test_the_page_cache_is_no_memory_in_use(tmp_path: Path, version: int) -> None:
+def test_a_container_is_full_without_its_page_cache_and_says_how_full(
+    tmp_path: Path, version: int
+) -> None:
     cgroup(tmp_path, version, LIMIT, 600 * MIB, 400 * MIB)
     assert container_memory(tmp_path) == Memory(LIMIT, 600 * MIB)
     check_worker_memory("시", tmp_path)
-
-
-@pytest.mark.parametrize("version", [1, 2])
-def test_a_full_container_has_no_room_and_says_how_full_it_is(tmp_path: Path, version: int) -> None:
     cgroup(tmp_path, version, LIMIT, 1000 * MIB, 0)
-    with pytest.raises(
-        InsufficientStorage, match=r"model 시 .* of the container's 1024 MiB 24 are free"
-    ):
+    full = r"model 시 .* of the container's 1024 MiB 24 are free"
+    with pytest.raises(InsufficientStorage, match=full):
         check_worker_memory("시", tmp_path)
 
 

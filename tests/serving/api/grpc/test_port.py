@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import json
 import socket
-import sys
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
@@ -23,10 +22,9 @@ from serving.api.grpc.port import grpc_port
 from serving.api.grpc.stream import AT_ONCE
 from serving.api.http_protocol import HTTPProtocol
 from serving.errors import StartError
-from serving.gateway import _grpc_port
 from serving.mms.client import Answer
 from tests.e2e.server import free_port
-from tests.serving.api.gateways import RecordingEngine, World, always, answered, model
+from tests.serving.api.gateways import FakeEngine, World, always, answered, model
 from tests.serving.api.grpc.clients import (
     PROMPT,
     WIDE_S,
@@ -48,14 +46,12 @@ def pieces(name: str, inputs: str, parameters: Any, *_: Any) -> Iterator[dict[st
             yield {"index": index, "token": i, "text": f"{inputs[:1]}{text}", **end}
 
 
-def streaming() -> RecordingEngine:
-    return RecordingEngine(streamed=pieces)
+def streaming() -> FakeEngine:
+    return FakeEngine(streamed=pieces)
 
 
 @contextlib.asynccontextmanager
-async def served(
-    engine: RecordingEngine | None, **settings: Any
-) -> AsyncIterator[tuple[Client, World]]:
+async def served(engine: FakeEngine | None, **settings: Any) -> AsyncIterator[tuple[Client, World]]:
     """Without an `engine` the model answers by a worker of its own."""
     port = free_port()
     world = World(model(capacity=8), engine, host="127.0.0.1", grpc_port=port, **settings)
@@ -135,7 +131,7 @@ async def test_requests_of_one_call_are_worked_on_at_once_and_not_mixed_up() -> 
 
 async def test_a_stream_that_breaks_off_says_why_and_the_call_goes_on() -> None:
     first, second, _ = pieces("봄", PROMPT, {})
-    broken = RecordingEngine(streamed=[first, second, Overloaded("가득 찼다")])
+    broken = FakeEngine(streamed=[first, second, Overloaded("가득 찼다")])
     async with served(broken, sagemaker_multi_model=True) as (client, world):
         made = await responses(client, asked(id="1"))
         assert [r.error_message for r in made] == ["", "", "가득 찼다"]
@@ -185,8 +181,7 @@ async def test_a_model_that_streams_nothing_answers_in_order() -> None:
 
 async def test_an_alias_may_have_models_of_texts_and_of_tensors() -> None:
     async with served(streaming()) as (client, world):
-        tensors = model("표")
-        world.registry._models["표"] = tensors
+        world.add(model("표"), in_engine=False)
         alias = Alias("섞임", {"표": 1, "봄": 1})
         world.gateway.aliases._take({"섞임": alias})
         world.mms.answer = number_of_the_call
@@ -310,14 +305,6 @@ async def test_a_port_that_is_taken_is_an_error_of_the_start() -> None:
         with pytest.raises(StartError, match="GRPC_PORT"):
             async with grpc_port(world.gateway, world.app, 1):
                 pass
-
-
-def test_without_its_library_it_is_said_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    world = World(grpc_port=free_port())
-    monkeypatch.delitem(sys.modules, "serving.api.grpc.port")
-    monkeypatch.setitem(sys.modules, "grpc", None)
-    with pytest.raises(StartError, match=r"pip install -r requirements/grpc\.txt"):
-        _grpc_port(world.gateway, world.app)
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from serving.api.openai.errors import Refused
 from serving.api.openai.parsing import completion
 from serving.errors import TooManyRequests
 from tests.serving.api.gateways import SAID as TEXT
-from tests.serving.api.gateways import RecordingEngine, World, model
+from tests.serving.api.gateways import FakeEngine, World, model
 
 pytestmark = pytest.mark.virtual_time
 
@@ -32,7 +32,7 @@ BREAKS_OFF = [FIRST, EngineError("a step failed")]
 
 @contextlib.asynccontextmanager
 async def served(
-    engine: RecordingEngine, **options: Any
+    engine: FakeEngine, **options: Any
 ) -> AsyncIterator[tuple[openai.AsyncOpenAI, World]]:
     world = World(engine=engine)
     transport = httpx2.ASGITransport(world.app)
@@ -60,7 +60,7 @@ def body(error: openai.APIStatusError) -> dict[str, Any]:
     ],
 )
 async def test_a_client_comes_again_when_it_was_told_to(error: Any) -> None:
-    engine = RecordingEngine(error)
+    engine = FakeEngine(error)
     async with served(engine) as (client, _):
         began = asyncio.get_running_loop().time()
         made = await client.completions.create(**ASKED)
@@ -70,7 +70,7 @@ async def test_a_client_comes_again_when_it_was_told_to(error: Any) -> None:
 
 
 async def test_who_does_not_come_again_is_told_what_was_wrong() -> None:
-    engine = RecordingEngine(TooManyRequests("too many", retry_after_s=3))
+    engine = FakeEngine(TooManyRequests("too many", retry_after_s=3))
     async with served(engine, max_retries=0) as (client, _):
         with pytest.raises(openai.RateLimitError) as caught:
             await client.completions.create(**ASKED)
@@ -79,7 +79,7 @@ async def test_who_does_not_come_again_is_told_what_was_wrong() -> None:
 
 
 async def test_an_engine_that_is_started_again_is_asked_again() -> None:
-    engine = RecordingEngine(EngineUnavailable("the engine is not there"))
+    engine = FakeEngine(EngineUnavailable("the engine is not there"))
     async with served(engine, max_retries=0) as (client, _):
         made = await client.completions.create(**ASKED)
         assert made.choices[0].text == TEXT
@@ -87,7 +87,7 @@ async def test_an_engine_that_is_started_again_is_asked_again() -> None:
 
 
 async def test_the_engine_is_asked_for_what_the_client_wants() -> None:
-    engine = RecordingEngine()
+    engine = FakeEngine()
     async with served(engine) as (client, _):
         await client.completions.create(**ASKED, max_tokens=5)
         messages: list[Any] = [{"role": "user", "content": "안녕?"}]
@@ -106,7 +106,7 @@ async def test_the_engine_is_asked_for_what_the_client_wants() -> None:
 async def test_an_error_of_ours_is_a_500_that_says_nothing_more(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    async with served(RecordingEngine(ZeroDivisionError("비밀")), max_retries=0) as (client, _):
+    async with served(FakeEngine(ZeroDivisionError("비밀")), max_retries=0) as (client, _):
         with pytest.raises(openai.InternalServerError) as caught:
             await client.completions.create(**ASKED)
         assert body(caught.value) == {
@@ -121,7 +121,7 @@ async def test_an_error_of_ours_is_a_500_that_says_nothing_more(
 
 
 async def test_a_model_with_a_script_is_not_asked_behind_its_back() -> None:
-    async with served(RecordingEngine()) as (client, world):
+    async with served(FakeEngine()) as (client, world):
         world.model.in_engine = False
         with pytest.raises(openai.BadRequestError) as caught:
             await client.completions.create(**ASKED)
@@ -130,7 +130,7 @@ async def test_a_model_with_a_script_is_not_asked_behind_its_back() -> None:
 
 
 async def test_a_stream_that_breaks_off_is_an_error_of_the_clients() -> None:
-    async with served(RecordingEngine(streamed=BREAKS_OFF)) as (client, _):
+    async with served(FakeEngine(streamed=BREAKS_OFF)) as (client, _):
         chunks = await client.completions.create(**ASKED, stream=True)
         assert (await anext(aiter(chunks))).choices[0].text == TEXT
         with pytest.raises(openai.APIError, match="a step failed"):
@@ -138,13 +138,13 @@ async def test_a_stream_that_breaks_off_is_an_error_of_the_clients() -> None:
 
 
 async def test_what_goes_wrong_before_the_first_token_has_a_status() -> None:
-    async with served(RecordingEngine(EngineError("a step failed")), max_retries=0) as (client, _):
+    async with served(FakeEngine(EngineError("a step failed")), max_retries=0) as (client, _):
         with pytest.raises(openai.InternalServerError):
             await client.completions.create(**ASKED, stream=True)
 
 
 async def test_a_response_that_breaks_off_has_failed() -> None:
-    async with served(RecordingEngine(streamed=BREAKS_OFF)) as (client, _):
+    async with served(FakeEngine(streamed=BREAKS_OFF)) as (client, _):
         made = await client.responses.create(model="봄", input="안녕?", stream=True)
         *_, last = [event async for event in made]
         assert last.type == "response.failed"
@@ -166,7 +166,7 @@ async def test_half_a_character_waits_in_a_stream() -> None:
         {"index": 0, "token": 6, "text": "가", "accepted_tokens": 1, "rejected_tokens": 0},
         {"index": 0, "token": 7, "text": "", "rejected_tokens": 2, "finish_reason": "stop"},
     ]
-    async with served(RecordingEngine(streamed=items)) as (client, _):
+    async with served(FakeEngine(streamed=items)) as (client, _):
         options: dict[str, Any] = {"include_usage": True}
         chunks = await client.completions.create(**ASKED, stream=True, stream_options=options)
         *made, last = [chunk async for chunk in chunks]
@@ -213,7 +213,7 @@ async def test_whatever_is_wrong_is_said_in_openais_shape(
     ("more", "rows"), [({}, 1), ({"prompt": ["가", "나"]}, 2), ({"stream": True}, 1)]
 )
 async def test_a_client_that_goes_away_is_not_worked_on(more: dict[str, Any], rows: int) -> None:
-    engine, gone = RecordingEngine(streamed=[FIRST, FIRST]), asyncio.Event()
+    engine, gone = FakeEngine(streamed=[FIRST, FIRST]), asyncio.Event()
     engine.go.clear()
     world = World(model(capacity=2), engine)
     sent = json.dumps({**ASKED, **more}).encode()
@@ -235,7 +235,7 @@ def scored(index: int, text: str, **more: Any) -> dict[str, Any]:
 
 async def test_scores_are_written_as_they_come_and_not_kept_as_values() -> None:
     counts = {"prompt_tokens": 3, "cached_tokens": 1}
-    engine = RecordingEngine(
+    engine = FakeEngine(
         streamed=[
             scored(0, "가실 ", **counts),
             scored(1, "나", **counts),
@@ -278,7 +278,7 @@ async def test_an_answer_has_a_bound_however_long_the_context_is(
 ) -> None:
     monkeypatch.setattr(answering, "MAX_SCORES", 8)
     counts = {"prompt_tokens": 3, "cached_tokens": 1}
-    engine = RecordingEngine(streamed=[scored(0, "가", **counts), *[scored(0, "나")] * 2])
+    engine = FakeEngine(streamed=[scored(0, "가", **counts), *[scored(0, "나")] * 2])
     async with served(engine) as (client, _):
         with pytest.raises(openai.BadRequestError, match="more than 8 log-probabilities"):
             await client.completions.create(**ASKED | {"logprobs": 2})

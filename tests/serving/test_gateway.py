@@ -1,16 +1,23 @@
-"""The gateway's work in the background: an error there is no silence."""
+"""The gateway's process: errors in its background tasks, and what it cannot start without."""
 
 from __future__ import annotations
 
 import json
 import os
 import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from serving.api import tracing
+from serving.api.grpc import port
+from serving.errors import StartError
+from serving.gateway import _grpc_port, _traced
 from tests.e2e.server import free_port
 from tests.processes import python
+from tests.serving.api.gateways import World
 
 PROGRAM = """
 from serving import gateway
@@ -46,3 +53,20 @@ def test_a_gateway_that_cannot_start_says_so_and_gives_up(tmp_path: Path) -> Non
     done = gateway("ftp://없음", tmp_path, "-m", "serving.gateway")
     assert done.returncode == 2
     assert "ftp://없음" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("opened", "setting", "module", "absent", "extra"),
+    [
+        (_grpc_port, {"grpc_port": 1}, port, "grpc", "grpc"),
+        (_traced, {"otlp_endpoint": "http://a"}, tracing, "opentelemetry.sdk.resources", "tracing"),
+    ],
+)
+def test_without_an_extras_packages_it_is_said_how_to_get_them(
+    monkeypatch: pytest.MonkeyPatch, opened: Any, setting: Any, module: Any, absent: str, extra: str
+) -> None:
+    world = World(**setting)
+    monkeypatch.delitem(sys.modules, module.__name__)
+    monkeypatch.setitem(sys.modules, absent, None)
+    with pytest.raises(StartError, match=rf"pip install -r requirements/{extra}\.txt"):
+        opened(world.gateway, world.app)
