@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -22,23 +21,22 @@ ADAPTERS = tuple(f"어댑터-{i}" for i in range(8))
 
 
 @pytest.fixture(scope="module")
-def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def store(clean: Server, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A base, eight adapters of it, half of them packed, and what each is as a whole model."""
-    folder = tmp_path_factory.mktemp("adapters")
-    base = small(folder / "store" / "바탕", 3)
+    store, unpacked = clean.store, tmp_path_factory.mktemp("adapters")
+    base = small(store / "바탕", 3)
     for seed, name in enumerate(ADAPTERS):
-        where = folder / "unpacked" / name if seed % 2 else folder / "store" / name
+        where = unpacked / name if seed % 2 else store / name
         adapter = make_adapter(where, base, seed=seed, rank=1 + 2 * seed)
-        merged(folder / "store" / f"전체-{seed}", base, adapter)
+        merged(store / f"전체-{seed}", base, adapter)
         if seed % 2:
-            packed(adapter, folder / "store" / f"{name}.tar.gz")
-    return folder / "store"
+            packed(adapter, store / f"{name}.tar.gz")
+    return store
 
 
 @pytest.fixture(scope="module")
-def server(store: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    with serving(tmp_path_factory.mktemp("server"), store) as running:
-        yield running
+def server(clean: Server, store: Path) -> Server:
+    return clean
 
 
 @pytest.fixture(scope="module")
