@@ -134,7 +134,9 @@ def test_what_the_store_has_is_listed_loaded_and_unloaded(either: Either) -> Non
 
 
 def test_a_load_that_cannot_be_had_says_why(either: Either) -> None:
-    assert "there is no model 없음" in refused(lambda: either.client.load_model("없음"))[1]
+    status, said = refused(lambda: either.client.load_model("없음"))
+    assert status == either.status("404", "NOT_FOUND")
+    assert "there is no model 없음" in said
     _, said = refused(lambda: either.client.load_model("spring", config="{}"))
     assert "parameters.config is not known here" in said
 
@@ -153,9 +155,11 @@ def test_a_model_that_has_changed_in_the_store_is_loaded_anew(
 
 
 def test_metadata_and_configuration_agree(either: Either) -> None:
-    told, config = either.told("model_metadata", "spring"), either.config("spring")
-    assert [t["name"] for t in told["inputs"]] == [t["name"] for t in config["input"]] == ["text"]
-    assert [t["name"] for t in told["outputs"]] == [t["name"] for t in config["output"]]
+    for name in ("gpt2", "spring"):
+        told, config = either.told("model_metadata", name), either.config(name)
+        for side in ("input", "output"):
+            assert [t["name"] for t in told[f"{side}s"]] == [t["name"] for t in config[side]]
+    assert [t["name"] for t in told["inputs"]] == ["text"]
     assert config["input"][0]["data_type"] == "TYPE_STRING"
     assert (told["versions"], told["platform"]) == (["1"], "kogpt2")
     if either.as_json:  # only gRPC streams

@@ -11,10 +11,12 @@ from urllib.parse import quote
 import numpy as np
 import pytest
 import requests
+import tritonclient.http as triton
 from onnx import TensorProto
 
 from tests.e2e.server import Server
 from tests.e2e.stores import SHORT, small, text
+from tests.e2e.test_triton import given
 from tests.handlers.tensors.graphs import TinyGPT2, identity
 
 GPT2 = TinyGPT2()
@@ -115,22 +117,21 @@ def test_a_client_that_takes_the_argmax_writes_the_same_text(server: Server, rou
 
 
 def test_tensors_may_be_sent_as_bytes_the_way_sagemaker_does(server: Server) -> None:
-    described = [
-        {"name": name, "shape": list(IDS.shape), "datatype": "INT64"}
-        | {"parameters": {"binary_data_size": IDS.nbytes}}
-        for name in ("input_ids", "attention_mask")
+    tensors = [
+        given(array, name, "INT64", triton)
+        for name, array in (("input_ids", IDS), ("attention_mask", np.ones_like(IDS)))
     ]
-    outputs = [{"name": "logits", "parameters": {"binary_data": True}}]
-    header = json.dumps({"inputs": described, "outputs": outputs}).encode()
-    body = header + IDS.tobytes() + np.ones_like(IDS).tobytes()
+    body, size = triton.InferenceServerClient.generate_request_body(tensors)
     kind = "application/vnd.sagemaker-triton.binary+json;json-header-size="
-    headers = {"Content-Type": f"{kind}{len(header)}"}
+    headers = {"Content-Type": f"{kind}{size}"}
     headers["X-Amzn-SageMaker-Target-Model"] = "two.tar.gz"
     answer = server.post("/invocations", data=body, headers=headers)
     told, _, length = answer.headers["content-type"].rpartition("=")
     assert told + "=" == kind
-    found = np.frombuffer(answer.content[int(length) :], np.float32)
-    np.testing.assert_allclose(found, GPT2.logits(IDS).ravel(), atol=1e-4)
+    found = triton.InferenceServerClient.parse_response_body(
+        answer.content, header_length=int(length)
+    )
+    np.testing.assert_allclose(found.as_numpy("logits"), GPT2.logits(IDS), atol=1e-4)
 
 
 def test_the_highest_version_is_served_and_no_other(server: Server) -> None:
@@ -179,6 +180,7 @@ def raw(server: Server, name: str, body: bytes) -> requests.Response:
 def outputs(answer: requests.Response) -> dict[str, bytes]:
     """The bytes of each output of a binary answer, by name."""
     assert answer.status_code == 200, answer.text
+    assert answer.headers["content-type"] == "application/octet-stream"
     end = int(answer.headers["Inference-Header-Content-Length"])
     found = {}
     for output in json.loads(answer.content[:end])["outputs"]:
