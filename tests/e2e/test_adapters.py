@@ -8,7 +8,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-import requests
 
 from tests.e2e.server import Server, eventually
 from tests.e2e.stores import SHORT, error, packed, serving, small, statistics, text
@@ -134,20 +133,13 @@ def test_a_wrong_base_or_none_is_told_and_leaves_nothing(
 def test_adapters_outlive_the_gateway_and_the_engine(server: Server, texts: dict[str, str]) -> None:
     name = ADAPTERS[1]
     assert text(server.predict(name, SHORT)) == texts[name]
-    for process in ("-m serving.gateway ", "-m engine "):
-        [found] = server.descendants(process)
-        found.kill()
-        eventually(lambda: server.is_ready())
-        assert eventually(lambda: _text(server, name)) == texts[name]
+    server.kill_gateway()
+    assert text(server.predict(name, SHORT)) == texts[name]
+    server.descendants("-m engine ")[0].kill()
+    eventually(lambda: "the engine was killed by SIGKILL" in server.text())
+    eventually(lambda: server.predict(name, SHORT).status_code == 200)
+    assert text(server.predict(name, SHORT)) == texts[name]
     assert listed(server)[name] == "바탕"
-
-
-def _text(server: Server, name: str) -> str | None:
-    try:
-        answer = server.predict(name, SHORT)
-    except requests.ConnectionError:
-        return None
-    return text(answer) if answer.status_code == 200 else None
 
 
 def test_adapters_come_from_s3_with_their_base(

@@ -93,21 +93,13 @@ def test_a_client_that_goes_away_frees_its_place_and_the_model(server: Server, a
     assert server.unload("slow").status_code == 200
 
 
-@pytest.mark.parametrize(
-    ("body", "status"),
-    [
+def test_a_wrong_request_has_its_status_and_no_stream(server: Server, ask: Ask) -> None:
+    for body, status in (
         ({"inputs": ""}, 400),
         ({"inputs": "가" * 3000}, 413),
         ({"inputs": "가", "parameters": {"\ud800": 1}}, 400),
-    ],
-)
-def test_a_wrong_request_has_its_status_and_no_stream(
-    ask: Ask, body: dict[str, Any], status: int
-) -> None:
-    assert error(ask("봄", body))[0] == status
-
-
-def test_stream_must_be_a_boolean_and_its_type_one_that_there_is(server: Server, ask: Ask) -> None:
+    ):
+        assert error(ask("봄", body))[0] == status
     wrong = server.post("/predictions/봄", json={**SHORT, "stream": "yes"})
     assert error(wrong) == (400, "InvalidRequest")
     assert error(ask("봄", SHORT, Accept="image/png")) == (406, "NotAcceptable")
