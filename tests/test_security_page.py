@@ -179,8 +179,7 @@ TESTS = {
     ),
     "A wrong file stops a start; a running": (
         "test_a_wrong_file_ends_the_start_with_the_reason "
-        "test_a_changed_file_takes_effect_and_a_wrong_one_keeps_the_tokens "
-        "test_a_gateway_that_starts_beside_a_wrong_file_takes_none_of_its_tokens"
+        "test_a_changed_file_takes_effect_and_a_wrong_one_keeps_the_tokens"
     ),
     "Only the gateway listens to the network,": (
         "test_only_the_gateway_listens_to_the_network test_other_users_cannot_reach_the_sockets"

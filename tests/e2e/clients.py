@@ -27,13 +27,17 @@ def review() -> Any:
     return create_model("Review", __base__=BaseModel, __doc__="A review.", **rated)
 
 
+def greedy(key: str) -> dict[str, Any]:
+    limits = {"max_tokens": TOKENS, "max_retries": 0, "timeout": 60}
+    return {"api_key": key, "temperature": 0, **limits}
+
+
 def litellm(address: str, key: str) -> dict[str, Any]:
     os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # else it is fetched from GitHub
     import litellm
 
     litellm.suppress_debug_info = True  # it is printed
-    there: dict[str, Any] = {"api_base": f"{address}/v1", "api_key": key, "temperature": 0}
-    there |= {"max_tokens": TOKENS, "max_retries": 0, "timeout": 60}
+    there = {"api_base": f"{address}/v1", **greedy(key)}
     text: Any = {"model": f"text-completion-openai/{TEXT}", "prompt": PROMPT, **there}
     messages = [{"role": "user", "content": QUESTION}]
     chat: Any = {"model": f"openai/{CHAT}", "messages": messages, **there}
@@ -100,8 +104,7 @@ def openai(address: str, key: str) -> dict[str, Any]:
 def langchain(address: str, key: str) -> dict[str, Any]:
     from langchain_openai import ChatOpenAI, OpenAI
 
-    there: dict[str, Any] = {"base_url": f"{address}/v1", "api_key": key, "temperature": 0}
-    there |= {"max_tokens": TOKENS, "max_retries": 0, "timeout": 60}
+    there = {"base_url": f"{address}/v1", **greedy(key)}
     text, chat = OpenAI(model=TEXT, **there), ChatOpenAI(model=CHAT, **there)
     responses = ChatOpenAI(model=CHAT, use_responses_api=True, **there)
     more = {"model": FORMED, "max_tokens": FORM_TOKENS}
@@ -127,8 +130,7 @@ def llama_index(address: str, key: str) -> dict[str, Any]:
     from llama_index.core.llms import ChatMessage
     from llama_index.llms.openai_like import OpenAILike
 
-    there: dict[str, Any] = {"api_base": f"{address}/v1", "api_key": key, "temperature": 0}
-    there |= {"max_tokens": TOKENS, "max_retries": 0, "timeout": 60}
+    there = {"api_base": f"{address}/v1", **greedy(key)}
     text = OpenAILike(model=TEXT, **there)
     chat = OpenAILike(model=CHAT, is_chat_model=True, **there)
     messages = [ChatMessage(role="user", content=QUESTION)]
@@ -150,10 +152,10 @@ def llama_index(address: str, key: str) -> dict[str, Any]:
 
 
 def huggingface_hub(address: str, key: str) -> dict[str, Any]:
+    """Its text_generation: tests/e2e/hugging_face_client.py."""
     from huggingface_hub import InferenceClient
 
     chat = InferenceClient(base_url=f"{address}/v1", api_key=key, timeout=60)
-    text = InferenceClient(f"{address}/predictions/{TEXT}", token=key, timeout=60)
     asked: Any = {"messages": [{"role": "user", "content": QUESTION}], "model": CHAT}
     asked |= {"max_tokens": TOKENS, "temperature": 0}
     answer = chat.chat_completion(**asked)
@@ -163,17 +165,7 @@ def huggingface_hub(address: str, key: str) -> dict[str, Any]:
     grammar: Any = {"type": "json", "value": schema}
     shape: Any = {"type": "json_schema", "json_schema": {"name": "Review", "schema": schema}}
     more = {"model": FORMED, "max_tokens": FORM_TOKENS, "response_format": shape}
-    detailed = text.text_generation(PROMPT, max_new_tokens=TOKENS, details=True)
     return {
-        "completion": text.text_generation(PROMPT, max_new_tokens=TOKENS),
-        "streamed completion": "".join(
-            text.text_generation(PROMPT, max_new_tokens=TOKENS, stream=True)
-        ),
-        "detailed": [
-            detailed.generated_text,
-            detailed.details.generated_tokens,
-            "".join(token.text for token in detailed.details.tokens),
-        ],
         "forms": [
             json.loads(formed.text_generation(PROMPT, max_new_tokens=FORM_TOKENS, grammar=grammar)),
             json.loads(chat.chat_completion(**asked | more).choices[0].message.content),

@@ -29,8 +29,8 @@ def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shared]:
 
 @pytest.fixture(scope="module")
 def clean(started: Shared) -> Server:
-    """A running server of the fast backend with nothing in it, not even in `clean.store`, where
-    the module puts its models. One server serves module after module."""
+    """A running server of the fast backend, with gRPC, and with nothing in it, not even in
+    `clean.store`, where the module puts its models. One server serves module after module."""
     return started.clean()
 
 

@@ -112,6 +112,14 @@ class Server:
         except requests.RequestException:
             return False
 
+    def kill_gateway(self) -> None:
+        """The next one is ready when this returns."""
+        told = "the gateway was killed by SIGKILL"
+        before = self.text().count(told)
+        self.descendants("serving.gateway")[0].kill()
+        eventually(lambda: self.text().count(told) > before)
+        eventually(self.is_ready)
+
     # Requests
 
     def request(

@@ -17,7 +17,7 @@ from urllib.parse import quote
 import requests
 
 from engine.http.client import EngineClient
-from tests.e2e.server import Server, eventually
+from tests.e2e.server import Server, eventually, free_port
 from tests.engine.models import make_artifact
 
 FAST = {"ENGINE_BACKEND": "native", "ENGINE_PRECISION": "fp32"}
@@ -89,7 +89,8 @@ class Shared:
             self._starts += 1
             folder = self._folder / str(self._starts)
             (folder / "store").mkdir(parents=True)
-            self._server = Server(folder, folder / "store", {**FAST, "DRAIN_S": "60"})
+            settings = {**FAST, "DRAIN_S": "60", "GRPC_PORT": str(free_port())}
+            self._server = Server(folder, folder / "store", settings)
             self._server.wait_until_ready()
         _empty(self._server)
         return self._server
@@ -114,6 +115,7 @@ def _empty(server: Server) -> None:
         shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
     for name in server.loaded():
         assert server.unload(quote(name)).status_code == 200
+    eventually(lambda: "aliases" not in server.get("/models").json())  # their file is gone
     eventually(lambda: not server.descendants("model_service_worker"))
     eventually(lambda: statistics(server)["models"] == [])  # a killed worker's lease has to end
     server.forget_log()
@@ -134,9 +136,10 @@ def running(server: Server) -> int:
     return sum(m["running"] + m["waiting"] for m in statistics(server)["models"])
 
 
-def steps(server: Server, name: str) -> int:
-    """How many the engine has made for a model since it was loaded."""
-    return sum(m["steps"] for m in statistics(server)["models"] if m["name"].startswith(f"{name}#"))
+def count(server: Server, what: str, name: str) -> int:
+    """How many `steps`, `rows` or `requests` the engine has had for a model since it was loaded."""
+    models = statistics(server)["models"]
+    return sum(model[what] for model in models if model["name"].startswith(f"{name}#"))
 
 
 @contextlib.contextmanager
@@ -162,6 +165,21 @@ def error(answer: requests.Response) -> tuple[int, str]:
     assert "Traceback" not in answer.text
     assert answer.headers["x-request-id"]
     return answer.status_code, body["type"]
+
+
+def bearer(token: str) -> dict[str, bytes]:
+    return {"Authorization": f"Bearer {token}".encode()}
+
+
+def events(answer: requests.Response) -> list[str]:
+    """The data of each event of a whole stream."""
+    assert answer.status_code == 200, answer.text
+    assert answer.headers["content-type"].startswith("text/event-stream")
+    assert answer.headers["x-request-id"]
+    *found, rest = answer.content.decode("utf-8").split("\n\n")
+    assert rest == ""
+    assert all(event.startswith("data: ") for event in found)
+    return [event.removeprefix("data: ") for event in found]
 
 
 def raw(port: int, request: bytes, timeout_s: float = 10.0) -> bytes:

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-import requests
 
 from tests.e2e.server import Server, eventually
 from tests.e2e.stores import SHORT, error, packed, serving, small, statistics, text
@@ -22,23 +20,22 @@ ADAPTERS = tuple(f"어댑터-{i}" for i in range(8))
 
 
 @pytest.fixture(scope="module")
-def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def store(clean: Server, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A base, eight adapters of it, half of them packed, and what each is as a whole model."""
-    folder = tmp_path_factory.mktemp("adapters")
-    base = small(folder / "store" / "바탕", 3)
+    store, unpacked = clean.store, tmp_path_factory.mktemp("adapters")
+    base = small(store / "바탕", 3)
     for seed, name in enumerate(ADAPTERS):
-        where = folder / "unpacked" / name if seed % 2 else folder / "store" / name
+        where = unpacked / name if seed % 2 else store / name
         adapter = make_adapter(where, base, seed=seed, rank=1 + 2 * seed)
-        merged(folder / "store" / f"전체-{seed}", base, adapter)
+        merged(store / f"전체-{seed}", base, adapter)
         if seed % 2:
-            packed(adapter, folder / "store" / f"{name}.tar.gz")
-    return folder / "store"
+            packed(adapter, store / f"{name}.tar.gz")
+    return store
 
 
 @pytest.fixture(scope="module")
-def server(store: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    with serving(tmp_path_factory.mktemp("server"), store) as running:
-        yield running
+def server(clean: Server, store: Path) -> Server:
+    return clean
 
 
 @pytest.fixture(scope="module")
@@ -136,20 +133,13 @@ def test_a_wrong_base_or_none_is_told_and_leaves_nothing(
 def test_adapters_outlive_the_gateway_and_the_engine(server: Server, texts: dict[str, str]) -> None:
     name = ADAPTERS[1]
     assert text(server.predict(name, SHORT)) == texts[name]
-    for process in ("-m serving.gateway ", "-m engine "):
-        [found] = server.descendants(process)
-        found.kill()
-        eventually(lambda: server.is_ready())
-        assert eventually(lambda: _text(server, name)) == texts[name]
+    server.kill_gateway()
+    assert text(server.predict(name, SHORT)) == texts[name]
+    server.descendants("-m engine ")[0].kill()
+    eventually(lambda: "the engine was killed by SIGKILL" in server.text())
+    eventually(lambda: server.predict(name, SHORT).status_code == 200)
+    assert text(server.predict(name, SHORT)) == texts[name]
     assert listed(server)[name] == "바탕"
-
-
-def _text(server: Server, name: str) -> str | None:
-    try:
-        answer = server.predict(name, SHORT)
-    except requests.ConnectionError:
-        return None
-    return text(answer) if answer.status_code == 200 else None
 
 
 def test_adapters_come_from_s3_with_their_base(

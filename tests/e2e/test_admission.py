@@ -9,7 +9,7 @@ import pytest
 import requests
 
 from tests.e2e.server import Server, eventually
-from tests.e2e.stores import ENDLESS, LONG, SHORT, endless, error, running, small, statistics, text
+from tests.e2e.stores import ENDLESS, LONG, SHORT, count, endless, error, running, small, text
 
 pytestmark = pytest.mark.slow
 
@@ -27,15 +27,6 @@ def server(clean: Server) -> Server:
     return clean
 
 
-def of(server: Server, name: str) -> dict[str, Any]:
-    (found,) = (m for m in statistics(server)["models"] if m["name"].startswith(f"{name}#"))
-    return dict(found)
-
-
-def metrics(server: Server) -> str:
-    return server.get("/metrics").text
-
-
 def crowd(server: Server, body: dict[str, Any]) -> list[requests.Response]:
     """64 clients at once; every fourth reads a stream."""
 
@@ -50,18 +41,18 @@ def crowd(server: Server, body: dict[str, Any]) -> list[requests.Response]:
 def test_nobody_is_answered_after_its_deadline_and_nothing_is_worked_on_after_it(
     server: Server,
 ) -> None:
-    before = of(server, "느린")
+    before = count(server, "requests", "느린")
     answers = crowd(server, ENDLESS)
     eventually(lambda: running(server) == 0)
-    after = of(server, "느린")
+    steps = count(server, "steps", "느린")
     streams = [a for a in answers if a.status_code == 200]  # they had begun, and ended in an error
     assert all('"error": {"code": 504' in a.text for a in streams)
     odd = [a.text for a in answers if a.status_code not in (200, 429, 504)]
     assert odd == []
-    begun = after["requests"] - before["requests"]
+    begun = count(server, "requests", "느린") - before
     refused = sum(a.status_code == 429 for a in answers)
     assert AT_ONCE <= begun <= CLIENTS - refused  # those did not come as far as the engine
-    assert of(server, "느린")["steps"] == after["steps"]
+    assert count(server, "steps", "느린") == steps
     assert text(server.predict("빠른", SHORT))
 
 
@@ -70,12 +61,12 @@ def test_sixteen_clients_of_a_default_server_share_a_step(server: Server) -> Non
     assert server.load("열여섯", "느린").status_code == 200
     body = {"inputs": "나는 오늘", "parameters": {"max_new_tokens": 400, "temperature": 0.01}}
     assert text(server.predict("열여섯", body))
-    before = of(server, "열여섯")
+    before = [count(server, what, "열여섯") for what in ("rows", "steps")]
     with ThreadPoolExecutor(16) as pool:
         for answer in pool.map(lambda _: server.predict("열여섯", body), range(48)):
             assert text(answer)
-    after = of(server, "열여섯")
-    rows, steps = (after[name] - before[name] for name in ("rows", "steps"))
+    after = [count(server, what, "열여섯") for what in ("rows", "steps")]
+    rows, steps = (a - b for a, b in zip(after, before, strict=True))
     assert rows / steps > 8  # with eight workers it cannot be
 
 
@@ -85,7 +76,7 @@ def test_a_full_line_is_told_and_the_other_model_answers(server: Server) -> None
         answers = [pool.submit(server.predict, "좁은", LONG)]
         eventually(lambda: running(server) == 2)
         answers += [pool.submit(server.predict, "좁은", SHORT) for _ in range(2)]
-        eventually(lambda: 'kogpt2_model_waiting{model="좁은"} 2.0' in metrics(server))
+        eventually(lambda: 'kogpt2_model_waiting{model="좁은"} 2.0' in server.get("/metrics").text)
         assert text(server.predict("빠른", SHORT))
         refused = [server.predict("좁은", SHORT) for _ in range(3)]
         assert [answer.result().status_code for answer in answers] == [200] * 3
@@ -93,4 +84,4 @@ def test_a_full_line_is_told_and_the_other_model_answers(server: Server) -> None
         assert answer.status_code == 429
         assert error(answer)[1] == "TooManyRequestsException"
         assert "2 requests to this model are waiting" in answer.json()["message"]
-    assert of(server, "좁은")["requests"] == 3
+    assert count(server, "requests", "좁은") == 3

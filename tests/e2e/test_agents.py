@@ -11,33 +11,29 @@ from collections.abc import Iterator
 from typing import Any
 
 import grpc
-import numpy as np
 import pytest
 import requests
 import tritonclient.grpc as triton
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
-from tests.e2e.server import Server, free_port
-from tests.e2e.stores import SHORT, serving, small, text
+from tests.e2e.server import Server
+from tests.e2e.stores import SHORT, small, text
+from tests.e2e.test_triton import generated, prompt
 
 pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def server(clean: Server) -> Server:
     """Beside an agent, which puts models into its folder."""
-    folder = tmp_path_factory.mktemp("agents")
-    (folder / "models").mkdir()
-    with serving(folder / "run", folder / "models", GRPC_PORT=str(free_port())) as server:
-        yield server
+    return clean
 
 
 # KServe: a TrainedModel comes, changes and goes
 
 
 def managed(server: Server, name: str, action: str) -> requests.Response:
-    url = server.url(f"/v2/repository/models/{name}/{action}")
-    return requests.post(url, data="{}", headers={"content-type": "application/json"}, timeout=60)
+    return server.post(f"/v2/repository/models/{name}/{action}", json={})
 
 
 def states(server: Server) -> dict[str, str]:
@@ -79,11 +75,6 @@ def test_kserves_agent_brings_changes_and_takes_a_model(server: Server) -> None:
     assert server.get("/v2/models/spring/ready").status_code == 404
 
 
-def test_kserves_agent_is_told_what_cannot_be_loaded(server: Server) -> None:
-    assert managed(server, "nothing", "load").status_code == 404
-    assert managed(server, "nothing", "unload").status_code == 404
-
-
 # Seldon Core 2: its scheduler places, overcommits and evicts
 
 
@@ -120,11 +111,8 @@ def unload(agent: Any, name: str) -> None:
 
 
 def asked(server: Server, name: str) -> str:
-    given = triton.InferInput("text", [1], "BYTES")
-    given.set_data_from_numpy(np.array([SHORT["inputs"].encode()], object))
     with triton.InferenceServerClient(server.grpc_address) as client:
-        answer = client.infer(name, [given], parameters=SHORT["parameters"])
-        return str(answer.as_numpy("generated_text")[0].decode())
+        return generated(client.infer(name, [prompt()], parameters=SHORT["parameters"]))
 
 
 def test_seldons_agent_starts_places_and_evicts(server: Server, agent: Any) -> None:
@@ -157,9 +145,3 @@ def test_seldons_agent_starts_places_and_evicts(server: Server, agent: Any) -> N
         unload(agent, name)
         shutil.rmtree(server.store / name)
     assert index(agent) == {}
-
-
-def test_seldons_agent_takes_what_is_not_there_as_gone(agent: Any) -> None:
-    with pytest.raises(grpc.RpcError) as caught:
-        unload(agent, "nothing_1")
-    assert caught.value.code() is grpc.StatusCode.NOT_FOUND

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import queue
 import re
-import signal
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,9 +14,9 @@ import pytest
 import requests
 import tritonclient.grpc as triton
 
-from tests.e2e.server import Server, eventually, free_port
-from tests.e2e.stores import SHORT, serving, small, text
-from tests.e2e.test_triton_grpc import generated, prompt, refused
+from tests.e2e.server import Server, eventually
+from tests.e2e.stores import SHORT, events, serving, small, text
+from tests.e2e.test_triton import Stream, generated, prompt, refused
 from tests.scripts.command import run
 
 pytestmark = pytest.mark.slow
@@ -62,12 +60,10 @@ class Setup:
 
 
 @pytest.fixture(scope="module")
-def setup(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Setup]:
-    folder = tmp_path_factory.mktemp("aliases")
+def setup(clean: Server) -> Setup:
     for seed, name in enumerate((OLD, NEW), 1):
-        small(folder / "store" / name, seed)
-    with serving(folder / "run", folder / "store", GRPC_PORT=str(free_port())) as server:
-        yield Setup(server)
+        small(clean.store / name, seed)
+    return Setup(clean)
 
 
 @pytest.fixture
@@ -76,30 +72,19 @@ def client(setup: Setup) -> Iterator[Any]:
         yield client
 
 
-def test_requests_are_shared_by_the_weights_and_a_change_needs_no_restart(setup: Setup) -> None:
-    setup.write({"상담": {OLD: 3, NEW: 1}})
+def test_a_change_of_the_file_needs_no_restart_and_a_wrong_one_changes_nothing(
+    setup: Setup,
+) -> None:
+    """Weights and what is wrong: serving/test_aliases.py."""
     assert Counter(setup.served() for _ in range(8)) == {OLD: 6, NEW: 2}
-    setup.write({"상담": {OLD: 1, NEW: 3}})
-    assert Counter(setup.served() for _ in range(8)) == {OLD: 2, NEW: 6}
-    setup.write({"상담": NEW})
+    setup.write({"시": OLD, "상담": NEW})
     assert {setup.served() for _ in range(3)} == {NEW}
+    setup.write('{"상담": ', "no JSON")
+    assert "the 2 aliases before stay" in setup.server.text()
+    assert (setup.served("시"), setup.served()) == (OLD, NEW)
+    assert "kogpt2_aliases_wrong 1.0" in setup.server.get("/metrics").text
     setup.write(SPLIT)
-
-
-def test_a_wrong_file_is_told_and_the_aliases_before_stay(setup: Setup) -> None:
-    for wrong, told in (
-        ('{"상담": ', "no JSON"),
-        ('{"상담": {"상담-8": -1}}', "above 0"),
-        ('{"상담": "시", "시": "상담-7"}', "is an alias itself"),
-    ):
-        setup.write(wrong, told)
-        assert "the 2 aliases before stay" in setup.server.text()
-        assert setup.served("시") == OLD
-    metrics = setup.server.get("/metrics").text
-    assert "kogpt2_aliases_wrong 1.0" in metrics
-    setup.write(SPLIT)
-    metrics = setup.server.get("/metrics").text
-    assert "kogpt2_aliases_wrong 0.0" in metrics
+    assert "kogpt2_aliases_wrong 0.0" in setup.server.get("/metrics").text
 
 
 def test_every_api_takes_an_alias_and_says_which_model_it_was(setup: Setup) -> None:
@@ -114,8 +99,8 @@ def test_every_api_takes_an_alias_and_says_which_model_it_was(setup: Setup) -> N
         answer = setup.post(path, named)
         assert answer.json()["choices"][0]["text"] == wanted
         assert answer.json()["model"] == OLD
-    streamed = setup.post("/v1/completions", {**named, "stream": True}).text
-    chunks = [json.loads(line[6:]) for line in streamed.splitlines() if line[6:7] == "{"]
+    *streamed, _ = events(setup.post("/v1/completions", {**named, "stream": True}))
+    chunks = [json.loads(event) for event in streamed]
     assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == wanted
     assert {chunk["model"] for chunk in chunks} == {OLD}
     generate = {"text_input": "나는 오늘", "max_tokens": TOKENS}
@@ -145,19 +130,11 @@ def test_grpc_takes_an_alias_whole_and_in_a_stream(setup: Setup, client: Any) ->
     parameters = {"max_new_tokens": TOKENS}
     answer = client.infer("시", [prompt()], parameters=parameters)
     assert (answer.get_response().model_name, generated(answer)) == (OLD, wanted)
-    answers: queue.Queue[tuple[Any, Any]] = queue.Queue()
-    client.start_stream(lambda result, error: answers.put((result, error)))
-    client.async_stream_infer("시", [prompt()], parameters=parameters)
-    pieces, final = "", False
-    while not final:
-        result, error = answers.get(timeout=60)
-        assert error is None
-        response = result.get_response()
-        assert response.model_name == OLD
-        pieces += generated(result)
-        final = response.parameters["triton_final_response"].bool_param
-    client.stop_stream()
-    assert pieces == wanted
+    stream = Stream(client)
+    stream.ask("시", **parameters)
+    result, _ = stream.next()
+    assert result.get_response().model_name == OLD
+    assert generated(result) + "".join(stream.texts(1)[""]) == wanted
     assert client.is_model_ready("시")
     (entry,) = (m for m in client.get_model_repository_index().models if m.name == "상담")
     assert entry.reason == f"an alias of {OLD} (3), {NEW} (1)"
@@ -169,8 +146,7 @@ def test_one_user_stays_with_one_model_on_all_apis(setup: Setup, client: Any) ->
     models = set()
     for user in ("손님-1", "손님-2", "손님-3", "손님-4", "손님-5", "손님-6", "손님-7", "손님-8"):
         session = {"x-session-id": user.encode()}
-        url = setup.server.url("/predictions/상담")
-        answer = requests.post(url, json=BODY, headers=session, timeout=60)
+        answer = setup.server.post("/predictions/상담", json=BODY, headers=session)
         model = unquote(answer.headers["x-served-model"])
         body = {**COMPLETION, "model": "상담", "user": user}
         for path in ("/v1/completions", "/predictions/상담"):
@@ -202,9 +178,7 @@ def test_a_model_that_is_not_there_is_404_and_told_in_the_log(setup: Setup) -> N
 
 
 def test_a_gateway_that_is_started_again_has_the_aliases(setup: Setup) -> None:
-    (gateway,) = setup.server.descendants("serving.gateway")
-    gateway.send_signal(signal.SIGKILL)
-    eventually(lambda: "the gateway was killed" in setup.server.text())
+    setup.server.kill_gateway()
     assert setup.served("시") == OLD
 
 

@@ -9,7 +9,6 @@ from typing import Any
 
 import boto3
 import pytest
-import requests
 from botocore.config import Config
 from botocore.exceptions import ClientError
 
@@ -74,14 +73,19 @@ def test_accept_and_attributes_pass(client: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("body", "status", "said"),
-    [(b"{", 400, "JSON"), (b'{"inputs": ""}', 400, "inputs"), (b'["a"]', 400, "JSON")],
+    ("body", "status", "said", "kind"),
+    [
+        (b"{", 400, "JSON", "application/json"),
+        (b'{"inputs": ""}', 400, "inputs", "application/json"),
+        (b'["a"]', 400, "JSON", "application/json"),
+        (b"a", 415, "text/csv", "text/csv"),
+    ],
 )
 def test_an_error_of_the_model_is_a_model_error(
-    client: Any, body: bytes, status: int, said: str
+    client: Any, body: bytes, status: int, said: str, kind: str
 ) -> None:
     with pytest.raises(client.exceptions.ModelError) as caught:
-        invoke(client, "a.tar.gz", body)
+        invoke(client, "a.tar.gz", body, ContentType=kind)
     answer = caught.value.response
     assert answer["ResponseMetadata"]["HTTPStatusCode"] == 424
     assert answer["OriginalStatusCode"] == status
@@ -89,24 +93,25 @@ def test_an_error_of_the_model_is_a_model_error(
     assert said in answer["Error"]["Message"]
 
 
-def test_a_wrong_content_type_is_a_model_error(client: Any) -> None:
-    with pytest.raises(client.exceptions.ModelError) as caught:
-        invoke(client, "a.tar.gz", ContentType="text/csv")
-    assert caught.value.response["OriginalStatusCode"] == 415
-
-
-@pytest.mark.parametrize("target", ["nothing.tar.gz", "../a.tar.gz", "a/../../etc.tar.gz"])
-def test_an_unknown_model_is_a_validation_error(client: Any, target: str) -> None:
+@pytest.mark.parametrize(
+    "target",
+    [
+        {"TargetModel": "nothing.tar.gz"},
+        {"TargetModel": "../a.tar.gz"},
+        {"TargetModel": "a/../../etc.tar.gz"},
+        {},
+    ],
+)
+def test_an_unknown_model_or_none_is_a_validation_error(
+    client: Any, target: dict[str, str]
+) -> None:
+    body = json.dumps(SHORT).encode()
     with pytest.raises(ClientError) as caught:
-        invoke(client, target)
+        client.invoke_endpoint(
+            EndpointName="e", Body=body, ContentType="application/json", **target
+        )
     assert caught.value.response["Error"]["Code"] == "ValidationError"
     assert caught.value.response["ResponseMetadata"]["HTTPStatusCode"] == 400
-
-
-def test_no_target_is_a_validation_error(client: Any) -> None:
-    with pytest.raises(ClientError) as caught:
-        client.invoke_endpoint(EndpointName="e", Body=b"{}")
-    assert caught.value.response["Error"]["Code"] == "ValidationError"
 
 
 def stream(client: Any, kind: str = "application/json", **request: Any) -> list[bytes]:
@@ -118,13 +123,21 @@ def stream(client: Any, kind: str = "application/json", **request: Any) -> list[
         return [event["PayloadPart"]["Bytes"] for event in events]
 
 
-def test_a_stream_comes_in_the_clients_own_events(client: Any) -> None:
+@pytest.mark.parametrize(
+    ("name", "target"),
+    [
+        ("a", {"InferenceComponentName": "a"}),
+        ("봄", {"CustomAttributes": "model=%EB%B4%84"}),
+    ],
+)
+def test_a_stream_comes_in_the_clients_own_events(
+    client: Any, name: str, target: dict[str, str]
+) -> None:
     body = json.dumps({**SHORT, "stream": True}).encode()
-    lines = "application/x-ndjson"
-    parts = stream(client, InferenceComponentName="a", Accept=lines, Body=body)
+    parts = stream(client, Accept="application/x-ndjson", Body=body, **target)
     *tokens, end = [json.loads(part) for part in b"".join(parts).splitlines()]
     assert len(parts) > 1
-    assert end["generated_text"] == text(client.server.predict("a", SHORT))
+    assert end["generated_text"] == text(client.server.predict(name, SHORT))
     assert "".join(token["text"] for token in tokens) == end["generated_text"]
 
 
@@ -137,11 +150,13 @@ def test_an_error_of_a_stream_is_typed(client: Any) -> None:
     with pytest.raises(ClientError) as caught:
         stream(client, InferenceComponentName="none", Body=b"{}")
     assert caught.value.response["Error"]["Code"] == "ValidationError"
+    with pytest.raises(ClientError, match="CustomAttributes model=NAME"):
+        stream(client, Body=json.dumps({**SHORT, "stream": True}).encode())
 
 
 def test_a_chat_is_asked_as_on_openais_route(client: Any) -> None:
-    url = client.server.url("/v1/chat/completions")
-    expected = requests.post(url, json={**CHAT, "model": "chat"}, timeout=60).json()["choices"]
+    asked = {**CHAT, "model": "chat"}
+    expected = client.server.post("/v1/chat/completions", json=asked).json()["choices"]
     answer = json.loads(invoke(client, "chat.tar.gz", json.dumps(CHAT).encode())["Body"].read())
     assert (answer["object"], answer["choices"]) == ("chat.completion", expected)
 
@@ -159,14 +174,3 @@ def test_an_error_of_openais_is_a_model_error(client: Any) -> None:
         invoke(client, "chat.tar.gz", json.dumps({**CHAT, "n": 0}).encode())
     error = json.loads(caught.value.response["OriginalMessage"])["error"]
     assert (caught.value.response["OriginalStatusCode"], error["param"]) == (400, "n")
-
-
-def test_custom_attributes_name_the_model_of_a_stream(client: Any) -> None:
-    body = json.dumps({**SHORT, "stream": True}).encode()
-    named: Any = {"CustomAttributes": "model=%EB%B4%84", "Accept": "application/x-ndjson"}
-    *_, end = [
-        json.loads(line) for line in b"".join(stream(client, Body=body, **named)).splitlines()
-    ]
-    assert end["generated_text"] == text(client.server.predict("봄", SHORT))
-    with pytest.raises(ClientError, match="CustomAttributes model=NAME"):
-        stream(client, Body=body)

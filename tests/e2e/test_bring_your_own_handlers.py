@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
-import re
-import shlex
-import subprocess
-import sys
 import tarfile
 from pathlib import Path
 
 import pytest
 
+from tests.e2e.console import blocks, printed, session
 from tests.e2e.server import REPOSITORY, Server
 
-DOCUMENTS = REPOSITORY / "docs" / "models"
-BLOCK = re.compile(r"```(\w+)\n(.*?)```", re.DOTALL)
+PAGE, KOREAN = (REPOSITORY / "docs" / "models" / f"handlers{end}" for end in (".md", ".ko.md"))
 DEMO = ("sowol.params", "sowol.spiece", "config.json")
 # A script for the AWS guide to KoGPT2, at the demo model's size.
 GUIDE = """import glob
@@ -68,15 +63,10 @@ def transform_fn(model, body, content_type, accept):
 """
 
 
-def blocks(document: str, kind: str | None = None) -> list[tuple[str, str]]:
-    found = BLOCK.findall((DOCUMENTS / document).read_text(encoding="utf-8"))
-    return [(k, text) for k, text in found if kind in (None, k)]
-
-
 def write_models(store: Path) -> None:
     """Each listing is a model; the blocks after it that begin with a path are its files."""
     folder, listed = store, set[str]()
-    for _, text in blocks("handlers.md"):
+    for text in blocks(PAGE):
         first, _, rest = text.partition("\n")
         if first.endswith("/"):
             assert not listed, f"{folder.name} lacks {listed}"
@@ -93,16 +83,6 @@ def write_models(store: Path) -> None:
     assert not listed, f"{folder.name} lacks {listed}"
 
 
-def commands() -> list[tuple[str, str]]:
-    """(command, shown output) of every `$ ` line."""
-    found = []
-    for _, text in blocks("handlers.md", "console"):
-        for part in ("\n" + text).split("\n$ ")[1:]:
-            command, _, output = part.partition("\n")
-            found.append((command, output.strip()))
-    return found
-
-
 @pytest.fixture(scope="module")
 def server(clean: Server) -> Server:
     write_models(clean.store)
@@ -114,34 +94,17 @@ def server(clean: Server) -> Server:
     return clean
 
 
-def run(server: Server, command: str) -> str:
-    """In the folder that a reader is in: the models, or `model_store` with them."""
-    line = command.replace("localhost:8080", f"127.0.0.1:{server.port}")
-    line = line.replace("localhost:8081", f"127.0.0.1:{server.management_port}")
-    arguments = shlex.split(line.replace("--export-path model_store", "--export-path ."))
-    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-    if arguments[0] == "curl":
-        arguments.append("--silent")
-    done = subprocess.run(
-        arguments,
-        cwd=server.store,
-        capture_output=True,
-        timeout=90,
-        check=True,
-        env={**os.environ, "PATH": path},
-    )
-    return done.stdout.decode()
-
-
-@pytest.mark.parametrize(("command", "shown"), commands())
+@pytest.mark.parametrize(("command", "shown"), session(PAGE))
 def test_the_commands_answer_as_they_are_shown(server: Server, command: str, shown: str) -> None:
-    answer = run(server, command)
+    # The reader's folder is the store.
+    answer = printed(server, command.replace("path model_store", "path ."), server.store)
     if shown:
         assert json.loads(answer) == json.loads(shown), answer
     else:
         assert not answer
 
 
+@pytest.mark.slow
 def test_the_guides_loop_gives_the_built_in_handlers_text_and_steps(server: Server) -> None:
     guide, plain = (server.predict(name, "나는").json() for name in ("guide", "plain"))
     assert guide[:2] == plain[:2]
@@ -149,4 +112,4 @@ def test_the_guides_loop_gives_the_built_in_handlers_text_and_steps(server: Serv
 
 
 def test_the_korean_document_has_the_same_examples() -> None:
-    assert blocks("handlers.ko.md") == blocks("handlers.md")
+    assert (blocks(KOREAN), session(KOREAN)) == (blocks(PAGE), session(PAGE))

@@ -15,7 +15,7 @@ import requests
 
 from tests.e2e.clients import CHAT, FORMED, PROMPT, QUESTION, TEXT, TOKENS
 from tests.e2e.server import REPOSITORY, Server, free_port
-from tests.e2e.stores import serving, small, text
+from tests.e2e.stores import events, serving, small, text
 from tests.e2e.test_openai import TEMPLATE
 from tests.engine.hugging_face import make_hugging_face
 
@@ -58,7 +58,6 @@ def expected(server: Server) -> dict[str, Any]:
         "streamed chat": said,
         "response": said,
         "streamed response": said,
-        "detailed": [completion, TOKENS, completion],
         "tokens": [usage["prompt_tokens"], usage["completion_tokens"]],
         "streamed tokens": [usage["prompt_tokens"], usage["completion_tokens"]],
         "ready": [True, True, True],
@@ -67,8 +66,8 @@ def expected(server: Server) -> dict[str, Any]:
 
 
 def post(server: Server, route: str, body: dict[str, Any]) -> requests.Response:
-    url, greedy = server.url(f"/v1/{route}"), {"temperature": 0, "max_tokens": TOKENS}
-    return requests.post(url, json={**greedy, **body}, headers=AUTHORIZATION, timeout=60)
+    sent = {"temperature": 0, "max_tokens": TOKENS, **body}
+    return server.post(f"/v1/{route}", json=sent, headers=AUTHORIZATION)
 
 
 def output(command: list[str], folder: Path = REPOSITORY, program: str = "") -> dict[str, Any]:
@@ -187,10 +186,9 @@ def test_lm_eval_scores_and_continues_texts(server: Server, found: dict[str, Any
 
 def usages(answer: requests.Response) -> tuple[str, list[dict[str, int] | None]]:
     """The text of a stream and the `usage` of each chunk."""
-    assert answer.headers["content-type"].startswith("text/event-stream")
-    *events, done, rest = answer.content.decode("utf-8").split("\n\n")
-    assert (done, rest) == ("data: [DONE]", "")
-    chunks = [json.loads(event.removeprefix("data: ")) for event in events]
+    *found, done = events(answer)
+    assert done == "[DONE]"
+    chunks = [json.loads(event) for event in found]
     choices = [choice for chunk in chunks for choice in chunk["choices"]]
     pieces = [c["text"] if "text" in c else c["delta"].get("content") or "" for c in choices]
     return "".join(pieces), [chunk.get("usage") for chunk in chunks]
@@ -211,8 +209,7 @@ def test_guidellm_counts_the_tokens_of_its_streams(
     options = {"include_usage": True, "continuous_usage_stats": True}
     asked = {**body, "stream": True, "stream_options": options, limit: TOKENS}
     asked |= {"stop": None, "ignore_eos": True}
-    url = server.url(f"/v1/{route}")
-    answer = requests.post(url, json=asked, headers=AUTHORIZATION, timeout=60)
+    answer = server.post(f"/v1/{route}", json=asked, headers=AUTHORIZATION)
     assert answer.ok, answer.text
     counted = [usage["completion_tokens"] for usage in usages(answer)[1] if usage]
     assert counted == sorted(counted)
@@ -246,34 +243,3 @@ def test_open_webui_chats_and_titles_them(server: Server, expected: dict[str, An
         asked["response_format"] = {"type": "json_schema", "json_schema": shape}
         made = post(server, "chat/completions", asked).json()["choices"][0]["message"]["content"]
         assert list(json.loads(made[made.index("{") : made.rindex("}") + 1])) == [task]
-
-
-def test_instructor_pydantic_ai_and_outlines_get_what_a_schema_says(server: Server) -> None:
-    """By the calls of instructor's modes TOOLS and JSON_SCHEMA, of PydanticAI's tool and native
-    outputs, and of outlines for vLLM."""
-    schema = {
-        "type": "object",
-        "title": "Review",
-        "properties": {"감정": {"enum": ["긍정", "부정"]}, "certain": {"type": "boolean"}},
-        "required": ["감정", "certain"],
-    }
-    function = {"name": "Review", "description": "감상", "parameters": schema}
-    tools = [{"type": "function", "function": function}]
-    named = {"type": "function", "function": {"name": "Review"}}
-    shape = {"name": "Review", "schema": schema, "strict": True}
-    final = {"name": "final_result", "parameters": {**schema, "additionalProperties": False}}
-    calls: list[dict[str, Any]] = [
-        {"tools": tools, "tool_choice": named},
-        {"response_format": {"type": "json_schema", "json_schema": shape}},
-        {"tools": [{"type": "function", "function": final}], "tool_choice": "required"},
-        {"structured_outputs": {"json": schema}},
-        {"guided_json": json.dumps(schema)},
-    ]
-    for call in calls:
-        asked = {"model": FORMED, "messages": MESSAGES, "max_tokens": 100, **call}
-        message = post(server, "chat/completions", asked).json()["choices"][0]["message"]
-        if "tools" in call:
-            (made,) = message["tool_calls"]
-            assert is_review(json.loads(made["function"]["arguments"]))
-        else:
-            assert is_review(json.loads(message["content"]))

@@ -14,11 +14,10 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import pytest
-import requests
 from playwright.sync_api import Browser, Locator, Page, expect, sync_playwright
 
 from tests.e2e.server import Server, eventually
-from tests.e2e.stores import running, serving, slow, small, text
+from tests.e2e.stores import bearer, running, serving, slow, small, text
 
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 WIDE_MS = 60_000
@@ -133,19 +132,15 @@ def answer(page: Page, name: str) -> str:
     return found
 
 
-def headers(token: str) -> dict[str, bytes]:
-    return {"Authorization": f"Bearer {token}".encode()}
-
-
 def unload(server: Server, *names: str) -> None:
     for name in names:
-        url = server.management(f"/models/{name}")
-        assert requests.delete(url, headers=headers(MANAGE), timeout=60).status_code in (200, 404)
+        answer = server.delete(f"/models/{name}", headers=bearer(MANAGE))
+        assert answer.status_code in (200, 404)
 
 
 def greedy(server: Server, name: str, tokens: int) -> str:
     body = {"inputs": PROMPT, "parameters": {"max_new_tokens": tokens}}
-    return text(server.predict(name, body, Authorization=headers(CALL)["Authorization"]))
+    return text(server.predict(name, body, **bearer(CALL)))
 
 
 # What is served
@@ -170,11 +165,10 @@ def test_only_who_accepts_html_gets_the_page(server: Server) -> None:
 
 
 def test_what_it_shows_needs_a_token(server: Server) -> None:
-    url = server.url("/console/events")
-    for given in ({}, headers("wrong")):
-        assert requests.get(url, headers=given, timeout=60).status_code == 401
+    for given in ({}, bearer("wrong")):
+        assert server.get("/console/events", headers=given).status_code == 401
     for token in (CALL, MANAGE):
-        with requests.get(url, headers=headers(token), stream=True, timeout=60) as answer:
+        with server.get("/console/events", headers=bearer(token), stream=True) as answer:
             line = next(answer.iter_lines())
         assert answer.headers["content-type"].startswith("text/event-stream")
         assert json.loads(line.removeprefix(b"data: "))["whole"] is True
@@ -196,7 +190,7 @@ def test_a_model_is_loaded_pinned_and_unloaded_and_a_reason_is_shown(
     pin = spring.get_by_role("button", name="Pin: 봄")
     pin.click()
     expect(pin).to_have_attribute("aria-pressed", "true")
-    described = server.get("/models/봄", headers=headers(MANAGE))
+    described = server.get("/models/봄", headers=bearer(MANAGE))
     assert described.json()["settings"] == {"pinned": True}
     pin.click()
     expect(pin).to_have_attribute("aria-pressed", "false")

@@ -5,12 +5,11 @@ from __future__ import annotations
 import contextlib
 import gzip
 import http.client
-import http.server
 import json
 import re
 import shutil
+import socket
 import subprocess
-import threading
 import unicodedata
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -53,6 +52,8 @@ def server(clean: Server) -> Server:
     for name in ("no-spiece", "garbage", "wrong-config"):
         small(clean.store / name)
     (clean.store / "no-spiece" / "kogpt2.spiece").unlink()
+    (clean.store / "no-graph").mkdir()
+    (clean.store / "no-graph" / "model.onnx").write_bytes(b"no graph")
     (clean.store / "garbage" / "kogpt2.params").write_bytes(b"\0" * 5000)
     (clean.store / "wrong-config" / "config.json").write_text('{"num_heads": 7}')
     packed(clean.store / "a", clean.store / f"{NFD}.tar.gz")
@@ -66,26 +67,24 @@ def unloaded(server: Server) -> Iterator[None]:
         server.unload(quote(name))
 
 
-def post(url: str, body: Any = None, **options: Any) -> requests.Response:
-    return requests.post(url, json=body, timeout=60, **options)
+@pytest.mark.parametrize("management", [False, True])
+def test_both_ports_load_list_describe_and_unload(server: Server, management: bool) -> None:
+    def ask(method: str, path: str = "/models", **body: str) -> requests.Response:
+        return server.request(method, path, management=management, json=body or None)
 
-
-@pytest.mark.parametrize("port", ["port", "management_port"])
-def test_both_ports_load_list_describe_and_unload(server: Server, port: str) -> None:
-    base = f"http://127.0.0.1:{getattr(server, port)}/models"
-    loaded = post(base, {"model_name": "x", "url": "a"})
+    loaded = ask("post", model_name="x", url="a")
     assert (loaded.status_code, loaded.json()) == (200, {"status": "Workers scaled"})
-    assert error(post(base, {"model_name": "x", "url": "b"})) == (409, "ConflictStatusException")
-    listed = {"models": [{"modelName": "x", "modelUrl": "a", "residency": "hot"}]}
-    assert requests.get(base, timeout=60).json() == listed
-    described = requests.get(f"{base}/x", timeout=60).json()
+    again = ask("post", model_name="x", url="b")
+    assert error(again) == (409, "ConflictStatusException")
+    shown = {"models": [{"modelName": "x", "modelUrl": "a", "residency": "hot"}]}
+    assert ask("get").json() == shown
+    described = ask("get", "/models/x").json()
     assert (described["modelName"], described["modelUrl"]) == ("x", "a")
-    gone = requests.delete(f"{base}/x", timeout=60)
+    gone = ask("delete", "/models/x")
     assert (gone.status_code, gone.json()) == (200, {"status": 'Model "x" unregistered'})
-    assert requests.get(base, timeout=60).json() == {"models": []}
+    assert ask("get").json() == {"models": []}
     for method in ("get", "delete"):
-        answer = requests.request(method, f"{base}/x", timeout=60)
-        assert error(answer) == (404, "ModelNotFoundException")
+        assert error(ask(method, "/models/x")) == (404, "ModelNotFoundException")
 
 
 @pytest.mark.parametrize("name", SHOWN_NAMES)
@@ -95,9 +94,9 @@ def test_names_with_anything_printable_work(server: Server, name: str) -> None:
     path = quote(name, safe="")
     assert server.get(f"/models/{path}").json()["modelName"] == name
     assert text(server.predict(path, SHORT))
-    assert text(post(server.url(f"/models/{path}/invoke"), SHORT))
+    assert text(server.post(f"/models/{path}/invoke", json=SHORT))
     header = {"X-Amzn-SageMaker-Target-Model": name.encode()}
-    assert text(post(server.url("/invocations"), SHORT, headers=header))
+    assert text(server.post("/invocations", json=SHORT, headers=header))
     answer = server.unload(path)
     assert answer.json() == {"status": f'Model "{name}" unregistered'}
 
@@ -107,9 +106,9 @@ def test_all_spellings_are_one_model(server: Server) -> None:
     for name in ("소월", "소월.tar.gz", NFD, "소월.mar"):
         assert server.load(name, "소월").status_code == 409
         for path in (f"/predictions/{quote(name)}", f"/models/{quote(name)}/invoke"):
-            assert text(post(server.url(path), SHORT))
+            assert text(server.post(path, json=SHORT))
         target = {"X-Amzn-SageMaker-Target-Model": name.encode()}
-        assert post(server.url("/invocations"), "나", headers=target).status_code == 200
+        assert server.post("/invocations", json="나", headers=target).status_code == 200
         ready = server.get(f"/v2/models/{quote(name)}/ready")
         assert ready.json() == {"name": "소월", "ready": True}
         described = server.get(f"/models/{quote(name)}")
@@ -159,7 +158,7 @@ def test_a_korean_name_works_as_curl_sends_it(server: Server) -> None:
 def test_a_wrong_load_is_told_what_is_wrong(
     server: Server, body: Any, status: int, said: str
 ) -> None:
-    answer = post(server.url("/models"), body)
+    answer = server.post("/models", json=body)
     assert error(answer)[0] == status, answer.text
     assert said in answer.json()["message"]
     assert server.loaded() == []
@@ -174,33 +173,34 @@ def test_malformed_json_is_a_bad_request(server: Server, body: bytes) -> None:
 
 def test_a_form_of_another_site_loads_no_model(server: Server) -> None:
     """A browser sends these without asking first; origins: serving/api/test_sites.py."""
-    for url in (server.url("/models"), server.management("/models")):
+    for management in (False, True):
         for kind in ({}, {"Content-Type": "text/plain"}):
-            answer = requests.post(url, data=b'{"url": "a"}', headers=kind, timeout=60)
+            sent = {"data": b'{"url": "a"}', "headers": kind}
+            answer = server.post("/models", management=management, **sent)
             assert error(answer) == (415, "UnsupportedMediaTypeException")
         assert server.loaded() == []
 
 
 def test_a_model_can_be_registered_by_the_query_string(server: Server) -> None:
     query = "url=a&model_name=q&initial_workers=2&synchronous=true&response_timeout=9"
-    assert post(server.url(f"/models?{query}")).status_code == 200
+    assert server.post(f"/models?{query}").status_code == 200
     described = server.get("/models/q").json()
     assert described["minWorkers"] == 2
-    assert post(server.url("/models?url=b")).status_code == 200  # the name comes from the url
+    assert server.post("/models?url=b").status_code == 200  # the name comes from the url
     assert server.loaded() == ["b", "q"]
-    assert error(post(server.url("/models?url=a&initial_workers=x")))[0] == 400
+    assert error(server.post("/models?url=a&initial_workers=x"))[0] == 400
 
 
 def test_an_asynchronous_load_appears_later(server: Server) -> None:
-    answer = post(server.url("/models?url=a&synchronous=false"))
+    answer = server.post("/models?url=a&synchronous=false")
     assert answer.status_code == 202
     for again in ("", "&synchronous=false"):
-        answer = post(server.url(f"/models?url=a{again}"))
+        answer = server.post(f"/models?url=a{again}")
         assert error(answer) == (409, "ConflictStatusException")
     eventually(lambda: server.loaded() == ["a"])
-    assert post(server.url("/models?url=garbage&synchronous=false")).status_code == 202
+    assert server.post("/models?url=garbage&synchronous=false").status_code == 202
     eventually(lambda: "model garbage did not load" in server.text())
-    assert error(post(server.url("/models?url=nothing&synchronous=false")))[0] == 404
+    assert error(server.post("/models?url=nothing&synchronous=false"))[0] == 404
 
 
 def test_of_many_loads_of_one_name_one_wins(server: Server) -> None:
@@ -220,10 +220,9 @@ def test_different_names_load_side_by_side(server: Server) -> None:
 def test_the_list_comes_in_pages(server: Server) -> None:
     for name in ("m1", "m2", "m3", "m4"):
         server.load(name, "a")
-    url = server.url("/models")
 
     def page(**query: Any) -> tuple[list[str], str | None]:
-        answer = requests.get(url, params=query, timeout=60).json()
+        answer = server.get("/models", params=query).json()
         return [m["modelName"] for m in answer["models"]], answer.get("nextPageToken")
 
     names, token = page(limit=2)
@@ -235,7 +234,7 @@ def test_the_list_comes_in_pages(server: Server) -> None:
     assert page() == (["m1", "m2", "m3", "m4"], None)
     assert page(limit=101) == page(limit=10_000) == page()
     for query in ("limit=0", "limit=x", "next_page_token=x", "next_page_token=-1"):
-        assert error(requests.get(f"{url}?{query}", timeout=60))[0] == 400, query
+        assert error(server.get(f"/models?{query}"))[0] == 400, query
     management = http.client.HTTPConnection("127.0.0.1", server.management_port)
     assert listed(management, limit=3) == ["m1", "m2", "m3", "m4"]
     assert len(set(listed(UnixConnection(server.run_dir / "mms.sock"), limit=3))) == 4
@@ -258,7 +257,7 @@ def test_unknown_routes_and_methods_are_told(server: Server) -> None:
         assert answer.headers["allow"] == known
     here = server.post("/predictions/a", json=SHORT, management=True)
     assert error(here) == (404, "ResourceNotFoundException")
-    assert error(post(server.url("/invocations"), SHORT))[0] == 400
+    assert error(server.post("/invocations", json=SHORT))[0] == 400
     assert server.head("/ping").status_code == 200
     assert server.head("/models/nothing").status_code == 404
 
@@ -269,7 +268,7 @@ def test_the_other_routes_of_multi_model_server_are_there(server: Server) -> Non
     assert list(described["paths"]) == [f"/predictions/{quote('봄')}"]
     answer = server.options("/predictions/없음")
     assert error(answer) == (404, "ModelNotFoundException")
-    answer = post(server.url("/봄/predict"), SHORT)  # its legacy route, which is not
+    answer = server.post("/봄/predict", json=SHORT)  # its legacy route, which is not
     assert error(answer) == (404, "ResourceNotFoundException")
 
 
@@ -277,36 +276,35 @@ def test_a_compressed_body_is_refused(server: Server) -> None:
     server.load("a")
     headers = {"Content-Type": "application/json", "Content-Encoding": "gzip"}
     body = gzip.compress(json.dumps(SHORT).encode())
-    answer = requests.post(server.url("/predictions/a"), data=body, headers=headers, timeout=60)
+    answer = server.predict("a", body, **headers)
     assert error(answer) == (415, "UnsupportedMediaTypeException")
     assert "without compression" in answer.json()["message"]
 
 
 def test_workers_can_be_scaled(server: Server) -> None:
     server.load("x", "a", initial_workers=1)
-    url = server.url("/models/x")
-    scaled = requests.put(f"{url}?min_worker=3", timeout=60)
+    scaled = server.put("/models/x?min_worker=3")
     assert (scaled.status_code, scaled.json()) == (200, {"status": "Workers scaled"})
-    assert requests.get(url, timeout=60).json()["minWorkers"] == 3
+    assert server.get("/models/x").json()["minWorkers"] == 3
     assert text(server.predict("x", SHORT))
     for query in ("min_worker=x", "min_worker=0", "min_worker=3&max_worker=2"):
-        assert error(requests.put(f"{url}?{query}", timeout=60))[0] == 400
+        assert error(server.put(f"/models/x?{query}"))[0] == 400
     answer = server.put("/models/nothing?min_worker=1")
     assert error(answer) == (404, "ModelNotFoundException")
 
 
 def test_the_interface_describes_itself_without_any_other_host(server: Server) -> None:
-    for url in (server.url, server.management):
+    for management in (False, True):
         for method, path in (
             ("options", "/"),
             ("get", "/api-description"),
             ("get", "/openapi.json"),
         ):
-            document = requests.request(method, url(path), timeout=60).json()
+            document = server.request(method, path, management=management).json()
             assert document["openapi"].startswith("3.")
             assert {"/ping", "/models", "/models/{name}"} <= set(document["paths"])
-            assert ("/invocations" in document["paths"]) == (url == server.url)
-        page = requests.get(url("/docs"), timeout=60)
+            assert ("/invocations" in document["paths"]) != management
+        page = server.get("/docs", management=management)
         assert page.headers["content-type"].startswith("text/html")
         assert not re.search(r"(src|href)\s*=\s*['\"]?(https?:)?//", page.text)
 
@@ -348,21 +346,22 @@ ODD_HEADERS = [
 ]
 
 
-@pytest.mark.parametrize(("name", "value"), ODD_HEADERS, ids=lambda v: str(v)[:40])
-def test_odd_headers_cannot_hurt_a_worker(server: Server, name: str, value: bytes) -> None:
+def test_odd_headers_cannot_hurt_a_worker(server: Server) -> None:
     server.load("x", "a", initial_workers=1)
     workers = {p.pid for p in server.descendants("model_service_worker")}
     body = json.dumps(SHORT).encode()
-    lines = [b"POST /models/x/invoke HTTP/1.1", b"Host: localhost", name.encode() + b": " + value]
-    if name != "Content-Type":
-        lines.append(b"Content-Type: application/json")
-    if name != "Transfer-Encoding":
-        lines.append(b"Content-Length: %d" % len(body))
-    answer = raw(server.port, b"\r\n".join(lines) + b"\r\n\r\n" + body)
-    status = int(answer.split()[1])
-    assert status == 200 or 400 <= status < 500, answer
-    assert text(server.predict("x", SHORT))
-    assert {p.pid for p in server.descendants("model_service_worker")} == workers
+    expected = {"Content-Type": b"application/json", "Content-Length": b"%d" % len(body)}
+    for name, value in ODD_HEADERS:
+        headers = {**expected, name: value}
+        if name == "Transfer-Encoding":
+            del headers["Content-Length"]
+        lines = [name.encode() + b": " + value for name, value in headers.items()]
+        head = [b"POST /models/x/invoke HTTP/1.1", b"Host: localhost", *lines]
+        answer = raw(server.port, b"\r\n".join(head) + b"\r\n\r\n" + body)
+        status = int(answer.split()[1])
+        assert status == 200 or 400 <= status < 500, (name, value, answer)
+        assert text(server.predict("x", SHORT))
+        assert {p.pid for p in server.descendants("model_service_worker")} == workers, value
 
 
 def test_huge_and_many_headers_are_refused(server: Server) -> None:
@@ -380,13 +379,15 @@ def test_huge_and_many_headers_are_refused(server: Server) -> None:
         ("no-spiece", 400, "spiece"),
         ("garbage", 400, "params"),
         ("wrong-config", 400, "heads"),
+        ("no-graph", 400, "model.onnx cannot be loaded"),
         ("missing", 404, "missing"),
     ],
 )
 def test_a_failed_load_leaves_nothing(server: Server, url: str, status: int, said: str) -> None:
     for _ in range(2):
         answer = server.load("x", url)
-        assert error(answer)[0] == status
+        kind = "ArtifactError" if status == 400 else "ModelNotFoundException"
+        assert error(answer) == (status, kind)
         assert said in answer.json()["message"]
     assert error(server.predict("x", SHORT))[0] == 404
     assert statistics(server)["models"] == []
@@ -412,13 +413,13 @@ def test_unloading_waits_for_requests_and_gives_the_memory_back(server: Server) 
 
 def test_a_client_that_goes_away_does_not_break_its_load(server: Server) -> None:
     with pytest.raises(requests.Timeout):
-        requests.post(server.url("/models"), json={"url": "slow"}, timeout=(60, 0.005))
+        server.post("/models", json={"url": "slow"}, timeout=(60, 0.005))
     eventually(lambda: server.loaded() == ["slow"])
     assert text(server.predict("slow", SHORT))
 
 
 def test_a_model_can_be_unloaded_while_it_loads(server: Server) -> None:
-    post(server.url("/models?url=slow&synchronous=false"))
+    server.post("/models?url=slow&synchronous=false")
     assert server.unload("slow").status_code == 200
     eventually(lambda: statistics(server)["models"] == [])  # its load ends by itself
 
@@ -433,19 +434,22 @@ def test_sagemaker_decides_what_is_loaded(tmp_path: Path) -> None:
     small(tmp_path / "store" / "a")
     environment = {"SAGEMAKER_MULTI_MODEL": "true", "SAGEMAKER_BASE_DIR": str(base)}
     with serving(tmp_path / "server", tmp_path / "store", **environment) as server:
-        invoke = server.url(f"/models/{name}/invoke")
+        invoke = f"/models/{name}/invoke"
         target = {"X-Amzn-SageMaker-Target-Model": "시/봄.tar.gz".encode()}
-        assert error(post(invoke, SHORT, headers=target)) == (404, "ModelNotFoundException")
+        assert error(server.post(invoke, json=SHORT, headers=target)) == (
+            404,
+            "ModelNotFoundException",
+        )
         assert error(server.predict("a", SHORT))[0] == 404  # though the store has it
         body = {"model_name": name, "url": str(base / "models" / name / "model")}
-        assert post(server.url("/models"), body, headers=target).status_code == 200
-        assert text(post(invoke, SHORT, headers=target))
+        assert server.post("/models", json=body, headers=target).status_code == 200
+        assert text(server.post(invoke, json=SHORT, headers=target))
         assert "시/봄.tar.gz" in server.text()  # people know the model by this name
         assert server.delete(f"/models/{name}").status_code == 200
-        assert error(post(invoke, SHORT, headers=target))[0] == 404
+        assert error(server.post(invoke, json=SHORT, headers=target))[0] == 404
         outside = {"model_name": name, "url": str(base / "models" / ".." / ".." / "outside")}
         small(tmp_path / "outside")
-        assert error(post(server.url("/models"), outside))[0] == 400
+        assert error(server.post("/models", json=outside))[0] == 400
 
 
 @pytest.mark.slow
@@ -466,14 +470,12 @@ def test_a_single_model_is_loaded_at_the_start_on_the_port_that_sagemaker_names(
     try:
         server.wait_until_ready()
         assert f"port {server.port} serves both requests and management" in server.text()
-        before = text(post(server.url("/invocations"), SHORT))
+        before = text(server.post("/invocations", json=SHORT))
         assert server.loaded() == ["봄노래"]
         assert text(server.predict("봄노래", SHORT)) == before
         assert text(server.predict("시", SHORT)) != before  # the store is MODEL_STORE's
-        server.descendants("serving.gateway")[0].kill()
-        eventually(lambda: "the gateway was killed by SIGKILL" in server.text())
-        eventually(server.is_ready)
-        assert text(post(server.url("/invocations"), SHORT)) == before
+        server.kill_gateway()
+        assert text(server.post("/invocations", json=SHORT)) == before
     finally:
         server.stop()
 
@@ -496,25 +498,10 @@ def test_a_single_model_that_does_not_load_is_never_healthy(tmp_path: Path) -> N
 
 @pytest.mark.slow
 def test_a_server_is_not_ready_while_it_preloads_which_may_fail(tmp_path: Path) -> None:
-    answer_now = threading.Event()
-
-    class Slow(http.server.BaseHTTPRequestHandler):
-        def do_HEAD(self) -> None:
-            answer_now.wait(60)
-            self.send_error(404)
-
-        do_GET = do_HEAD
-
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Slow) as store:
-        threading.Thread(target=store.serve_forever, daemon=True).start()
-        environment = {
-            **FAST,
-            **ENVIRONMENT,
-            "AWS_ENDPOINT_URL_S3": f"http://127.0.0.1:{store.server_port}",
-            "MODEL_STORE": "s3://models/",
-            "PRELOAD_MODELS": "봄",
-        }
-        server = Server(tmp_path, None, environment)
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # a store that says nothing yet
+        environment = {**FAST, **ENVIRONMENT, "AWS_MAX_ATTEMPTS": "1", "PRELOAD_MODELS": "봄"}
+        environment["AWS_ENDPOINT_URL_S3"] = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        server = Server(tmp_path, None, {**environment, "MODEL_STORE": "s3://models/"})
         try:
 
             def ping() -> tuple[int, str]:
@@ -523,12 +510,11 @@ def test_a_server_is_not_ready_while_it_preloads_which_may_fail(tmp_path: Path) 
                 return 0, ""
 
             eventually(lambda: ping() == (503, "ModelsLoadingException"))
-            answer_now.set()
+            silent.close()
             server.wait_until_ready()
             assert "model 봄 is not preloaded" in server.text()
         finally:
             server.stop()
-            store.shutdown()
 
 
 def test_an_artifact_can_hold_more_than_a_model(server: Server) -> None:

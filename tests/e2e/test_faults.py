@@ -32,6 +32,7 @@ from tests.e2e.stores import (
     ENDLESS,
     LONG,
     SHORT,
+    count,
     endless,
     error,
     in_flight,
@@ -40,7 +41,6 @@ from tests.e2e.stores import (
     slow,
     small,
     statistics,
-    steps,
     text,
 )
 from tests.e2e.test_metrics import metrics
@@ -66,12 +66,6 @@ def shared(clean: Server) -> Server:
     for name in ("a", "b", "slow"):
         assert clean.load(name).status_code == 200
     return clean
-
-
-def requests_of(server: Server, name: str) -> int:
-    """How many the engine has had for a model since it was loaded."""
-    found = [m for m in statistics(server)["models"] if m["name"].startswith(f"{name}#")]
-    return sum(m["requests"] for m in found)
 
 
 def workers(server: Server) -> set[int]:
@@ -305,15 +299,16 @@ def test_what_is_in_flight_when_all_workers_are_killed_is_answered_soon(
         unload = pool.submit(own.unload, "slow") if unloaded else None
         if unloaded:
             eventually(lambda: own.get("/models/slow").status_code == 404)
-        begun, made = requests_of(own, "slow"), steps(own, "slow")
+        begun, made = count(own, "requests", "slow"), count(own, "steps", "slow")
         kill(own.descendants(WORKER))
         # Where the workers are not back within the lease, the engine counts from nothing.
+        twice = 2 * begun
         eventually(
-            lambda: all(a.done() for a in busy) or requests_of(own, "slow") >= 2 * begun, BOUND_S
+            lambda: all(a.done() for a in busy) or count(own, "requests", "slow") >= twice, BOUND_S
         )
         # Nobody waits for the first ones any more: their rows are free before they could end.
         eventually(lambda: running(own) <= 4)
-        more = steps(own, "slow") - made
+        more = count(own, "steps", "slow") - made
         assert more < LONG["parameters"]["max_new_tokens"] or all(a.done() for a in busy)
         assert {answer.result().status_code for answer in busy} == {200}
         assert unload is None or unload.result().status_code == 200
@@ -368,9 +363,7 @@ def test_a_worker_that_ends_before_it_listens_is_started_again(own: Server) -> N
 
 def test_a_gateway_that_is_killed_under_load_comes_back(own: Server) -> None:
     with Load(own, ["a", "b"], 6) as load:
-        own.descendants("serving.gateway")[0].kill()
-        eventually(lambda: "the gateway was killed by SIGKILL" in own.text())
-        eventually(own.is_ready)
+        own.kill_gateway()
         count = len(load.answers)
         eventually(lambda: load.all_well(count + 24), BOUND_S)
     assert len(load.broken) <= 6  # of each client what was in flight: the others waited
@@ -386,9 +379,7 @@ def test_a_gateway_that_is_killed_during_a_load_leaves_no_worker_of_it(own: Serv
     with ThreadPoolExecutor(1) as pool:
         pool.submit(own.load, "hangs")
         eventually(lambda: workers(own) - before)
-        own.descendants("serving.gateway")[0].kill()
-    eventually(lambda: "the gateway was killed by SIGKILL" in own.text())
-    eventually(own.is_ready)
+        own.kill_gateway()
     names = own.loaded()
     eventually(lambda: len(own.descendants(WORKER)) == len(names))
     assert len(list(own.run_dir.glob("workers/*"))) == len(names)

@@ -73,38 +73,26 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         yield running
 
 
-class Others:
-    """Clients that do nothing wrong, each of their requests on a connection of its own."""
-
-    def __init__(self, server: Server) -> None:
-        self._server = server
-        self.failed: list[str] = []
-        self.slowest_s = 0.0
-
-    def round(self) -> None:
-        server = self._server
-        self._ask(lambda: server.get("/ping"))
-        self._ask(lambda: server.get("/v2/health/live"))
-        self._ask(lambda: server.get("/models", management=True))
-        self._ask(lambda: server.predict("봄", SHORT))
-
-    def _ask(self, ask: Callable[[], requests.Response]) -> None:
+def check(server: Server, beside: str) -> None:
+    """Clients that do nothing wrong are all answered, each request on a connection of its own."""
+    asks: list[Callable[[], requests.Response]] = [
+        lambda: server.get("/ping"),
+        lambda: server.get("/v2/health/live"),
+        lambda: server.get("/models", management=True),
+        lambda: server.predict("봄", SHORT),
+    ]
+    failed, slowest_s = [], 0.0
+    for ask in asks * ROUNDS:
         began = time.monotonic()
         try:
             answer = ask()
             if answer.status_code != 200:
-                self.failed.append(f"{answer.status_code} {answer.text[:200]}")
+                failed.append(f"{answer.status_code} {answer.text[:200]}")
         except requests.RequestException as error:
-            self.failed.append(repr(error))
-        self.slowest_s = max(self.slowest_s, time.monotonic() - began)
-
-
-def check(server: Server, beside: str) -> None:
-    others = Others(server)
-    for _ in range(ROUNDS):
-        others.round()
-    print(f"\nbeside {beside}: slowest of {4 * ROUNDS}: {others.slowest_s:.2f} s", end=" ")
-    assert others.failed == []
+            failed.append(repr(error))
+        slowest_s = max(slowest_s, time.monotonic() - began)
+    print(f"\nbeside {beside}: slowest of {4 * ROUNDS}: {slowest_s:.2f} s", end=" ")
+    assert failed == []
 
 
 @contextlib.contextmanager

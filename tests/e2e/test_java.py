@@ -7,9 +7,9 @@ import re
 import socket
 from collections.abc import Iterator
 from pathlib import Path
+from urllib.parse import quote
 
 import pytest
-import requests
 
 from tests.e2e.scripts import transform
 from tests.e2e.server import Server, eventually
@@ -66,7 +66,7 @@ def test_no_form_ends_the_jvm(server: Server, form: str) -> None:
     kind, body = FORMS[form]
     before = java(server)
     for name in ("봄", "script"):
-        answer = server.post(f"/predictions/{name}", data=body, headers={"Content-Type": kind})
+        answer = server.predict(name, body, **{"Content-Type": kind})
         assert error(answer) == (400, "BadRequestException")
     assert java(server) == before
     assert text(server.predict("봄", SHORT))
@@ -75,8 +75,7 @@ def test_no_form_ends_the_jvm(server: Server, form: str) -> None:
 @pytest.mark.parametrize("form", RIGHT)
 def test_netty_takes_what_is_sent_on(server: Server, form: str) -> None:
     kind, body = RIGHT[form]
-    url = server.url("/predictions/script")
-    answer = requests.post(url, data=body, headers={"Content-Type": kind}, timeout=90)
+    answer = server.predict("script", body, **{"Content-Type": kind})
     assert answer.status_code == 200, answer.text
 
 
@@ -90,20 +89,11 @@ def test_strings_that_log4j_once_looked_up_are_strings(server: Server) -> None:
         headers = {**dict.fromkeys(names, hook), "X-Amzn-SageMaker-Target-Model": hook}
         for name in ("봄", "script", hook):
             for kind in ("text/plain", hook, FORM, PARTS):
-                path = server.url(
-                    f"/predictions/{requests.utils.quote(name, safe='')}?{hook}={hook}"
-                )
-                body = (
-                    f'--x\r\nContent-Disposition: form-data; name="{hook}"; filename="{hook}"\r\n'
-                )
-                requests.post(
-                    path,
-                    data=(
-                        hidden if kind == "text/plain" else body + f"\r\n{hook}\r\n--x--"
-                    ).encode(),
-                    headers={**headers, "Content-Type": kind},
-                    timeout=90,
-                )
+                disposition = f'form-data; name="{hook}"; filename="{hook}"'
+                part = f"--x\r\nContent-Disposition: {disposition}\r\n\r\n{hook}\r\n--x--"
+                body = (hidden if kind == "text/plain" else part).encode()
+                path = f"{quote(name, safe='')}?{hook}={hook}"
+                server.predict(path, body, **headers, **{"Content-Type": kind})
         server.load(hook, "봄")
         server.load("봄", hook, handler=hook)
         # The script has printed it, and so Log4j was given it.
@@ -114,7 +104,7 @@ def test_strings_that_log4j_once_looked_up_are_strings(server: Server) -> None:
 
 def test_a_clients_bytes_reach_none_of_what_has_advisories(server: Server) -> None:
     """After the tests above; Netty's form decoder is reached, which is why forms are bounded."""
-    server.post("/predictions/script", data=b"a=b", headers={"Content-Type": FORM})
+    server.predict("script", b"a=b", **{"Content-Type": FORM})
     log = Path(server.store).parent / "classes"
     loaded = set(re.findall(r"(?:io|org|com)\.[\w.$]+", log.read_text()))
     assert any("HttpPostRequestDecoder" in name for name in loaded)

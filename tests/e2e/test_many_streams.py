@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,12 +12,14 @@ import aiohttp
 import grpc
 import pytest
 
-from tests.e2e.server import Server, free_port
-from tests.e2e.stores import serving, small, text
+from tests.e2e.server import Server
+from tests.e2e.stores import small, text
 from tests.serving.api.grpc.clients import Client, asked, final, values
 
+pytestmark = pytest.mark.slow
+
 NAMES = ("봄", "여름")
-STREAMS = 200
+COUNT = 200
 TOKENS = 24
 # Greedy, and no token twice: pieces that change places change the text.
 GREEDY = {"max_new_tokens": TOKENS, "repetition_penalty": 50}
@@ -31,16 +33,15 @@ class Stream:
     prompt: str
 
 
+STREAMS = [Stream(i, NAMES[i % 2], PROMPTS[i % len(PROMPTS)]) for i in range(COUNT)]
 Read = Callable[[Server, Stream], Awaitable[list[str]]]
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    folder = tmp_path_factory.mktemp("many")
+def server(clean: Server) -> Server:
     for seed, name in enumerate(NAMES):
-        small(folder / "store" / name, seed)
-    with serving(folder / "run", folder / "store", GRPC_PORT=str(free_port())) as server:
-        yield server
+        small(clean.store / name, seed)
+    return clean
 
 
 @pytest.fixture(scope="module")
@@ -92,35 +93,30 @@ async def by_grpc(server: Server, stream: Stream) -> list[str]:
     return [values(r)["generated_text"] for r in made]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("read", [by_our_route, by_openais, by_grpc])
 def test_no_token_is_lost_mixed_up_or_out_of_order(
     server: Server, expected: dict[tuple[str, str], str], read: Read
 ) -> None:
-    streams = [Stream(i, NAMES[i % 2], PROMPTS[i % len(PROMPTS)]) for i in range(STREAMS)]
-
     async def all_() -> list[list[str]]:
-        return await asyncio.gather(*(read(server, stream) for stream in streams))
+        return await asyncio.gather(*(read(server, stream) for stream in STREAMS))
 
-    for stream, pieces in zip(streams, asyncio.run(all_()), strict=True):
+    for stream, pieces in zip(STREAMS, asyncio.run(all_()), strict=True):
         assert "".join(pieces) == expected[stream.model, stream.prompt], stream
         assert len(set(pieces)) > TOKENS / 2
 
 
-@pytest.mark.slow
 def test_two_hundred_texts_of_one_call_are_told_apart(
     server: Server, expected: dict[tuple[str, str], str]
 ) -> None:
-    streams = [Stream(i, NAMES[i % 2], PROMPTS[i % len(PROMPTS)]) for i in range(STREAMS)]
-    requests = [asked(s.prompt, str(s.number), s.model, **GREEDY) for s in streams]
+    requests = [asked(s.prompt, str(s.number), s.model, **GREEDY) for s in STREAMS]
 
     async def all_() -> dict[str, str]:
-        texts = dict.fromkeys(map(str, range(STREAMS)), "")
+        texts = dict.fromkeys(map(str, range(COUNT)), "")
         async with grpc.aio.insecure_channel(server.grpc_address) as channel:
             async for response in Client(channel)("ModelStreamInfer", iter(requests)):
                 texts[response.infer_response.id] += values(response)["generated_text"]
         return texts
 
     texts = asyncio.run(all_())
-    for stream in streams:
+    for stream in STREAMS:
         assert texts[str(stream.number)] == expected[stream.model, stream.prompt], stream

@@ -1,13 +1,17 @@
-"""`/metrics` for Prometheus."""
+"""What is seen of a whole server: `/metrics` for Prometheus, and traces from a client's
+`traceparent` to a script."""
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
-import requests
 from prometheus_client.parser import text_string_to_metric_families
 
+from tests.e2e.scripts import script
 from tests.e2e.server import Server, eventually
-from tests.e2e.stores import SHORT, small, text
+from tests.e2e.stores import SHORT, serving, small, text
+from tests.serving.api.collector import Collector, Span
 
 pytestmark = pytest.mark.slow
 
@@ -18,10 +22,9 @@ def server(clean: Server) -> Server:
     return clean
 
 
-def metrics(server: Server, port: str = "port") -> dict[tuple[str, ...], float]:
+def metrics(server: Server, management: bool = False) -> dict[tuple[str, ...], float]:
     """By name and the values of labels in the order of their names."""
-    url = f"http://{server.host}:{getattr(server, port)}/metrics"
-    answer = requests.get(url, timeout=60)
+    answer = server.get("/metrics", management=management)
     assert answer.headers["content-type"].startswith("text/plain")
     return {
         (sample.name, *(sample.labels[label] for label in sorted(sample.labels))): sample.value
@@ -62,7 +65,7 @@ def test_requests_are_counted_by_model_and_status(server: Server) -> None:
     assert more(queued, "봄") < more(answered, "봄")
     # Whatever a client makes up is no label.
     assert not [key for key in after if "nothing" in key or "x" * 300 in key or "../x" in key]
-    assert metrics(server, "management_port").keys() == after.keys()
+    assert metrics(server, management=True).keys() == after.keys()
     for name in ("봄", "이름 %22a"):
         server.unload(name)
 
@@ -76,8 +79,7 @@ def test_loads_by_hand_that_fail_are_counted(server: Server) -> None:
     assert server.load("없음").status_code == 404
     assert server.load("깨진").status_code == 400
     assert server.load("깨진", synchronous=False).status_code == 202
-    index = server.url("/v2/repository/models/없음/load")
-    assert requests.post(index, timeout=60).status_code == 404
+    assert server.post("/v2/repository/models/없음/load").status_code == 404
 
     def more(status: str) -> float:
         return metrics(server)[(failures, status)] - before.get((failures, status), 0)
@@ -93,3 +95,50 @@ def test_metrics_come_also_without_the_engine(server: Server) -> None:
         assert metrics(server)[("kogpt2_engine_up",)] == 0
     finally:
         engine.resume()
+
+
+# Traces
+
+TRACES = [f"{i:032x}" for i in range(1, 4)]
+ECHO = """
+def model_fn(model_dir):
+    return {}
+
+def transform_fn(model, body, content_type, accept, context):
+    return context.get_request_header(0, "traceparent")
+"""
+
+
+def test_a_servers_spans_are_all_sent_by_its_end(tmp_path: Path) -> None:
+    store = tmp_path / "store"
+    small(store / "봄")
+    script(store / "메아리", ECHO)
+    with Collector() as collector:
+        environment = {"OTEL_EXPORTER_OTLP_ENDPOINT": collector.url}
+        with serving(tmp_path / "server", store, **environment) as server:
+            parents = [{"traceparent": f"00-{trace}-{1:016x}-01"} for trace in TRACES]
+            assert server.predict("봄", SHORT, **parents[0]).status_code == 200
+            streamed = server.predict("봄", {**SHORT, "stream": True}, **parents[1])
+            assert streamed.status_code == 200
+            echoed = server.predict("메아리", {}, **parents[2])
+            assert server.stop() == 0
+        log = server.text()
+    traces: dict[str, list[Span]] = {trace: [] for trace in TRACES}
+    for span in collector.spans:
+        traces[span.trace].append(span)
+    found = [[span.name for span in spans] for spans in traces.values()]
+    root = "POST /predictions/{name}"
+    assert found == [
+        [root, "load", "queue", "answer"],
+        [root, "queue", "prompt", "tokens"],
+        [root, "load", "queue", "answer"],
+    ]
+    for first, *others in traces.values():
+        assert first.parent == f"{1:016x}"
+        assert {span.parent for span in others} == {first.id}
+        assert f'"trace_id": "{first.trace}"' in log
+    whole, stream = (traces[trace][-1].attributes for trace in TRACES[:2])
+    for usage in ("gen_ai.usage.input_tokens", "gen_ai.usage.output_tokens"):
+        assert whole[usage] == stream[usage] > 0
+    assert echoed.text == f"00-{TRACES[2]}-{traces[TRACES[2]][0].id}-01"
+    assert "traces: " not in log

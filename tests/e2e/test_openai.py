@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 from collections.abc import Iterator
@@ -9,17 +10,15 @@ from typing import Any
 
 import openai
 import pytest
-import requests
 from openai.types import Completion, Model
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from openai.types.responses import Response
 from pydantic import BaseModel
 
 from tests.e2e.server import Server
-from tests.e2e.stores import endless, serving, small, text
+from tests.e2e.stores import events, small, text
 from tests.engine.hugging_face import make_hugging_face, write_json
 
-TOKEN = "infer-me"  # noqa: S105
 PROMPT = "나는 오늘"
 TEMPLATE = (
     "{% for m in messages %}{{ '<usr>' if m.role == 'user' else '<sys>' }}{{ m.content }}"
@@ -33,23 +32,23 @@ GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 16}
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    folder = tmp_path_factory.mktemp("openai")
-    store = folder / "store"
+def server(clean: Server) -> Server:
+    store = clean.store
     small(store / "시" / "봄", 1)
     small(store / "여름", 2)
-    endless(store / "느린")
     make_hugging_face(store / "채팅", tokenizer_config={"chat_template": TEMPLATE})
     write_json(small(store / "한마디", 3) / "generation.json", {"template": "<usr>{글}<sys>"})
-    with serving(folder / "run", store, INFERENCE_TOKEN=TOKEN) as server:
-        yield server
+    return clean
 
 
 @pytest.fixture(scope="module")
 def client(server: Server) -> Iterator[openai.OpenAI]:
-    url = server.url("/v1")
-    with openai.OpenAI(base_url=url, api_key=TOKEN, timeout=60, max_retries=0) as client:
+    with connected(server) as client:
         yield client
+
+
+def connected(server: Server, key: str = "x") -> openai.OpenAI:
+    return openai.OpenAI(base_url=server.url("/v1"), api_key=key, timeout=60, max_retries=0)
 
 
 def checked(found: BaseModel) -> Any:
@@ -73,7 +72,7 @@ def checked(found: BaseModel) -> Any:
 def whole(server: Server, name: str, tokens: int = 16) -> str:
     """The greedy text by the server's own route."""
     body = {"inputs": PROMPT, "parameters": {"max_new_tokens": tokens}}
-    return text(server.predict(name, body, Authorization=f"Bearer {TOKEN}"))
+    return text(server.predict(name, body))
 
 
 def refused(call: Any) -> Any:
@@ -90,7 +89,7 @@ def refused(call: Any) -> Any:
 
 def test_a_client_lists_what_the_store_has(client: openai.OpenAI) -> None:
     found = {model.id for model in client.models.list()}
-    assert found == {"시/봄", "여름", "느린", "채팅", "한마디"}
+    assert found == {"시/봄", "여름", "채팅", "한마디"}
     model: Model = checked(client.models.retrieve("여름"))
     assert (model.id, model.object) == ("여름", "model")
 
@@ -118,154 +117,135 @@ def test_a_completion_loads_its_model_and_gives_its_text(
     assert choice.text == whole(server, "시/봄")  # 16 tokens, OpenAI's default
     assert (choice.index, choice.finish_reason, choice.logprobs) == (0, "length", None)
     assert (made.object, made.model, made.id[:5]) == ("text_completion", "시/봄", "cmpl-")
-    assert made.usage is not None
     assert made.usage.completion_tokens == 16
     assert made.usage.total_tokens == made.usage.prompt_tokens + 16
 
 
-def test_texts_and_ids_n_of_each_in_their_order(server: Server, client: openai.OpenAI) -> None:
-    prompts = [PROMPT, "산에는"]
-    alone = [
-        [c.text for c in client.completions.create(model="여름", prompt=p, n=2, seed=5).choices]
-        for p in prompts
-    ]
-    both = client.completions.create(model="여름", prompt=prompts, n=2, seed=5)
-    assert [c.text for c in both.choices] == [text for texts in alone for text in texts]
+@pytest.fixture
+def complete(client: openai.OpenAI) -> Any:
+    """A completion of 여름."""
+    return functools.partial(client.completions.create, model="여름", prompt=PROMPT)
+
+
+def texts(made: Completion) -> list[str]:
+    return [choice.text for choice in made.choices]
+
+
+def test_texts_and_ids_n_of_each_in_their_order(complete: Any) -> None:
+    prompts, drawn = [PROMPT, "산에는"], {"n": 2, "seed": 5}
+    both = complete(prompt=prompts, **drawn)
+    alone = [texts(complete(prompt=prompt, **drawn)) for prompt in prompts]
+    assert texts(both) == [text for some in alone for text in some]
     assert [c.index for c in both.choices] == [0, 1, 2, 3]
     streamed = ["", "", "", ""]
-    for chunk in client.completions.create(model="여름", prompt=prompts, n=2, seed=5, stream=True):
+    for chunk in complete(prompt=prompts, stream=True, **drawn):
         streamed[chunk.choices[0].index] += chunk.choices[0].text
-    assert streamed == [c.text for c in both.choices]
+    assert streamed == texts(both)
 
     ids = [5, 9, 30, 12]
-    one = client.completions.create(model="여름", prompt=ids, **GREEDY)
-    two = client.completions.create(model="여름", prompt=[ids, ids[:3]], **GREEDY)
-    assert one.choices[0].text == two.choices[0].text
-    assert one.usage is not None
-    assert two.usage is not None
+    one, two = complete(prompt=ids, **GREEDY), complete(prompt=[ids, ids[:3]], **GREEDY)
+    assert texts(one) == texts(two)[:1]
     assert (one.usage.prompt_tokens, two.usage.prompt_tokens) == (4, 7)
-    same = client.completions.create(model="여름", prompt=ids, n=3, **GREEDY)
-    assert [c.text for c in same.choices] == [one.choices[0].text] * 3
+    assert texts(complete(prompt=ids, n=3, **GREEDY)) == texts(one) * 3
 
 
-def test_a_stream_of_a_completion_is_its_text(server: Server, client: openai.OpenAI) -> None:
-    options: dict[str, Any] = {"include_usage": True}
-    *chunks, last = client.completions.create(
-        model="여름", prompt=PROMPT, stream=True, stream_options=options, **GREEDY
-    )
+def test_a_stream_of_a_completion_is_its_text(server: Server, complete: Any) -> None:
+    options = {"include_usage": True}
+    *chunks, last = complete(stream=True, stream_options=options, **GREEDY)
     assert "".join(chunk.choices[0].text for chunk in chunks) == whole(server, "여름")
     assert {chunk.id for chunk in chunks} == {last.id}
     assert [c.choices[0].finish_reason for c in chunks if c.choices[0].finish_reason] == ["length"]
     assert all(chunk.usage is None for chunk in chunks)
     assert last.choices == []
-    assert last.usage is not None
     assert last.usage.completion_tokens == 16
 
 
 def test_the_wire_of_a_stream_is_openais(server: Server) -> None:
     body = {"model": "여름", "prompt": PROMPT, "stream": True, "temperature": 0}
-    headers = {"Authorization": f"Bearer {TOKEN}"}
-    answer = server.post("/v1/completions", json=body, headers=headers)
-    assert answer.headers["content-type"].startswith("text/event-stream")
-    *pieces, done, rest = answer.content.decode("utf-8").split("\n\n")
-    assert (done, rest) == ("data: [DONE]", "")
+    *pieces, done = events(server.post("/v1/completions", json=body))
+    assert done == "[DONE]"
     for piece in pieces:
-        value = json.loads(piece.removeprefix("data: "))
+        value = json.loads(piece)
         assert set(value) == {"id", "object", "created", "model", "choices"}
         assert set(value["choices"][0]) == {"index", "text", "logprobs", "finish_reason"}
 
 
-def test_echo_puts_the_prompt_in_front(server: Server, client: openai.OpenAI) -> None:
+def test_echo_puts_the_prompt_in_front(server: Server, complete: Any) -> None:
     expected = PROMPT + whole(server, "여름")
-    asked: dict[str, Any] = {"model": "여름", "prompt": PROMPT, "echo": True, **GREEDY}
-    assert client.completions.create(**asked).choices[0].text == expected
-    chunks = client.completions.create(**asked, stream=True)
+    assert texts(complete(echo=True, **GREEDY)) == [expected]
+    chunks = complete(echo=True, stream=True, **GREEDY)
     assert "".join(chunk.choices[0].text for chunk in chunks) == expected
 
 
-def test_a_text_is_scored_as_it_is_generated(client: openai.OpenAI) -> None:
+def test_a_text_is_scored_as_it_is_generated(complete: Any) -> None:
     """The log-probabilities of a greedy answer, read as a prompt, are those of making it."""
-    asked: dict[str, Any] = {"model": "여름", "logprobs": 2, **GREEDY}
+    asked = {"logprobs": 2, **GREEDY}
     ids = [5, 9, 30, 12]
-    made = client.completions.create(**asked, prompt=ids, echo=True).choices[0]
-    assert made.logprobs is not None
-    assert made.logprobs.tokens is not None
-    assert made.logprobs.token_logprobs is not None
-    assert made.logprobs.text_offset is not None
-    assert len(made.logprobs.tokens) == 4 + 16
-    assert "".join(made.logprobs.tokens) == made.text
-    for at, token in zip(made.logprobs.text_offset, made.logprobs.tokens, strict=True):
+    made = complete(prompt=ids, echo=True, **asked).choices[0]
+    told = made.logprobs
+    assert len(told.tokens) == 4 + 16
+    assert "".join(told.tokens) == made.text
+    for at, token in zip(told.text_offset, told.tokens, strict=True):
         assert made.text[at:].startswith(token)
-    assert made.logprobs.token_logprobs[0] is None
-    plain = client.completions.create(**asked, prompt=ids).choices[0].logprobs
-    assert plain is not None
-    assert plain.token_logprobs == pytest.approx(made.logprobs.token_logprobs[4:], abs=1e-3)
+    assert told.token_logprobs[0] is None
+    plain = complete(prompt=ids, **asked).choices[0].logprobs
+    assert plain.token_logprobs == pytest.approx(told.token_logprobs[4:], abs=1e-3)
 
     # Its own text, cut into tokens again.
-    scored: dict[str, Any] = {**asked, "max_tokens": 0, "echo": True, "prompt": PROMPT + "에는"}
-    only = client.completions.create(**scored)
-    choice = only.choices[0]
-    assert (choice.text, choice.finish_reason) == (PROMPT + "에는", "length")
-    assert only.usage is not None
+    text = PROMPT + "에는"
+    scored = {**asked, "max_tokens": 0, "echo": True, "prompt": text}
+    only = complete(**scored)
+    (choice,) = only.choices
+    told = choice.logprobs
+    assert (choice.text, choice.finish_reason) == (text, "length")
     assert only.usage.completion_tokens == 0
-    assert choice.logprobs is not None
     # Without the `<s>` in front, of which a client that counts a text's tokens does not know.
-    tokens = choice.logprobs.tokens or []
-    assert len(tokens) == only.usage.prompt_tokens - 1
-    assert "".join(tokens).strip() == choice.text
-    assert all(x is not None and x < 0 for x in choice.logprobs.token_logprobs or [])
-    assert max(choice.logprobs.text_offset or []) < len(choice.text)
-    streamed = list(client.completions.create(**scored, stream=True))
-    assert "".join(c.choices[0].text for c in streamed) == choice.text
-    assert streamed[0].choices[0].logprobs == choice.logprobs
+    assert len(told.tokens) == only.usage.prompt_tokens - 1
+    assert "".join(told.tokens).strip() == text
+    assert all(logprob < 0 for logprob in told.token_logprobs)
+    assert max(told.text_offset) < len(text)
+    streamed = list(complete(stream=True, **scored))
+    assert "".join(c.choices[0].text for c in streamed) == text
+    assert streamed[0].choices[0].logprobs == told
     assert streamed[-1].choices[0].finish_reason == "length"
 
 
-def test_logprobs_tell_of_each_token(client: openai.OpenAI) -> None:
-    asked: dict[str, Any] = {"model": "여름", "prompt": PROMPT, "logprobs": 3, **GREEDY}
-    choice = checked(client.completions.create(**asked)).choices[0]
+def test_logprobs_tell_of_each_token(complete: Any) -> None:
+    choice = checked(complete(logprobs=3, **GREEDY)).choices[0]
     told = choice.logprobs
     assert "".join(told.tokens) == choice.text
-    assert [choice.text[at:][: len(t)] for at, t in zip(told.text_offset, told.tokens, strict=True)]
-    for token, logprob, top in zip(
-        told.tokens, told.token_logprobs, told.top_logprobs, strict=True
-    ):
+    columns = told.tokens, told.text_offset, told.token_logprobs, told.top_logprobs
+    for token, at, logprob, top in zip(*columns, strict=True):
+        assert choice.text[at:].startswith(token)
         assert top[token] == max(top.values()) == logprob < 0
         assert len(top) == 3
 
-    streamed = [c.choices[0].logprobs for c in client.completions.create(**asked, stream=True)]
-    assert [o for part in streamed if part for o in part.text_offset or []] == told.text_offset
-    assert [t for part in streamed if part for t in part.tokens or []] == told.tokens
+    streamed = [c.choices[0].logprobs for c in complete(logprobs=3, stream=True, **GREEDY)]
+    for field in ("text_offset", "tokens"):
+        parts = [getattr(part, field) or [] for part in streamed if part]
+        assert [value for part in parts for value in part] == getattr(told, field)
 
 
-def test_the_drawn_token_is_among_the_likeliest(client: openai.OpenAI) -> None:
-    asked: dict[str, Any] = {"model": "여름", "prompt": PROMPT, "temperature": 2, "seed": 5}
+def test_the_drawn_token_is_among_the_likeliest(complete: Any) -> None:
     for k in (0, 2):
-        choice = client.completions.create(**asked, logprobs=k, max_tokens=32).choices[0]
-        told = choice.logprobs
-        assert told is not None
-        columns = (told.tokens or [], told.token_logprobs or [], told.top_logprobs or [])
-        sizes = set()
+        made = complete(temperature=2, seed=5, logprobs=k, max_tokens=32)
+        told = made.choices[0].logprobs
+        columns = told.tokens, told.token_logprobs, told.top_logprobs
         for token, logprob, top in zip(*columns, strict=True):
             assert top[token] == logprob
-            sizes.add(len(top))
+        sizes = {len(top) for top in told.top_logprobs}
         assert sizes <= {k, k + 1}
         assert k + 1 in sizes  # one that was drawn and is not likely
 
 
-def test_best_of_gives_the_likeliest(client: openai.OpenAI) -> None:
-    asked: dict[str, Any] = {"model": "여름", "prompt": PROMPT, "seed": 11, "logprobs": 0}
-    all_ = client.completions.create(**asked, n=5).choices
-
+def test_best_of_gives_the_likeliest(complete: Any) -> None:
     def mean(choice: Any) -> float:
         return math.fsum(choice.logprobs.token_logprobs) / len(choice.logprobs.tokens)
 
-    best = client.completions.create(**asked, n=2, best_of=5)
-    assert [c.text for c in best.choices] == [
-        c.text for c in sorted(all_, key=mean, reverse=True)[:2]
-    ]
-    assert best.usage is not None
-    assert best.usage.completion_tokens == sum(len(c.logprobs.tokens) for c in all_ if c.logprobs)
+    drawn = complete(seed=11, logprobs=0, n=5).choices
+    best = complete(seed=11, logprobs=0, n=2, best_of=5)
+    assert texts(best) == [c.text for c in sorted(drawn, key=mean, reverse=True)[:2]]
+    assert best.usage.completion_tokens == sum(len(c.logprobs.tokens) for c in drawn)
 
 
 # Chats
@@ -280,8 +260,6 @@ def test_a_chat_is_asked_by_the_models_own_template(client: openai.OpenAI) -> No
     raw = "<sys>짧게 답한다.<usr>안녕?<sys>"
     same = client.completions.create(model="채팅", prompt=raw, temperature=0, max_tokens=9)
     assert choice.message.content == same.choices[0].text
-    assert made.usage is not None
-    assert same.usage is not None
     assert made.usage.prompt_tokens == same.usage.prompt_tokens
 
 
@@ -344,8 +322,6 @@ def test_a_response_is_the_chats_text(client: openai.OpenAI) -> None:
         assert (made.status, made.incomplete_details.reason) == ("incomplete", "max_output_tokens")
         assert (made.id[:5], made.object, made.model) == ("resp_", "response", "채팅")
         assert (made.instructions, made.temperature) == (given.get("instructions"), 0)
-        assert chat.usage is not None
-        assert made.usage is not None
         assert made.usage.input_tokens == chat.usage.prompt_tokens
         assert made.usage.output_tokens == 9
     (message,) = made.output
@@ -438,32 +414,25 @@ def test_what_of_a_response_asks_for_nothing_is_taken(client: openai.OpenAI) -> 
 # Ids, as vLLM has them
 
 
-def post(server: Server, path: str, body: dict[str, Any]) -> requests.Response:
-    headers = {"Authorization": f"Bearer {TOKEN}"}
-    return server.post(path, json=body, headers=headers)
-
-
 def test_texts_and_chats_are_ids_and_text_again(server: Server, client: openai.OpenAI) -> None:
-    found = post(server, "/tokenize", {"model": "여름", "prompt": PROMPT}).json()
+    found = server.post("/tokenize", json={"model": "여름", "prompt": PROMPT}).json()
     asked: dict[str, Any] = {"model": "여름", **GREEDY}
     made = client.completions.create(**asked, prompt=PROMPT)
-    assert made.usage is not None
     assert found["count"] == len(found["tokens"]) == made.usage.prompt_tokens
     assert (found["max_model_len"], found["token_strs"]) == (128, None)
     by_ids = client.completions.create(**asked, prompt=found["tokens"])
     assert by_ids.choices[0].text == made.choices[0].text
     body = {"model": "여름", "tokens": found["tokens"]}
-    assert post(server, "/detokenize", body).json()["prompt"].strip() == PROMPT
+    assert server.post("/detokenize", json=body).json()["prompt"].strip() == PROMPT
 
     body = {"model": "여름", "prompt": PROMPT, "add_special_tokens": False}
-    plain = post(server, "/tokenize", {**body, "return_token_strs": True}).json()
+    plain = server.post("/tokenize", json={**body, "return_token_strs": True}).json()
     assert plain["tokens"] == found["tokens"][1:]
     assert "".join(plain["token_strs"]).strip() == PROMPT
 
     messages = [{"role": "user", "content": "안녕?"}]
     chat = client.chat.completions.create(model="채팅", messages=messages, **GREEDY)  # type: ignore
-    counted = post(server, "/tokenize", {"model": "채팅", "messages": messages}).json()
-    assert chat.usage is not None
+    counted = server.post("/tokenize", json={"model": "채팅", "messages": messages}).json()
     assert counted["count"] == chat.usage.prompt_tokens
 
 
@@ -471,12 +440,7 @@ def test_texts_and_chats_are_ids_and_text_again(server: Server, client: openai.O
     ("path", "body", "status", "said"),
     [
         ("/tokenize", {"model": "여름"}, 400, "prompt or messages must be given"),
-        (
-            "/tokenize",
-            {"model": "여름", "prompt": "가", "온도": 1},
-            400,
-            "known are add_generation",
-        ),
+        ("/tokenize", {"model": "여름", "prompt": "가", "온도": 1}, 400, "known are add_generat"),
         ("/tokenize", {"model": "여름", "messages": [], "add_generation_prompt": False}, 400, ""),
         ("/tokenize", {"prompt": "가"}, 400, "model must be text"),
         ("/tokenize", {"model": "없음", "prompt": "가"}, 404, "없음"),
@@ -487,24 +451,12 @@ def test_texts_and_chats_are_ids_and_text_again(server: Server, client: openai.O
 def test_ids_that_cannot_be_had_are_refused(
     server: Server, path: str, body: dict[str, Any], status: int, said: str
 ) -> None:
-    answer = post(server, path, body)
+    answer = server.post(path, json=body)
     assert answer.status_code == status
     assert said in answer.json()["error"]["message"]
 
 
 # What is refused
-
-
-def test_a_wrong_key_is_told_so(server: Server) -> None:
-    with openai.OpenAI(base_url=server.url("/v1"), api_key="x", max_retries=0) as stranger:
-        for call in (
-            lambda: stranger.models.list(),
-            lambda: stranger.completions.create(model="여름", prompt=PROMPT),
-        ):
-            error = refused(call)
-            assert isinstance(error, openai.AuthenticationError)
-            assert error.code == "invalid_api_key"
-            assert "Incorrect API key provided: send the token as" in error.message
 
 
 def test_a_prompt_that_does_not_fit_has_openais_code(client: openai.OpenAI) -> None:
@@ -524,6 +476,3 @@ def test_what_there_is_not_is_said_in_openais_shape(client: openai.OpenAI) -> No
     assert "hidden states" in error.message
     assert refused(lambda: client.models.delete("여름")).status_code == 405
     assert refused(lambda: client.files.list()).status_code == 404
-
-
-# Clients that come and go

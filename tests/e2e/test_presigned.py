@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.server import Server, eventually
+from tests.e2e.server import Server
 from tests.e2e.stores import FAST, SHORT, packed, serving, small, text
 
 pytestmark = pytest.mark.slow
@@ -79,8 +79,6 @@ def test_a_signature_is_shown_and_written_nowhere_and_the_model_outlives_its_gat
             assert "Signature" not in shown
         assert written(server) == []
         bucket.is_open = False
-        server.descendants("serving.gateway")[0].kill()
-        eventually(lambda: "the gateway was killed by SIGKILL" in server.text())
-        eventually(server.is_ready)
+        server.kill_gateway()
         assert text(server.predict("시", SHORT)) == before
         assert written(server) == []

@@ -1,20 +1,24 @@
-"""The server's processes: how they start. How they die and come back: test_faults.py."""
+"""The server's processes: how they start, what ends that hangs, and what a model's own settings do.
+How they die and come back: test_faults.py."""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import socket
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import psutil
 import pytest
 import requests
 
+from tests.e2e.scripts import script
 from tests.e2e.server import REPOSITORY, START_S, Server, eventually, free_port
-from tests.e2e.stores import FAST, SHORT, serving, small, text
+from tests.e2e.stores import FAST, SHORT, error, serving, small, statistics, text
 from tests.processes import has_ended
 
 pytestmark = pytest.mark.slow
@@ -76,8 +80,8 @@ def test_the_token_for_management_alone_leaves_calls_open_and_proxies_are_not_as
     with serving(tmp_path, tmp_path / "store", **proxies, MANAGEMENT_TOKEN="b") as server:  # noqa: S106
         token = {"Authorization": "Bearer b"}
         assert server.load("봄").status_code == server.unload("봄").status_code == 401
-        url = server.management("/models?url=봄")
-        assert requests.post(url, headers=token, timeout=60).status_code == 200
+        answer = server.post("/models?url=봄", management=True, headers=token)
+        assert answer.status_code == 200
         assert text(server.predict("봄", SHORT))
         assert "INFERENCE_TOKEN is not" in server.text()
 
@@ -139,3 +143,76 @@ def test_an_output_that_is_not_read_holds_up_no_process(tmp_path: Path) -> None:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
         os.close(output)
+
+
+# Models that hang
+
+WORKER = "--sock-name"
+HANGS = "import time\ndef model_fn(model_dir):\n    time.sleep(600)\n"
+
+
+@pytest.fixture(scope="module")
+def server(clean: Server) -> Server:
+    for seed, name in enumerate(("a", "b", "봄")):
+        small(clean.store / name, seed)
+    (clean.store / "봄" / "serving.json").write_text(
+        json.dumps({"precision": "int8", "max_rows": 2, "idle_unload_s": 3600, "timeout_s": 7})
+    )
+    script(clean.store / "hangs", HANGS, "code/inference.py")
+    return clean
+
+
+def test_a_models_own_settings_come_from_its_file_and_its_request(server: Server) -> None:
+    assert server.load("봄", pinned=True, timeout_s=9).status_code == 200
+    assert server.get("/models/봄").json()["settings"] == {
+        "pinned": True, "precision": "int8", "max_rows": 2, "timeout_s": 9, "idle_unload_s": 3600,
+    }  # fmt: skip
+    (held,) = statistics(server)["models"]
+    assert (held["backend"], held["precision"]) == ("native", "int8")
+    text(server.predict("봄", SHORT))
+    server.unload("봄")
+    query = "url=a&pinned=true&backend=mxnet&precision=fp32"
+    assert server.post(f"/models?{query}", management=True).status_code == 200
+    assert statistics(server)["models"][0]["backend"] == "mxnet"
+    server.unload("a")
+
+
+def test_an_unload_ends_a_load_that_hangs(server: Server) -> None:
+    with ThreadPoolExecutor(2) as pool:
+        load = pool.submit(server.load, "hangs")
+        eventually(lambda: server.descendants(WORKER))
+        eventually(lambda: len(server.descendants("user_code/child.py")) > 0)
+        assert server.unload("hangs").status_code == 200
+        assert error(load.result()) == (409, "ConflictStatusException")
+        eventually(lambda: not server.descendants(WORKER))
+        eventually(lambda: not server.descendants("user_code/child.py"))
+    assert error(server.unload("hangs"))[0] == 404
+    assert text(server.predict("a", SHORT))
+
+
+def test_a_stop_is_bounded_while_a_worker_and_a_fetch_hang(server: Server, tmp_path: Path) -> None:
+    small(server.store / "pipe")
+    os.mkfifo(server.store / "pipe" / "generation.json")
+    with serving(tmp_path, server.store, DRAIN_S="2") as other, ThreadPoolExecutor(4) as pool:
+        loads = [pool.submit(quietly, other, name) for name in ("hangs", "pipe") * 2]
+        eventually(lambda: other.descendants(WORKER))
+        below = other.descendants()
+        assert other.stop() == 0
+        assert not [p for p in below if not has_ended(p)]
+        for load in loads:
+            load.result()
+
+
+def quietly(server: Server, name: str) -> None:
+    with contextlib.suppress(requests.RequestException):
+        server.predict(name, SHORT)
+
+
+def test_processes_that_hang_are_started_again(server: Server) -> None:
+    before = text(server.predict("a", SHORT))
+    for program in "-m engine ", "-m handlers.host ", "ModelServer", "serving.gateway":
+        server.descendants(program)[0].suspend()
+    for name in "the engine", "the workers' host", "Multi Model Server", "the gateway":
+        eventually(lambda name=name: f"{name} has not worked for 15 s" in server.text())
+    eventually(lambda: server.is_ready() and server.predict("a", SHORT).status_code == 200)
+    assert text(server.predict("a", SHORT)) == before

@@ -4,6 +4,7 @@ tests/test_security_page.py names both."""
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 import socket
@@ -21,7 +22,7 @@ from onnx import TensorProto
 
 from serving.api import routes
 from tests.e2e.server import Server
-from tests.e2e.stores import SHORT, error, raw, serving, small, text
+from tests.e2e.stores import SHORT, bearer, error, raw, serving, small, text
 from tests.handlers.tensors.graphs import identity
 from tests.serving.api.test_framing import AMBIGUOUS, CLEAR
 from tests.serving.api.test_http_protocol import LAST, read_all
@@ -48,15 +49,7 @@ OPEN = {
     "/openapi.json",
 }
 MANAGING = re.compile(r"^(post|put|delete) /models(/\{name\})?$|^post /v2/repository/models/")
-PORTS = ("port", "management_port")
-
-
-def send(method: str, url: str, headers: dict[str, bytes], body: Any = None) -> requests.Response:
-    return requests.request(method, url, headers=headers, json=body, timeout=60)
-
-
-def bearer(token: str) -> dict[str, bytes]:
-    return {"Authorization": f"Bearer {token}".encode()}
+BOTH_PORTS = pytest.mark.parametrize("management", [False, True])
 
 
 @pytest.fixture(scope="module")
@@ -76,17 +69,17 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 def test_each_token_opens_what_is_its_own(server: Server) -> None:
     """What no token or another one opens: the next test."""
-    for port in PORTS:
-        models = f"http://127.0.0.1:{getattr(server, port)}/models"
-        for method, url in (
-            ("post", f"{models}?url=b"),
-            ("put", f"{models}/b?min_worker=2"),
-            ("delete", f"{models}/b"),
+    for management in (False, True):
+        ask = functools.partial(server.request, management=management)
+        for method, path in (
+            ("post", "/models?url=b"),
+            ("put", "/models/b?min_worker=2"),
+            ("delete", "/models/b"),
         ):
-            refused = send(method, url, bearer(INFER))
+            refused = ask(method, path, headers=bearer(INFER))
             assert error(refused) == (401, "UnauthorizedException")
             assert refused.headers["www-authenticate"] == "Bearer"
-            assert send(method, url, bearer(MANAGE)).status_code == 200
+            assert ask(method, path, headers=bearer(MANAGE)).status_code == 200
         for token, status in (
             (f"Bearer {MANAGE}", 200),
             (f"bearer  {INFER}", 200),
@@ -94,8 +87,8 @@ def test_each_token_opens_what_is_its_own(server: Server) -> None:
             (f"Basic {INFER}", 401),
         ):
             headers = {"Authorization": token.encode()}
-            for url in (models, f"{models}/봄", f"{models}?available=true"):
-                assert send("get", url, headers).status_code == status, (token, url)
+            for path in ("/models", "/models/봄", "/models?available=true"):
+                assert ask("get", path, headers=headers).status_code == status, (token, path)
     tensor = {"name": "x", "shape": [1], "datatype": "BYTES", "data": ["가"]}
     for path, body in (
         ("/predictions/봄", SHORT),
@@ -103,24 +96,24 @@ def test_each_token_opens_what_is_its_own(server: Server) -> None:
         ("/invocations?model_name=봄", SHORT),
         ("/v2/models/시/infer", {"inputs": [tensor]}),
     ):
-        assert send("post", server.url(path), bearer(MANAGE), body).status_code == 401
-        assert send("post", server.url(path), bearer(INFER), body).status_code == 200
+        for token, status in ((MANAGE, 401), (INFER, 200)):
+            answer = server.post(path, json=body, headers=bearer(token))
+            assert answer.status_code == status
 
 
 def test_a_body_that_is_too_large_is_413(server: Server) -> None:
     body = json.dumps({"inputs": "가" * LIMIT}).encode()
-    url = server.url("/predictions/봄")
-    headers = {**bearer(INFER), "Content-Type": b"application/json"}
-    answer = requests.post(url, data=body, headers=headers, timeout=60)
+    headers: Any = {**bearer(INFER), "Content-Type": b"application/json"}
+    answer = server.predict("봄", body, **headers)
     assert error(answer) == (413, "RequestTooLargeException")
     assert str(LIMIT) in answer.json()["message"]
     pieces = (body[i : i + 1000] for i in range(0, len(body), 1000))
-    chunked = requests.post(url, data=pieces, headers=headers, timeout=60)
+    chunked = server.post("/predictions/봄", data=pieces, headers=headers)
     assert error(chunked) == (413, "RequestTooLargeException")
     load = server.post("/models", data=body, headers=bearer(MANAGE))
     assert error(load) == (413, "RequestTooLargeException")
     fits = json.dumps(SHORT).encode().ljust(LIMIT)
-    assert text(requests.post(url, data=fits, headers=headers, timeout=60))
+    assert text(server.predict("봄", fits, **headers))
 
 
 def test_an_announced_length_is_refused_before_the_body_comes(server: Server) -> None:
@@ -181,20 +174,20 @@ def trap() -> Iterator[socket.socket]:
             listener.accept()
 
 
-@pytest.mark.parametrize("port", PORTS)
-def test_every_route_but_health_asks_for_its_token(server: Server, port: str) -> None:
-    base = f"http://127.0.0.1:{getattr(server, port)}"
-    asked, refused = 0, (401,) if port == "port" else (401, 404, 405)  # not all are on both
+@BOTH_PORTS
+def test_every_route_but_health_asks_for_its_token(server: Server, management: bool) -> None:
+    ask = functools.partial(server.request, management=management)
+    asked, refused = 0, (401, 404, 405) if management else (401,)  # not all are on both
     for path, methods in routes.document()["paths"].items():
         for method in methods:
             tokens: list[str | None] = [] if path in OPEN else [None, "wrong"]
             tokens += [INFER] * bool(MANAGING.search(f"{method} {path}"))
             for token in tokens:
-                answer = send(
+                answer = ask(
                     method,
-                    base + path.replace("{name}", "봄").replace("{", "").replace("}", ""),
-                    bearer(token) if token else {},
-                    SHORT if method in ("post", "put") else None,
+                    path.replace("{name}", "봄").replace("{", "").replace("}", ""),
+                    headers=bearer(token) if token else {},
+                    json=SHORT if method in ("post", "put") else None,
                 )
                 status = answer.status_code
                 if status == 424:  # as SageMaker's runtime says it
@@ -202,15 +195,17 @@ def test_every_route_but_health_asks_for_its_token(server: Server, port: str) ->
                 assert status in refused, (method, path, token)
                 asked += 1
             if path in OPEN:
-                assert send(method, base + path, {}).status_code in (200, *refused[1:])
+                assert ask(method, path).status_code in (200, *refused[1:])
     assert asked > 60
 
 
-@pytest.mark.parametrize("port", PORTS)
+@BOTH_PORTS
 def test_no_field_has_the_server_fetch_or_read_something_else(
-    server: Server, trap: socket.socket, port: str
+    server: Server, trap: socket.socket, management: bool
 ) -> None:
-    base = f"http://127.0.0.1:{getattr(server, port)}"
+    def ask(method: str, path: str, headers: Any, body: Any = None) -> requests.Response:
+        return server.request(method, path, management=management, headers=headers, json=body)
+
     host = f"127.0.0.1:{trap.getsockname()[1]}"
     addresses = [
         *(f"{scheme}://{host}/a.tar.gz" for scheme in ("http", "https", "ftp", "s3", "gs", "abfs")),
@@ -222,16 +217,16 @@ def test_no_field_has_the_server_fetch_or_read_something_else(
     for address in addresses:
         name = quote(address, safe="")
         answers = [
-            send("post", f"{base}/models", both, {"url": address}),
-            send("post", f"{base}/models?url={name}", both),
-            send("post", f"{base}/v2/repository/models/{name}/load", both, {}),
+            ask("post", "/models", both, {"url": address}),
+            ask("post", f"/models?url={name}", both),
+            ask("post", f"/v2/repository/models/{name}/load", both, {}),
         ]
         for field in ("model_name", "handler"):  # as it likes, but from nowhere else
-            send("post", f"{base}/models", both, {"url": "봄", field: address})
-        send("put", f"{base}/models/{name}?url={name}", both)
+            ask("post", "/models", both, {"url": "봄", field: address})
+        ask("put", f"/models/{name}?url={name}", both)
         calling = {**bearer(INFER), "X-Amzn-SageMaker-Target-Model": address.encode()}
         answers += [
-            send("post", f"{base}{path}", calling, body)
+            ask("post", path, calling, body)
             for path, body in (
                 ("/invocations", SHORT),
                 (f"/predictions/{name}", SHORT),
@@ -245,19 +240,18 @@ def test_no_field_has_the_server_fetch_or_read_something_else(
         for answer in answers:
             assert "root:" not in answer.text
     told = raw(
-        int(base.rpartition(":")[2]),
+        server.management_port if management else server.port,
         f"GET http://{host}/a HTTP/1.1\r\nHost: {host}\r\n\r\n".encode(),
     )
     assert told.startswith(b"HTTP/1.1 4")
-    for model in send("get", f"{base}/models", both).json()["models"]:
-        send("delete", f"{base}/models/{quote(model['modelName'], safe='')}", both)
+    for model in ask("get", "/models", both).json()["models"]:
+        ask("delete", f"/models/{quote(model['modelName'], safe='')}", both)
 
 
-@pytest.mark.parametrize("port", PORTS)
+@BOTH_PORTS
 def test_no_text_of_a_client_becomes_a_header_or_a_line_of_the_log(
-    server: Server, port: str
+    server: Server, management: bool
 ) -> None:
-    base = f"http://127.0.0.1:{getattr(server, port)}"
     hooks = [
         "a\r\nX-Forged: 1\r\n\r\n가",
         'a\n{"level": "error", "message": "forged"}',
@@ -274,7 +268,8 @@ def test_no_text_of_a_client_becomes_a_header_or_a_line_of_the_log(
             ("delete", f"/models/{name}", None),
         ):
             for token in (INFER, MANAGE):
-                answer = send(method, base + path, bearer(token), body)
+                sent = {"headers": bearer(token), "json": body}
+                answer = server.request(method, path, management=management, **sent)
                 assert "x-forged" not in answer.headers
                 assert all(value.isprintable() for value in answer.headers.values())
     for head in (b"X-Request-Id: a\rX-Forged: 1", b"X-Request-Id: a\n b", b"X-Request-Id: \x1b[2J"):
@@ -294,10 +289,10 @@ def sent_raw(port: int, sent: bytes) -> bytes:
         return read_all(client)
 
 
-@pytest.mark.parametrize("port", PORTS)
-def test_each_port_refuses_what_ends_in_two_ways(server: Server, port: str) -> None:
+@BOTH_PORTS
+def test_each_port_refuses_what_ends_in_two_ways(server: Server, management: bool) -> None:
     """As the protocol by itself does (test_framing.py); here behind all that a port has."""
-    at, cases = getattr(server, port), {**AMBIGUOUS, **CLEAR}
+    at, cases = server.management_port if management else server.port, {**AMBIGUOUS, **CLEAR}
     with ThreadPoolExecutor(8) as pool:  # of the same length: bodies stay as long as they say
         asked = [
             pool.submit(sent_raw, at, (case + LAST).replace(b"/echo", b"/ping"))

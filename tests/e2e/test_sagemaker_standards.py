@@ -159,9 +159,7 @@ def test_a_session_is_used_outlives_the_gateway_and_is_closed(server: Server) ->
         answer = in_session(server, body, id)
         assert answer.status_code == 200, answer.text
         assert answer.json()["choices"]
-    [gateway] = server.descendants("-m serving.gateway ")
-    gateway.kill()
-    eventually(lambda: server.is_ready())
+    server.kill_gateway()
     assert in_session(server, COMPLETION, id).status_code == 200
     closed = in_session(server, CLOSE, id)
     assert (closed.status_code, closed.headers[CLOSED_SESSION_ID]) == (200, id)

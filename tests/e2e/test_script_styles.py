@@ -38,26 +38,39 @@ def store(server: Server) -> Path:
     return server.store
 
 
+class Model:
+    """A model of one test, unloaded after it."""
+
+    def __init__(self, server: Server, name: str) -> None:
+        self.server, self.name, self.folder = server, name, server.store / name
+
+    def load(self, source: str = "", path: str = "inference.py", **options: Any) -> None:
+        """With this script, where there is one."""
+        if source:
+            script(self.folder, source, path)
+        answer = self.server.load(self.name, **options)
+        assert answer.status_code == 200, answer.text
+
+    def unload(self) -> None:
+        self.server.unload(self.name)
+
+    def predict(self, body: Any, **headers: str) -> requests.Response:
+        sent = {key.replace("_", "-"): value for key, value in headers.items()}
+        return self.server.predict(self.name, body, **sent)
+
+
 @pytest.fixture
-def name(server: Server, request: pytest.FixtureRequest) -> Iterator[str]:
-    """A model's name for this test, unloaded afterwards."""
-    found = f"m{abs(hash(request.node.nodeid)) % 10**8}"
+def model(server: Server, request: pytest.FixtureRequest) -> Iterator[Model]:
+    found = Model(server, f"m{abs(hash(request.node.nodeid)) % 10**8}")
     yield found
-    server.unload(found)
-
-
-def post(server: Server, name: str, body: bytes, **headers: str) -> requests.Response:
-    sent = {key.replace("_", "-"): value for key, value in headers.items()}
-    return server.post(f"/predictions/{name}", data=body, headers=sent)
+    found.unload()
 
 
 # SageMaker's functions
 
 
-def test_the_toolkits_functions_and_its_formats(server: Server, store: Path, name: str) -> None:
-    script(
-        store / name,
-        """
+def test_the_toolkits_functions_and_its_formats(model: Model) -> None:
+    model.load("""
         import numpy as np
 
         def model_fn(model_dir):
@@ -65,19 +78,15 @@ def test_the_toolkits_functions_and_its_formats(server: Server, store: Path, nam
 
         def predict_fn(data, model):
             return data * model
-        """,
-    )
-    assert server.load(name).status_code == 200
-    assert post(server, name, b"[[1, 2]]", **JSON).json() == [[2.0, 6.0]]
+        """)
+    assert model.predict(b"[[1, 2]]", **JSON).json() == [[2.0, 6.0]]
     for kind in ("application/json; charset=utf-8", "application/json;charset=UTF-8"):
-        assert post(server, name, b"[1, 2]", Content_Type=kind).json() == [2.0, 6.0]
-    csv = post(server, name, b"1,2\n3,4", Content_Type="text/csv", Accept="text/csv")
+        assert model.predict(b"[1, 2]", Content_Type=kind).json() == [2.0, 6.0]
+    csv = model.predict(b"1,2\n3,4", Content_Type="text/csv", Accept="text/csv")
     assert (csv.text, csv.headers["content-type"]) == ("2.0,6.0\n6.0,12.0\n", "text/csv")
     buffer = io.BytesIO()
     np.save(buffer, np.array([1.0, 1.0]))
-    npy = post(
-        server,
-        name,
+    npy = model.predict(
         buffer.getvalue(),
         Content_Type="application/x-npy",
         Accept="application/x-npy",
@@ -86,30 +95,23 @@ def test_the_toolkits_functions_and_its_formats(server: Server, store: Path, nam
     assert npy.headers["content-type"] == "application/x-npy"
 
 
-def test_what_a_client_gets_wrong_is_a_4xx(server: Server, store: Path, name: str) -> None:
-    script(
-        store / name,
-        "def model_fn(model_dir):\n    return 1\ndef predict_fn(data, model):\n    return data\n",
-    )
-    server.load(name)
-    assert error(post(server, name, b"{", **JSON)) == (400, "InvalidRequest")
-    assert error(post(server, name, b"\xff", **JSON)) == (400, "InvalidRequest")
-    assert error(post(server, name, b"a", Content_Type="image/png"))[0] == 415
-    assert error(post(server, name, b"1", Content_Type="text/csv; charset=what"))[0] == 415
-    refused = post(server, name, b"1", Accept="image/png", **JSON)
+def test_what_a_client_gets_wrong_is_a_4xx(model: Model) -> None:
+    model.load("def model_fn(model_dir): return 1\ndef predict_fn(data, model): return data\n")
+    assert error(model.predict(b"{", **JSON)) == (400, "InvalidRequest")
+    assert error(model.predict(b"\xff", **JSON)) == (400, "InvalidRequest")
+    assert error(model.predict(b"a", Content_Type="image/png"))[0] == 415
+    assert error(model.predict(b"1", Content_Type="text/csv; charset=what"))[0] == 415
+    refused = model.predict(b"1", Accept="image/png", **JSON)
     assert error(refused) == (406, "UnsupportedFormatError")
     assert "image/png is not supported" in refused.json()["message"]
 
 
-def test_npy_is_read_without_pickle(server: Server, store: Path, name: str) -> None:
-    marker = store.parent / f"{name}-ran"
+def test_npy_is_read_without_pickle(model: Model) -> None:
+    marker = model.folder.parents[1] / f"{model.name}-ran"
     for own in (False, True):
         decode = "from sagemaker_inference import decoder\n" if own else ""
         body = "def input_fn(b, c):\n    return decoder.decode(b, c)\n" if own else ""
-        script(
-            store / name, f"{decode}{body}def model_fn(d): return 0\ndef predict_fn(d, m): return 1"
-        )
-        assert server.load(name).status_code == 200
+        model.load(f"{decode}{body}def model_fn(d): return 0\ndef predict_fn(d, m): return 1")
 
         class Harmful:
             def __reduce__(self) -> tuple[Any, ...]:
@@ -117,17 +119,15 @@ def test_npy_is_read_without_pickle(server: Server, store: Path, name: str) -> N
 
         buffer = io.BytesIO()
         np.save(buffer, np.array([Harmful()], dtype=object), allow_pickle=True)
-        answer = post(server, name, buffer.getvalue(), Content_Type="application/x-npy")
+        answer = model.predict(buffer.getvalue(), Content_Type="application/x-npy")
         assert error(answer)[0] == (500 if own else 400)
         assert "pickle" in answer.json()["message"].lower()
         assert not marker.exists()
-        server.unload(name)
+        model.unload()
 
 
-def test_functions_may_take_the_context_as_one_more(server: Server, store: Path, name: str) -> None:
-    script(
-        store / name,
-        """
+def test_functions_may_take_the_context_as_one_more(model: Model) -> None:
+    model.load("""
         def pre_model_fn(model_dir):
             global before
             before = "pre"
@@ -143,37 +143,19 @@ def test_functions_may_take_the_context_as_one_more(server: Server, store: Path,
             context.set_response_status(201, "Created", 0)
             context.set_response_header(0, "X-Amzn-SageMaker-Custom-Attributes", "a=1")
             return [*model, properties["X-Amzn-SageMaker-Custom-Attributes"], properties["accept"]]
-        """,
-    )
-    assert server.load(name).status_code == 200
+        """)
     header = {"X-Amzn-SageMaker-Custom-Attributes": "tag"}
-    answer = server.post(f"/predictions/{name}", json=1, headers=header)
+    answer = model.server.post(f"/predictions/{model.name}", json=1, headers=header)
     assert answer.status_code == 201
     assert answer.json() == ["pre", True, "warm", "tag", "*/*"]
     assert answer.headers["x-amzn-sagemaker-custom-attributes"] == "a=1"
 
 
-def test_the_toolkits_errors_carry_status_and_message(
-    server: Server, store: Path, name: str
-) -> None:
-    transform(
-        store / name,
-        "raise BaseInferenceToolkitError(422, '문장이 너무 깁니다', 'Too long')",
-        top="from sagemaker_inference.errors import BaseInferenceToolkitError",
-    )
-    server.load(name)
-    answer = server.predict(name, SHORT)
-    assert error(answer) == (422, "BaseInferenceToolkitError")
-    assert answer.json()["message"] == "문장이 너무 깁니다"
-
-
-def test_a_script_around_the_built_in_model(server: Server, store: Path, name: str) -> None:
-    small(store / name)
-    assert server.load("plain").status_code in (200, 409)
-    expected = text(server.predict("plain", SHORT))
-    script(
-        store / name,
-        """
+def test_a_script_around_the_built_in_model(model: Model) -> None:
+    small(model.folder)
+    assert model.server.load("plain").status_code in (200, 409)
+    expected = text(model.server.predict("plain", SHORT))
+    source = """
         import json
 
         def input_fn(body, content_type):
@@ -181,37 +163,32 @@ def test_a_script_around_the_built_in_model(server: Server, store: Path, name: s
 
         def output_fn(prediction, accept):
             return json.dumps({"답": prediction["generated_text"]}), "application/json"
-        """,
-        "code/inference.py",
-    )
-    assert server.load(name, initial_workers=2).status_code == 200
+    """
+    model.load(source, "code/inference.py", initial_workers=2)
     with ThreadPoolExecutor(4) as pool:
-        asked = list(pool.map(lambda _: server.predict(name, {"질문": SHORT["inputs"]}), range(8)))
+        asked = list(pool.map(lambda _: model.predict({"질문": SHORT["inputs"]}), range(8)))
     assert [answer.json() for answer in asked] == [{"답": expected}] * 8
     # A stream of the engine would go past the script.
-    assert server.predict(name, {"질문": SHORT["inputs"], "stream": True}).json() == {
-        "답": expected
-    }
-    assert error(server.predict(name, {"질문": ""}))[0] == 400  # the built-in model's own error
+    assert model.predict({"질문": SHORT["inputs"], "stream": True}).json() == {"답": expected}
+    assert error(model.predict({"질문": ""}))[0] == 400  # the built-in model's own error
     # Without functions the defaults serve, in all forms that the built-in model knows.
-    server.unload(name)
-    (store / name / "code" / "inference.py").write_text("import json\n")
-    assert server.load(name).status_code == 200
-    assert text(server.predict(name, SHORT)) == expected
-    assert server.predict(name, "나는").json()[:2] == server.predict("plain", "나는").json()[:2]
-    plain = post(server, name, "나는".encode(), Content_Type="text/plain")
+    model.unload()
+    model.load("import json\n", "code/inference.py")
+    assert text(model.predict(SHORT)) == expected
+    assert model.predict("나는").json()[:2] == model.server.predict("plain", "나는").json()[:2]
+    plain = model.predict("나는".encode(), Content_Type="text/plain")
     assert plain.headers["content-type"] == "text/plain; charset=utf-8"
     # The handle of the built-in model, in a transform_fn.
-    server.unload(name)
-    assert statistics(server)["models"][0]["name"].startswith("plain")
-    assert len(statistics(server)["models"]) == 1
-    (store / name / "code" / "inference.py").write_text(
-        "def transform_fn(model, body, content_type, accept):\n"
-        "    answer = model.generate(body.decode(), {'max_new_tokens': 16}, 10)\n"
-        "    return answer['completions'][0]['text']\n"
-    )
-    assert server.load(name).status_code == 200
-    answer = post(server, name, SHORT["inputs"].encode(), Content_Type="text/plain")
+    model.unload()
+    assert statistics(model.server)["models"][0]["name"].startswith("plain")
+    assert len(statistics(model.server)["models"]) == 1
+    source = """
+        def transform_fn(model, body, content_type, accept):
+            answer = model.generate(body.decode(), {"max_new_tokens": 16}, 10)
+            return answer["completions"][0]["text"]
+    """
+    model.load(source, "code/inference.py")
+    answer = model.predict(SHORT["inputs"].encode(), Content_Type="text/plain")
     assert answer.content.decode() == expected
 
 
@@ -318,10 +295,8 @@ def test_requirements_are_refused_unless_they_are_allowed(
 # load_model and predict
 
 
-def test_load_model_and_predict(server: Server, store: Path, name: str) -> None:
-    script(
-        store / name,
-        """
+def test_load_model_and_predict(model: Model) -> None:
+    source = """
         import json
         import os
         import numpy as np
@@ -334,13 +309,13 @@ def test_load_model_and_predict(server: Server, store: Path, name: str) -> None:
             assert type(body) is bytes
             values = json.loads(body.decode("utf-8"))["inputs"]
             return [(np.array(values) @ model).tolist()]
-        """,
-    )
-    np.save(store / name / "weights.npy", np.array([1.0, 10.0]))
-    assert server.load(name).status_code == 200
-    answer = server.predict(name, {"inputs": [2, 3]})
+    """
+    model.folder.mkdir()
+    np.save(model.folder / "weights.npy", np.array([1.0, 10.0]))
+    model.load(source)
+    answer = model.predict({"inputs": [2, 3]})
     assert (answer.json(), answer.headers["content-type"]) == (32.0, "application/json")
-    wrong = server.predict(name, {"other": 1})
+    wrong = model.predict({"other": 1})
     assert error(wrong)[0] == 500
     assert "raised KeyError: 'inputs'" in wrong.json()["message"]
 
@@ -381,32 +356,29 @@ FUNCTION = """
 """
 
 
-def archived(folder: Path, store: Path, name: str, handler: str, *options: str) -> None:
-    """As `model-archiver` packs a folder."""
-    command = [str(Path(sys.executable).with_name("model-archiver")), "--model-name", name]
-    command += ["--model-path", str(folder), "--handler", handler, "--export-path", str(store)]
+def archived(model: Model, folder: Path, source: str, handler: str, *options: str) -> None:
+    """Packs a model as `model-archiver` does, and loads it."""
+    command = [str(Path(sys.executable).with_name("model-archiver")), "--model-name", model.name]
+    command += ["--model-path", str(script(folder / "model", source, "service.py"))]
+    command += ["--handler", handler, "--export-path", str(model.server.store)]
     subprocess.run([*command, *options], check=True, capture_output=True, timeout=60)
+    model.load()
 
 
 @pytest.mark.parametrize("form", ["default", "tgz", "no-archive"])
-def test_archives_of_the_model_archiver(
-    server: Server, store: Path, tmp_path: Path, name: str, form: str
-) -> None:
+def test_archives_of_the_model_archiver(model: Model, tmp_path: Path, form: str) -> None:
     source = FUNCTION.format(name="").replace("assert context", "context")
-    archived(script(tmp_path / "model", source, "service.py"), store, name, "service:handle",
-             "--archive-format", form, "--runtime", "python3")  # fmt: skip
-    assert server.load(name).status_code == 200, server.text()[-2000:]
-    answer = server.predict(name, {"값": 21})
+    options = "--archive-format", form, "--runtime", "python3"
+    archived(model, tmp_path, source, "service:handle", *options)
+    answer = model.predict({"값": 21})
     assert (answer.status_code, answer.json()) == (200, [42, 1])
-    bad = post(server, name, b"{", **JSON)
+    bad = model.predict(b"{", **JSON)
     assert error(bad)[0] == 400
     assert "body is not JSON" in bad.json()["message"]
 
 
 @pytest.mark.parametrize("handler", ["service:Service", "service.py", "service"])
-def test_a_class_with_initialize_and_handle(
-    server: Server, store: Path, tmp_path: Path, name: str, handler: str
-) -> None:
+def test_a_class_with_initialize_and_handle(model: Model, tmp_path: Path, handler: str) -> None:
     source = """
         class Service:
             def initialize(self, context):
@@ -417,19 +389,14 @@ def test_a_class_with_initialize_and_handle(
                 context.set_response_content_type(0, "text/plain")
                 return [f"{self.manifest['model']['modelName']} {kind} {data[0]['body']}"]
     """
-    archived(script(tmp_path / "model", source, "service.py"), store, name, handler)
-    assert server.load(name).status_code == 200
-    answer = post(server, name, "봄".encode(), Content_Type="text/plain; charset=utf-8")
-    assert answer.content.decode() == f"{name} text/plain; charset=utf-8 봄"
+    archived(model, tmp_path, source, handler)
+    answer = model.predict("봄".encode(), Content_Type="text/plain; charset=utf-8")
+    assert answer.content.decode() == f"{model.name} text/plain; charset=utf-8 봄"
     assert answer.headers["content-type"] == "text/plain"
 
 
-def test_a_services_values_are_as_multi_model_server_gives_them(
-    server: Server, store: Path, name: str
-) -> None:
-    script(
-        store / name,
-        """
+def test_a_services_values_are_as_multi_model_server_gives_them(model: Model) -> None:
+    model.load("""
         class Service:
             def initialize(self, context): pass
             def handle(self, data, context):
@@ -438,47 +405,40 @@ def test_a_services_values_are_as_multi_model_server_gives_them(
                     raw = isinstance(value, (bytes, bytearray))
                     shown[key] = ["bytes", value.decode()] if raw else value
                 return [shown]
-        """,
-    )
-    assert server.load(name).status_code == 200
-    url = server.url(f"/predictions/{name}")
-    plain = requests.post(url, data='{"값": 1}'.encode(), timeout=60)  # without a Content-Type
+        """)
+    server, path = model.server, f"/predictions/{model.name}"
+    plain = server.post(path, data='{"값": 1}'.encode())  # without a Content-Type
     assert plain.json() == {"body": ["bytes", '{"값": 1}']}
-    asked = requests.get(url, params={"data": "봄 밤&", "n": ["1", "2"]}, timeout=60)
-    assert {**asked.json(), "body": None} == {
-        "data": ["bytes", "봄 밤&"],
-        "n": ["bytes", "2"],
-        "body": None,
-    }
-    both = requests.post(url, params={"data": "[1]"}, json={"값": 1}, timeout=60)
+    asked = server.get(path, params={"data": "봄 밤&", "n": ["1", "2"]})
+    given = {"data": ["bytes", "봄 밤&"], "n": ["bytes", "2"], "body": None}
+    assert asked.json() | {"body": None} == given
+    both = server.post(path, params={"data": "[1]"}, json={"값": 1})
     assert both.json() == {"data": ["bytes", "[1]"], "body": {"값": 1}}
-    odd = requests.get(f"{url}?data=%ed%a0%80&accept=a&%ff=1&;=&body", timeout=60)
+    odd = server.get(f"{path}?data=%ed%a0%80&accept=a&%ff=1&;=&body")
     assert odd.status_code == 200, odd.text
-    long = requests.get(url, params={"data": "가" * 400}, timeout=60)
+    long = server.get(path, params={"data": "가" * 400})
     assert error(long) == (400, "BadRequestException")
     assert "send it as the body" in long.json()["message"]
 
 
-def test_a_load_request_may_name_the_handler(server: Server, store: Path, name: str) -> None:
-    script(store / name, FUNCTION.format(name=name), "src/service.py")
-    script(store / name, "raise SystemExit")
+def test_a_load_request_may_name_the_handler(model: Model) -> None:
+    script(model.folder, FUNCTION.format(name=model.name), "src/service.py")
+    script(model.folder, "raise SystemExit")
     for wrong, reason in (
         ("nothing:handle", "no file nothing"),
         ("src/service:nothing", "is not in service.py"),
         ("../service:handle", "handler is"),
         ("service;handle", "handler is"),
     ):
-        refused = server.load(name, handler=wrong)
+        refused = model.server.load(model.name, handler=wrong)
         assert error(refused)[0] == 400
         assert reason in refused.json()["message"]
-    assert server.load(name, handler="src/service.py:handle").status_code == 200
-    assert server.predict(name, {"값": 2}).json() == [4, 1]
+    model.load(handler="src/service.py:handle")
+    assert model.predict({"값": 2}).json() == [4, 1]
 
 
-def test_a_class_without_handle_has_the_three_steps(server: Server, store: Path, name: str) -> None:
-    script(
-        store / name,
-        """
+def test_a_class_without_handle_has_the_three_steps(model: Model) -> None:
+    model.load("""
         class Base:
             def initialize(self, context):
                 self.factor = 3
@@ -492,52 +452,57 @@ def test_a_class_without_handle_has_the_three_steps(server: Server, store: Path,
         class Triple(Base):
             def inference(self, values):
                 return [value * self.factor for value in values]
-        """,
-    )
-    assert server.load(name).status_code == 200
-    assert server.predict(name, 5).json() == 15
+        """)
+    assert model.predict(5).json() == 15
 
 
-def test_an_error_of_initialize_is_told(server: Server, store: Path, name: str) -> None:
-    script(
-        store / name,
-        "class S:\n    def initialize(self, c): raise OSError('가중치 없음')\n"
-        "    def handle(self, d, c): return d\n",
-    )
-    refused = server.load(name)
+def test_an_error_of_initialize_is_told(model: Model) -> None:
+    source = """
+        class S:
+            def initialize(self, c): raise OSError('가중치 없음')
+            def handle(self, d, c): return d
+    """
+    script(model.folder, source)
+    refused = model.server.load(model.name)
     assert error(refused)[0] == 500
     assert "raised OSError: 가중치 없음" in refused.json()["message"]
 
 
-def test_prediction_exceptions_carry_their_status(server: Server, store: Path, name: str) -> None:
-    script(
-        store / name,
-        "from mms.service import PredictionException\n"
-        "def handle(data, context):\n"
-        "    if data: raise PredictionException('값이 없습니다', 422)\n",
-    )
-    assert server.load(name).status_code == 200
-    answer = server.predict(name, SHORT)
-    assert error(answer) == (422, "PredictionException")
-    assert answer.json()["message"] == "값이 없습니다"
+SERVICE_ERROR = """
+    from mms.service import PredictionException
+    def handle(data, context):
+        if data: raise PredictionException("값이 없습니다", 422)
+"""
+TOOLKIT_ERROR = """
+    from sagemaker_inference.errors import BaseInferenceToolkitError
+    def model_fn(model_dir): pass
+    def transform_fn(*a): raise BaseInferenceToolkitError(422, "문장이 너무 깁니다", "Too long")
+"""
+RETURNS = "def handle(data, context): return "
 
 
 @pytest.mark.parametrize(
-    ("returned", "reason"),
+    ("source", "kind", "reason"),
     [
-        ("'text'", "handle returned a str, must return a list"),
-        ("[1, 2]", "returned 2 answers, must return one for each request (1)"),
-        ("[None]", "returned nothing (None)"),
+        (SERVICE_ERROR, (422, "PredictionException"), "값이 없습니다"),
+        (TOOLKIT_ERROR, (422, "BaseInferenceToolkitError"), "문장이 너무 깁니다"),
+        (f"{RETURNS}'text'", (500, "ScriptError"), "handle returned a str, must return a list"),
+        (
+            f"{RETURNS}[1, 2]",
+            (500, "ScriptError"),
+            "2 answers, must return one for each request (1)",
+        ),
+        (f"{RETURNS}[None]", (500, "ScriptError"), "returned nothing (None)"),
     ],
 )
-def test_lists_that_do_not_fit_are_told(
-    server: Server, store: Path, name: str, returned: str, reason: str
+def test_a_scripts_errors_have_their_status_and_reason(
+    model: Model, source: str, kind: tuple[int, str], reason: str
 ) -> None:
-    script(store / name, f"def handle(data, context):\n    return {returned}\n")
-    assert server.load(name).status_code == 200
-    answer = server.predict(name, SHORT)
-    assert error(answer)[0] == 500
-    assert reason in answer.json()["message"]
+    model.load(source)
+    answer = model.predict(SHORT)
+    assert error(answer) == kind
+    said = answer.json()["message"]
+    assert reason == said if kind[0] == 422 else reason in said
 
 
 # Archives of Multi Model Server: what they are called, and which handler they have
@@ -611,11 +576,8 @@ def test_what_has_no_manifest_loads_with_the_handler_that_is_named(mars: Server,
 # Batches and processes
 
 
-def test_batches_keep_each_requests_own_headers_and_errors(
-    server: Server, store: Path, name: str
-) -> None:
-    script(
-        store / name,
+def test_batches_keep_each_requests_own_headers_and_errors(model: Model) -> None:
+    model.load(
         """
         import time
 
@@ -631,12 +593,13 @@ def test_batches_keep_each_requests_own_headers_and_errors(
                 answers.append([row["body"], len(data)] if row["body"] % 7 else None)
             return answers
         """,
+        batch_size=4,
+        max_batch_delay=500,
     )
-    assert server.load(name, batch_size=4, max_batch_delay=500).status_code == 200
 
     def ask(i: int) -> tuple[int, Any, str]:
         body = b"{" if i == 3 else str(i).encode()
-        answer = post(server, name, body, Accept=f"application/x-{i}", **JSON)
+        answer = model.predict(body, Accept=f"application/x-{i}", **JSON)
         content = answer.json() if answer.content else None
         return answer.status_code, content, answer.headers["content-type"]
 
@@ -654,58 +617,57 @@ def test_batches_keep_each_requests_own_headers_and_errors(
     assert max(content[1] for status, content, _ in answers if status == 200) > 1
 
 
-def test_an_error_of_a_whole_batch_is_told_to_each(server: Server, store: Path, name: str) -> None:
-    script(store / name, "def handle(data, context):\n    if data: raise ValueError('묶음')\n")
-    assert server.load(name, batch_size=4, max_batch_delay=300).status_code == 200
+def test_an_error_of_a_whole_batch_is_told_to_each(model: Model) -> None:
+    model.load(
+        "def handle(data, context):\n    if data: raise ValueError('묶음')\n",
+        batch_size=4,
+        max_batch_delay=300,
+    )
     with ThreadPoolExecutor(8) as pool:
-        answers = list(pool.map(lambda i: server.predict(name, i), range(8)))
+        answers = list(pool.map(lambda i: model.predict(i), range(8)))
     assert {error(answer) for answer in answers} == {(500, "ScriptError")}
     assert {a.json()["message"] for a in answers} == {"the model's script raised ValueError: 묶음"}
 
 
-def test_a_script_has_one_process_unless_more_are_asked_for(
-    server: Server, store: Path, name: str
-) -> None:
+def test_a_script_has_one_process_unless_more_are_asked_for(model: Model) -> None:
     transform(
-        store / name,
+        model.folder,
         "time.sleep(0.2)\nreturn str(os.getpid())",
         top="import os, time",
     )
-    assert server.load(name).status_code == 200
+    model.load()
 
     def pids() -> set[str]:
         with ThreadPoolExecutor(8) as pool:
-            answers = list(pool.map(lambda i: server.predict(name, i), range(12)))
+            answers = list(pool.map(lambda i: model.predict(i), range(12)))
         assert {answer.status_code for answer in answers} == {200}
         return {answer.text for answer in answers}
 
     assert len(pids()) == 1
-    scaled = server.put(
-        f"/models/{name}", params={"min_worker": 3, "max_worker": 3}, management=True
+    scaled = model.server.put(
+        f"/models/{model.name}", params={"min_worker": 3, "max_worker": 3}, management=True
     )
     assert scaled.status_code == 200
     eventually(lambda: len(pids()) == 3)
-    server.put(f"/models/{name}", params={"min_worker": 1}, management=True)
+    model.server.put(f"/models/{model.name}", params={"min_worker": 1}, management=True)
     eventually(lambda: len(pids()) == 1)
-    server.unload(name)
-    eventually(lambda: not server.descendants(f"{store / name}"))
-    assert server.load(name, initial_workers=2).status_code == 200
+    model.unload()
+    eventually(lambda: not model.server.descendants(f"{model.folder}"))
+    model.load(initial_workers=2)
     assert len(pids()) == 2
 
 
-def test_a_load_of_several_processes_waits_for_all_of_them(
-    server: Server, store: Path, name: str
-) -> None:
-    transform(store / name, "return 'x'", load="time.sleep(1)", top="import time")
-    assert server.load(name, initial_workers=3).status_code == 200
-    workers = server.get(f"/models/{name}").json()["workers"]
+def test_a_load_of_several_processes_waits_for_all_of_them(model: Model) -> None:
+    transform(model.folder, "return 'x'", load="time.sleep(1)", top="import time")
+    model.load(initial_workers=3)
+    workers = model.server.get(f"/models/{model.name}").json()["workers"]
     assert [worker["status"] for worker in workers] == ["READY"] * 3
     with ThreadPoolExecutor(3) as pool:
-        assert {a.text for a in pool.map(lambda i: server.predict(name, i), range(9))} == {"x"}
+        assert {a.text for a in pool.map(lambda i: model.predict(i), range(9))} == {"x"}
 
 
-def test_json_answers_are_utf_8(server: Server, store: Path, name: str) -> None:
-    transform(store / name, "return {'시': body}")
-    server.load(name)
-    answer = post(server, name, "봄".encode(), Content_Type="text/csv")
+def test_json_answers_are_utf_8(model: Model) -> None:
+    transform(model.folder, "return {'시': body}")
+    model.load()
+    answer = model.predict("봄".encode(), Content_Type="text/csv")
     assert answer.content == json.dumps({"시": "봄"}, ensure_ascii=False).encode()

@@ -60,11 +60,8 @@ def answer(server: Server, prompt: str, chat: bool, stream: bool, given: Any) ->
 
 def guesses(usage: CompletionUsage) -> list[int]:
     """Accepted and all."""
-    details = usage.completion_tokens_details
-    assert details is not None
+    details: Any = usage.completion_tokens_details
     accepted, rejected = details.accepted_prediction_tokens, details.rejected_prediction_tokens
-    assert accepted is not None
-    assert rejected is not None
     assert accepted < usage.completion_tokens  # the first token is drawn
     return [accepted, accepted + rejected]
 

@@ -18,11 +18,12 @@ from tests.e2e.stores import (
     ENDLESS_TOKENS,
     LONG,
     SHORT,
+    count,
     endless,
     error,
+    events,
     running,
     small,
-    steps,
     text,
 )
 
@@ -43,27 +44,20 @@ def ask(server: Server) -> Iterator[Ask]:
     with contextlib.ExitStack() as opened:
 
         def send(name: str, body: Any, **headers: str) -> requests.Response:
-            url = server.url(f"/predictions/{name}")
-            body = {**body, "stream": True}
-            answer = requests.post(url, json=body, headers=headers, stream=True, timeout=60)
+            sent = {"json": {**body, "stream": True}, "headers": headers}
+            answer = server.post(f"/predictions/{name}", stream=True, **sent)
             return opened.enter_context(answer)
 
         yield send
 
 
-def events(answer: requests.Response) -> list[dict[str, Any]]:
-    assert answer.status_code == 200, answer.text
-    assert answer.headers["content-type"].startswith("text/event-stream")
-    assert answer.headers["x-request-id"]
-    *pieces, rest = answer.content.decode("utf-8").split("\n\n")
-    assert rest == ""
-    assert all(piece.startswith("data: ") for piece in pieces)
-    return [json.loads(piece.removeprefix("data: ")) for piece in pieces]
+def values(answer: requests.Response) -> list[dict[str, Any]]:
+    return [json.loads(event) for event in events(answer)]
 
 
 def test_each_token_is_an_event_and_the_last_has_the_whole_text(server: Server, ask: Ask) -> None:
     whole = server.predict("봄", SHORT).json()
-    *tokens, end = events(ask("봄", SHORT))
+    *tokens, end = values(ask("봄", SHORT))
     assert end["generated_text"] == whole["generated_text"]
     assert (end["tokens"], end["finish_reason"]) == (whole["tokens"], whole["finish_reason"])
     assert "".join(token["text"] for token in tokens) == whole["generated_text"]
@@ -81,7 +75,7 @@ def test_several_sequences_are_told_apart(server: Server, ask: Ask) -> None:
     parameters = {"max_new_tokens": 6, "num_return_sequences": 2, "seed": 7}
     body = {"inputs": "나는 오늘", "parameters": parameters}
     whole = server.predict("봄", body).json()["sequences"]
-    ends = [event for event in events(ask("봄", body)) if "generated_text" in event]
+    ends = [event for event in values(ask("봄", body)) if "generated_text" in event]
     made = {end["index"]: end["generated_text"] for end in ends}
     assert made == {i: sequence["generated_text"] for i, sequence in enumerate(whole)}
 
@@ -92,28 +86,20 @@ def test_a_client_that_goes_away_frees_its_place_and_the_model(server: Server, a
     lines = answer.iter_lines()  # hangs up when nobody holds it
     next(lines)  # long before the last
     assert running(server) == 8
-    before = steps(server, "slow")
+    before = count(server, "steps", "slow")
     answer.close()
     eventually(lambda: running(server) == 0)
-    assert steps(server, "slow") - before < ENDLESS_TOKENS / 2
+    assert count(server, "steps", "slow") - before < ENDLESS_TOKENS / 2
     assert server.unload("slow").status_code == 200
 
 
-@pytest.mark.parametrize(
-    ("body", "status"),
-    [
+def test_a_wrong_request_has_its_status_and_no_stream(server: Server, ask: Ask) -> None:
+    for body, status in (
         ({"inputs": ""}, 400),
         ({"inputs": "가" * 3000}, 413),
         ({"inputs": "가", "parameters": {"\ud800": 1}}, 400),
-    ],
-)
-def test_a_wrong_request_has_its_status_and_no_stream(
-    ask: Ask, body: dict[str, Any], status: int
-) -> None:
-    assert error(ask("봄", body))[0] == status
-
-
-def test_stream_must_be_a_boolean_and_its_type_one_that_there_is(server: Server, ask: Ask) -> None:
+    ):
+        assert error(ask("봄", body))[0] == status
     wrong = server.post("/predictions/봄", json={**SHORT, "stream": "yes"})
     assert error(wrong) == (400, "InvalidRequest")
     assert error(ask("봄", SHORT, Accept="image/png")) == (406, "NotAcceptable")
@@ -129,7 +115,7 @@ def test_a_stream_that_breaks_off_says_so_and_the_next_one_works(server: Server,
     said = json.loads(last.removeprefix(b"data: "))["error"]
     assert (said["code"], said["type"]) == (503, "EngineUnavailable")
 
-    *_, end = events(ask("봄", SHORT))
+    *_, end = values(ask("봄", SHORT))
     assert end["generated_text"] == text(server.predict("봄", SHORT))
 
 
@@ -149,8 +135,8 @@ def test_clients_that_go_away_are_not_worked_on_nor_those_behind_them(server: Se
             client = socket.create_connection(("127.0.0.1", server.port), timeout=60)
             opened.enter_context(client).sendall(head.encode() + body)
         eventually(lambda: running(server) == 4)
-        begun = steps(server, "느린")
+        begun = count(server, "steps", "느린")
     eventually(lambda: running(server) == 0)
     assert text(server.predict("느린", SHORT))
-    assert steps(server, "느린") - begun < ENDLESS_TOKENS / 2
+    assert count(server, "steps", "느린") - begun < ENDLESS_TOKENS / 2
     assert server.unload("느린").status_code == 200

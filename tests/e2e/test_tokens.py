@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import re
 from collections.abc import Iterator
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import openai
 import pytest
 import requests
 import tritonclient.grpc as triton
 from tritonclient.utils import InferenceServerException
 
 from serving.api import routes
+from tests.e2e import test_openai
 from tests.e2e.server import Server, eventually, free_port
-from tests.e2e.stores import ENDLESS, SHORT, endless, error, serving, small, text
-from tests.e2e.test_triton_grpc import prompt, refused
+from tests.e2e.stores import ENDLESS, SHORT, bearer, endless, error, serving, small, text
+from tests.e2e.test_triton import prompt, refused
 
-A, B, STREAMS, MANAGE = "tok-a", "tok-나", "tok-다", "manage-라"
+A, B, STREAMS, MANAGE = "tok-a", "tok-나", "tok-다", "manage-all"
 # `a` may load and `b` may not.
 TEAMS: dict[str, dict[str, Any]] = {
     A: {"name": "가팀", "models": ["가팀/*", "소월"], "load": True},
@@ -39,6 +41,16 @@ class Setup:
         self.server.forget_log()
         write(self.file, teams)
         eventually(lambda: "TOKENS_FILE" in self.server.text())
+
+    def ask(
+        self, method: str, path: str, token: str, body: Any = None, **headers: str
+    ) -> requests.Response:
+        sent = bearer(token) | {k.replace("_", "-"): v.encode() for k, v in headers.items()}
+        return self.server.request(method, path, json=body, headers=sent)
+
+    def loaded(self) -> set[str]:
+        found = self.ask("get", "/models", MANAGE).json()["models"]
+        return {model["modelName"] for model in found}
 
 
 def write(file: Path, teams: Any) -> None:
@@ -66,52 +78,49 @@ def setup(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Setup]:
         yield Setup(server, file)
 
 
-def bearer(token: str) -> dict[str, bytes]:
-    return {"Authorization": f"Bearer {token}".encode()}
-
-
-def ask(
-    server: Server, method: str, path: str, token: str, body: Any = None, **headers: str
-) -> requests.Response:
-    sent = {k.replace("_", "-"): v.encode() for k, v in headers.items()}
-    return server.request(method, path, json=body, headers={**bearer(token), **sent})
-
-
-def loaded(server: Server) -> set[str]:
-    found = ask(server, "get", "/models", MANAGE).json()["models"]
-    return {model["modelName"] for model in found}
-
-
 def status_of(answer: requests.Response) -> int:
     status = answer.status_code
     return answer.json()["OriginalStatusCode"] if status == 424 else status
 
 
 def test_a_team_calls_its_own_models_which_that_loads(setup: Setup) -> None:
-    assert text(ask(setup.server, "post", "/predictions/가팀/봄", A, SHORT))
+    assert text(setup.ask("post", "/predictions/가팀/봄", A, SHORT))
     body = {"model": "소월", "prompt": "나는", "max_tokens": 4}
-    assert ask(setup.server, "post", "/v1/completions", A, body).status_code == 200
-    assert {"가팀/봄", "소월"} <= loaded(setup.server)
-    assert ask(setup.server, "post", "/predictions/가팀/봄", "wrong", SHORT).status_code == 401
+    assert setup.ask("post", "/v1/completions", A, body).status_code == 200
+    assert {"가팀/봄", "소월"} <= setup.loaded()
+    assert setup.ask("post", "/predictions/가팀/봄", "wrong", SHORT).status_code == 401
 
 
-@pytest.mark.parametrize("port", ["port", "management_port"])
+def test_openais_client_is_told_that_its_key_is_wrong(setup: Setup) -> None:
+    with test_openai.connected(setup.server, "x") as stranger:
+        for call in (
+            lambda: stranger.models.list(),
+            lambda: stranger.completions.create(model="소월", prompt="나는"),
+        ):
+            error = test_openai.refused(call)
+            assert isinstance(error, openai.AuthenticationError)
+            assert error.code == "invalid_api_key"
+            assert "Incorrect API key provided: send the token as" in error.message
+    with test_openai.connected(setup.server, A) as client:
+        assert client.completions.create(model="소월", prompt="나는").choices[0].text
+
+
+@pytest.mark.parametrize("management", [False, True])
 @pytest.mark.parametrize("name", [OTHERS, ALIAS])
-def test_no_route_lets_a_team_use_anothers_model(setup: Setup, port: str, name: str) -> None:
-    server, tried = setup.server, 0
-    before = loaded(server)
-    base = f"http://127.0.0.1:{getattr(server, port)}"
-    document = routes.document(managing=port == "management_port")
+def test_no_route_lets_a_team_use_anothers_model(setup: Setup, management: bool, name: str) -> None:
+    tried = 0
+    before = setup.loaded()
+    document = routes.document(managing=management)
     for path, methods in document["paths"].items():
         if "{name}" not in path:
             continue
         for method in methods:
-            answer = requests.request(
+            answer = setup.server.request(
                 method,
-                base + path.replace("{name}", name).replace("{", "").replace("}", ""),
+                path.replace("{name}", name).replace("{", "").replace("}", ""),
+                management=management,
                 json=SHORT if method in ("post", "put") else None,
                 headers=bearer(A),
-                timeout=60,
             )
             assert answer.status_code == 403, (method, path, answer.text)
             if path.startswith("/v1/"):
@@ -123,13 +132,12 @@ def test_no_route_lets_a_team_use_anothers_model(setup: Setup, port: str, name: 
                 assert error(answer) == (403, "ForbiddenException")
             assert A not in answer.text
             tried += 1
-    assert tried >= (20 if port == "port" else 4)
-    assert loaded(server) == before
+    assert tried >= (4 if management else 20)
+    assert setup.loaded() == before
 
 
 def test_no_field_or_header_lets_a_team_use_anothers_model(setup: Setup) -> None:
-    server = setup.server
-    before = loaded(server)
+    before = setup.loaded()
     chat = [{"role": "user", "content": "가"}]
     for path, body in (
         ("/v1/completions", {"prompt": "가"}),
@@ -138,7 +146,7 @@ def test_no_field_or_header_lets_a_team_use_anothers_model(setup: Setup) -> None
         ("/tokenize", {"prompt": "가"}),
         ("/detokenize", {"tokens": [1]}),
     ):
-        answer = ask(server, "post", path, A, {**body, "model": OTHERS})
+        answer = setup.ask("post", path, A, {**body, "model": OTHERS})
         assert answer.status_code == 403, path
         assert answer.json()["error"]["message"].endswith(OTHERS)
     for path in ("/invocations", "/endpoints/any/invocations"):
@@ -148,21 +156,33 @@ def test_no_field_or_header_lets_a_team_use_anothers_model(setup: Setup) -> None
             {"X_Amzn_SageMaker_Adapter_Identifier": OTHERS},
             {"X_Amzn_SageMaker_Inference_Component": OTHERS},
         ):
-            assert status_of(ask(server, "post", path, A, SHORT, **headers)) == 403, headers
+            assert status_of(setup.ask("post", path, A, SHORT, **headers)) == 403, headers
         body = {"model": OTHERS, "prompt": "가"}
-        assert status_of(ask(server, "post", path, A, body)) == 403
-        assert status_of(ask(server, "post", f"{path}?model_name={OTHERS}", A, SHORT)) == 403
+        assert status_of(setup.ask("post", path, A, body)) == 403
+        assert status_of(setup.ask("post", f"{path}?model_name={OTHERS}", A, SHORT)) == 403
     # The model of the route answers, whatever a body names.
     body = {"model": OTHERS, "prompt": "나는", "max_tokens": 2}
-    assert ask(server, "post", "/predictions/소월", A, body).json()["model"] == "소월"
+    assert setup.ask("post", "/predictions/소월", A, body).json()["model"] == "소월"
     for name in (f"/{OTHERS}", f"가팀/../{OTHERS}", f"가팀//{OTHERS}"):
-        answer = ask(server, "post", f"/predictions/{name}".replace("..", "%2e%2e"), A, SHORT)
+        answer = setup.ask("post", f"/predictions/{name}".replace("..", "%2e%2e"), A, SHORT)
         assert answer.status_code in (400, 403, 404), name
-    assert loaded(server) == before
+    assert setup.loaded() == before
+
+
+def test_grpc_loads_by_the_token_for_management(setup: Setup) -> None:
+    headers = {"authorization": f"Bearer {MANAGE}"}
+    with triton.InferenceServerClient(setup.server.grpc_address) as client:
+        client.load_model("비공개", headers=headers)
+        assert "비공개" in setup.loaded()
+        client.unload_model("비공개", headers=headers)
+        assert "비공개" not in setup.loaded()
+        for wrong in ({}, {"authorization": f"Bearer {MANAGE}x"}):
+            call = functools.partial(client.load_model, "비공개", headers=wrong)
+            assert refused(call)[0] == "UNAUTHENTICATED"
 
 
 def test_grpc_denies_a_team_anothers_model(setup: Setup) -> None:
-    before = loaded(setup.server)
+    before = setup.loaded()
     headers = {"authorization": f"Bearer {A}"}
     with triton.InferenceServerClient(setup.server.grpc_address) as client:
         calls = [
@@ -187,38 +207,34 @@ def test_grpc_denies_a_team_anothers_model(setup: Setup) -> None:
         assert isinstance(said, InferenceServerException)
         assert OTHERS in str(said)
         client.stop_stream()
-    assert loaded(setup.server) == before
+    assert setup.loaded() == before
 
 
 def test_lists_show_a_team_its_own_models_only(setup: Setup) -> None:
-    server = setup.server
     for name in ("가팀/봄", "나팀/봄", "소월"):
-        with closing(ask(server, "post", f"/v2/repository/models/{name}/load", MANAGE)) as answer:
-            assert answer.status_code == 200
+        assert setup.ask("post", f"/v2/repository/models/{name}/load", MANAGE).ok
     for token, own in ((A, {"가팀/봄", "소월"}), (B, {"나팀/봄", "나팀/여름"})):
         ready = own - {"나팀/여름"}
-        found = ask(server, "get", "/models", token).json()["models"]
+        found = setup.ask("get", "/models", token).json()["models"]
         assert {model["modelName"] for model in found} == ready
-        found = ask(server, "get", "/models?available=true", token).json()["models"]
+        found = setup.ask("get", "/models?available=true", token).json()["models"]
         assert {model["modelName"] for model in found} == own
-        found = ask(server, "get", "/v1/models", token).json()["data"]
+        found = setup.ask("get", "/v1/models", token).json()["data"]
         assert {model["id"] for model in found} == own
-        found = ask(server, "post", "/v2/repository/index", token).json()
+        found = setup.ask("post", "/v2/repository/index", token).json()
         assert {model["name"] for model in found} == own
-        found = ask(server, "get", "/v2/models/stats", token).json()["model_stats"]
+        found = setup.ask("get", "/v2/models/stats", token).json()["model_stats"]
         assert {model["name"] for model in found} == ready
-        message = watched(server, token)
+        message = watched(setup, token)
         assert set(message["models"]) == own
         assert {entry["model"] for entry in message["journal"]} <= own
-    assert "비공개" in set(watched(server, MANAGE)["models"])
+    assert "비공개" in set(watched(setup, MANAGE)["models"])
 
 
-def watched(server: Server, token: str) -> Any:
+def watched(setup: Setup, token: str) -> Any:
     """What the console shows once it has listed the store."""
-    headers = bearer(token)
-    url = server.url("/console/events")
     shown: dict[str, Any] = {"models": {}, "journal": []}
-    with requests.get(url, headers=headers, stream=True, timeout=60) as answer:
+    with setup.server.get("/console/events", headers=bearer(token), stream=True) as answer:
         for line in answer.iter_lines():
             if line.startswith(b"data: "):
                 message = json.loads(line.removeprefix(b"data: "))
@@ -230,8 +246,7 @@ def watched(server: Server, token: str) -> Any:
 
 
 def test_loading_needs_the_right_and_a_name_that_matches(setup: Setup) -> None:
-    server = setup.server
-    ask(server, "delete", "/models/나팀/여름", MANAGE)
+    setup.ask("delete", "/models/나팀/여름", MANAGE)
     for method, path, body in (
         ("post", "/models", {"url": "나팀/여름"}),
         ("put", "/models/나팀/봄?pinned=true", None),
@@ -241,57 +256,50 @@ def test_loading_needs_the_right_and_a_name_that_matches(setup: Setup) -> None:
         ("post", "/adapters", {"name": "나팀/여름", "src": "나팀/여름"}),
         ("delete", "/adapters/나팀/봄", None),
     ):
-        answer = ask(server, method, path, B, body)
+        answer = setup.ask(method, path, B, body)
         assert (answer.status_code, "may not load" in answer.text) == (403, True), path
     for body in (
         {"url": OTHERS},
         {"url": OTHERS, "model_name": "가팀/새"},  # by a name of its own
         {"url": "가팀/봄", "model_name": "나팀/새"},
-        {"url": str(server.store / OTHERS), "model_name": "가팀/새"},
-        {"url": f"file://{server.store / OTHERS}", "model_name": "가팀/새"},
+        {"url": str(setup.server.store / OTHERS), "model_name": "가팀/새"},
+        {"url": f"file://{setup.server.store / OTHERS}", "model_name": "가팀/새"},
         {"url": "가팀/봄", "model_name": "가팀/새", "base": OTHERS},
     ):
-        assert error(ask(server, "post", "/models", A, body)) == (403, "ForbiddenException"), body
+        assert error(setup.ask("post", "/models", A, body)) == (403, "ForbiddenException"), body
     body = {"name": "가팀/새", "src": OTHERS}
-    assert error(ask(server, "post", "/adapters", A, body)) == (403, "ForbiddenException")
-    assert "나팀/여름" not in loaded(server)
+    assert error(setup.ask("post", "/adapters", A, body)) == (403, "ForbiddenException")
+    assert "나팀/여름" not in setup.loaded()
     body = {"url": "가팀/봄", "model_name": "가팀/새"}
-    assert ask(server, "post", "/models", A, body).status_code == 200
-    assert ask(server, "delete", "/models/가팀/새", A).status_code == 200
+    assert setup.ask("post", "/models", A, body).status_code == 200
+    assert setup.ask("delete", "/models/가팀/새", A).status_code == 200
 
 
 def test_a_stream_holds_its_place_until_its_end(setup: Setup) -> None:
-    server, body = setup.server, {**ENDLESS, "stream": True}
+    body = {**ENDLESS, "stream": True}
     body["parameters"] = {**ENDLESS["parameters"], "ignore_eos": True}
-    headers = bearer(STREAMS)
-    url = server.url("/predictions/느린")
-    with requests.post(url, json=body, headers=headers, stream=True, timeout=60) as stream:
+    sent = {"json": body, "headers": bearer(STREAMS)}
+    with setup.server.post("/predictions/느린", stream=True, **sent) as stream:
         assert stream.status_code == 200
         pieces = stream.iter_lines()  # one that is dropped would close the connection
         next(pieces)
-        answer = ask(server, "post", "/predictions/느린", STREAMS, SHORT)
+        answer = setup.ask("post", "/predictions/느린", STREAMS, SHORT)
         assert error(answer) == (429, "TooManyRequestsException")
         assert answer.headers["retry-after"] == "1"
-        answer = ask(server, "post", "/v1/completions", STREAMS, {"model": "느린", "prompt": "가"})
+        answer = setup.ask("post", "/v1/completions", STREAMS, {"model": "느린", "prompt": "가"})
         assert answer.json()["error"]["code"] == "rate_limit_exceeded"
-        assert text(ask(server, "post", "/predictions/소월", A, SHORT))  # another token's
+        assert text(setup.ask("post", "/predictions/소월", A, SHORT))  # another token's
     # The client has gone; its place is there again.
     short = {"inputs": "나는", "parameters": {"max_new_tokens": 2}, "stream": True}
-    answer = eventually(
-        lambda: (
-            (found := ask(server, "post", "/predictions/느린", STREAMS, short)).status_code == 200
-            and found
-        )
-    )
-    assert answer.text.count("data: ") == 3  # read to its end
-    assert text(ask(server, "post", "/predictions/느린", STREAMS, SHORT))
+    ask = functools.partial(setup.ask, "post", "/predictions/느린", STREAMS)
+    eventually(lambda: ask(short).text.count("data: ") == 3)  # read to its end
+    assert text(setup.ask("post", "/predictions/느린", STREAMS, SHORT))
 
 
 def test_what_a_team_used_is_counted_under_its_name(setup: Setup) -> None:
-    server = setup.server
 
     def counted() -> dict[str, float]:
-        shown = server.get("/metrics").text
+        shown = setup.server.get("/metrics").text
         assert "tok-" not in shown
         assert hashlib.sha256(A.encode()).hexdigest() not in shown
         found = re.findall(r'kogpt2_token_(\w+)_total\{token="가팀"\} (\S+)', shown)
@@ -301,12 +309,12 @@ def test_what_a_team_used_is_counted_under_its_name(setup: Setup) -> None:
     made, prompts = 0, 0
     for stream in (False, True):
         body = {"model": "소월", "prompt": "나는 오늘", "max_tokens": 5, "stream": stream}
-        answer = ask(server, "post", "/v1/completions", A, {**body, "ignore_eos": True})
+        answer = setup.ask("post", "/v1/completions", A, {**body, "ignore_eos": True})
         if not stream:
             usage = answer.json()["usage"]
         made, prompts = made + 5, prompts + usage["prompt_tokens"]
     body = {"inputs": "나는 오늘", "parameters": {"max_new_tokens": 5, "ignore_eos": True}}
-    answer = ask(server, "post", "/predictions/소월", A, body)  # by the model's worker
+    answer = setup.ask("post", "/predictions/소월", A, body)  # by the model's worker
     assert answer.json()["tokens"] == 5
     assert "x-kogpt2-tokens" not in answer.headers
     made, prompts = made + 5, prompts + usage["prompt_tokens"]
@@ -317,60 +325,42 @@ def test_what_a_team_used_is_counted_under_its_name(setup: Setup) -> None:
 
 
 def test_a_changed_file_takes_effect_and_a_wrong_one_keeps_the_tokens(setup: Setup) -> None:
-    server = setup.server
     limited = {"name": "라팀", "models": ["소월"], "requests_per_minute": 2}
     setup.write({A: {**TEAMS[A], "models": ["가팀/*"]}, "tok-라": limited})
-    assert ask(server, "post", "/predictions/소월", A, SHORT).status_code == 403
-    assert ask(server, "post", "/predictions/나팀/봄", B, SHORT).status_code == 401
+    assert setup.ask("post", "/predictions/소월", A, SHORT).status_code == 403
+    assert setup.ask("post", "/predictions/나팀/봄", B, SHORT).status_code == 401
     statuses = [
-        ask(server, "post", "/predictions/소월", "tok-라", SHORT).status_code for _ in range(3)
+        setup.ask("post", "/predictions/소월", "tok-라", SHORT).status_code for _ in range(3)
     ]
     assert statuses == [200, 200, 429]
-    for wrong in ([{"name": "가팀"}], [{"name": "x", "sha256": "tok-a", "models": []}], "가"):
-        setup.write(wrong)
-        assert "the 2 tokens before stay" in server.text()
-        assert "tok-" not in server.text()
-        assert text(ask(server, "post", "/predictions/가팀/봄", A, SHORT))
-        assert ask(server, "post", "/predictions/소월", A, SHORT).status_code == 403
-    setup.file.write_bytes(b"{")
+    setup.write([{"name": "x", "sha256": "tok-a", "models": []}])  # others: serving/test_tokens.py
+    assert "the 2 tokens before stay" in setup.server.text()
+    assert "tok-" not in setup.server.text()
+    assert text(setup.ask("post", "/predictions/가팀/봄", A, SHORT))
+    assert setup.ask("post", "/predictions/소월", A, SHORT).status_code == 403
+    # A gateway that starts beside it takes none of its tokens.
+    setup.server.descendants("serving.gateway")[0].kill()
+    eventually(lambda: "the 0 tokens before stay" in setup.server.text())
+    assert setup.ask("post", "/predictions/가팀/봄", A, SHORT).status_code == 401
+    assert "소월" in setup.loaded()
     setup.write(TEAMS)
-    assert text(ask(server, "post", "/predictions/소월", A, SHORT))
-    assert server.is_ready()
+    eventually(setup.server.is_ready)
+    assert text(setup.ask("post", "/predictions/소월", A, SHORT))
 
 
 def test_the_log_has_the_name_of_the_token_and_not_the_token(setup: Setup) -> None:
-    server = setup.server
-    server.forget_log()
+    setup.server.forget_log()
     for token in (A, "tok-wrong"):
-        ask(server, "post", "/predictions/소월", token, SHORT)
-    requests_ = eventually(
-        lambda: (
-            len(found := [line for line in lines(server) if line["message"] == "request"]) == 2
-            and found
-        )
-    )
-    assert [line.get("token") for line in requests_] == ["가팀", None]
-    everything = server.log.read_text("utf-8")
+        setup.ask("post", "/predictions/소월", token, SHORT)
+
+    def tokens() -> list[str | None]:
+        lines = [json.loads(line) for line in setup.server.text().splitlines()]
+        return [line.get("token") for line in lines if line["message"] == "request"]
+
+    eventually(lambda: tokens() == ["가팀", None])
+    everything = setup.server.log.read_text("utf-8")
     assert "tok-" not in everything
     assert all(hashlib.sha256(t.encode()).hexdigest() not in everything for t in TEAMS)
-
-
-def lines(server: Server) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in server.text().splitlines()]
-
-
-def test_a_gateway_that_starts_beside_a_wrong_file_takes_none_of_its_tokens(setup: Setup) -> None:
-    server = setup.server
-    setup.write("가")
-    (gateway,) = server.descendants("serving.gateway")
-    server.forget_log()
-    gateway.kill()
-    eventually(lambda: "the 0 tokens before stay" in server.text())
-    assert ask(server, "post", "/predictions/소월", A, SHORT).status_code == 401
-    assert "소월" in loaded(server)
-    setup.write(TEAMS)
-    eventually(server.is_ready)
-    assert text(ask(server, "post", "/predictions/소월", A, SHORT))
 
 
 def test_a_wrong_file_ends_the_start_with_the_reason(tmp_path: Path) -> None:

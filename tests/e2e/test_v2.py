@@ -11,10 +11,12 @@ from urllib.parse import quote
 import numpy as np
 import pytest
 import requests
+import tritonclient.http as triton
 from onnx import TensorProto
 
 from tests.e2e.server import Server
 from tests.e2e.stores import SHORT, small, text
+from tests.e2e.test_triton import given
 from tests.handlers.tensors.graphs import TinyLM, identity
 
 LM = TinyLM()
@@ -50,13 +52,8 @@ def feed(ids: Any = IDS, **more: Any) -> dict[str, Any]:
 
 
 def infer(server: Server, name: str, body: Any, **headers: str) -> requests.Response:
-    url = server.url(f"/v2/models/{quote(name)}/infer")
     data = body if isinstance(body, bytes) else json.dumps(body).encode()
-    return requests.post(url, data=data, headers=headers, timeout=30)
-
-
-def get(server: Server, path: str) -> requests.Response:
-    return server.get(path)
+    return server.post(f"/v2/models/{quote(name)}/infer", data=data, headers=headers)
 
 
 def error(answer: requests.Response) -> tuple[int, str]:
@@ -68,19 +65,19 @@ def error(answer: requests.Response) -> tuple[int, str]:
 
 
 def test_the_server_tells_that_it_lives_and_is_ready(server: Server) -> None:
-    told = get(server, "/v2").json()
+    told = server.get("/v2").json()
     assert told["name"] == "kogpt2-serving"
     assert "binary_tensor_data" in told["extensions"]
-    assert get(server, "/v2/health/live").json() == {"live": True}
-    assert get(server, "/v2/health/ready").json() == {"ready": True}
+    assert server.get("/v2/health/live").json() == {"live": True}
+    assert server.get("/v2/health/ready").json() == {"ready": True}
 
 
 def test_a_model_is_ready_once_a_request_has_loaded_it(server: Server) -> None:
     server.unload(quote("봄"))
     path = f"/v2/models/{quote('봄')}"
-    status, message = error(get(server, f"{path}/ready"))
+    status, message = error(server.get(f"{path}/ready"))
     assert (status, "a request to it loads it" in message) == (503, True)
-    assert get(server, path).json() == {
+    assert server.get(path).json() == {
         "name": "봄",
         "versions": ["1"],
         "platform": "onnxruntime_onnx",
@@ -90,7 +87,7 @@ def test_a_model_is_ready_once_a_request_has_loaded_it(server: Server) -> None:
         ],
         "outputs": [{"name": "logits", "datatype": "FP32", "shape": [-1, -1, LM.vocab]}],
     }
-    assert get(server, f"{path}/ready").json() == {"name": "봄", "ready": True}
+    assert server.get(f"{path}/ready").json() == {"name": "봄", "ready": True}
 
 
 def test_logits_are_what_the_model_computes(server: Server) -> None:
@@ -107,10 +104,10 @@ def test_logits_are_what_the_model_computes(server: Server) -> None:
 @pytest.mark.parametrize("route", ["/v2/models/{}/infer", "/models/{}/invoke", "/predictions/{}"])
 def test_a_client_that_takes_the_argmax_writes_the_same_text(server: Server, route: str) -> None:
     """As clients do who tokenize by themselves: a request for each token."""
-    url = server.url(route.format(quote("봄")))
+    path = route.format(quote("봄"))
     ids, wanted = IDS, IDS
     for _ in range(GREEDY):
-        (logits,) = requests.post(url, json=feed(ids), timeout=30).json()["outputs"]
+        (logits,) = server.post(path, json=feed(ids)).json()["outputs"]
         last = np.array(logits["data"]).reshape(logits["shape"])[:, -1]
         ids = np.append(ids, last.argmax(-1)[:, None], axis=1)
         best = LM.logits(wanted)[:, -1].argmax(-1)
@@ -119,74 +116,41 @@ def test_a_client_that_takes_the_argmax_writes_the_same_text(server: Server, rou
     assert len(set(ids[0, IDS.shape[1] :].tolist())) > 2  # a text, not one token for ever
 
 
-def binary(*, ask: bool = True) -> tuple[bytes, int]:
-    """The request of `feed` with its tensors as bytes, and how long its JSON is."""
-    described = [
-        {"name": name, "shape": list(IDS.shape), "datatype": "INT64"}
-        | {"parameters": {"binary_data_size": IDS.nbytes}}
-        for name in ("input_ids", "attention_mask")
-    ]
-    outputs = [{"name": "logits", "parameters": {"binary_data": ask}}]
-    header = json.dumps({"inputs": described, "outputs": outputs}).encode()
-    return header + IDS.tobytes() + np.ones_like(IDS).tobytes(), len(header)
-
-
-def test_tensors_may_be_sent_as_bytes(server: Server) -> None:
-    body, header = binary()
-    sent = {"Inference-Header-Content-Length": str(header)}
-    answer = infer(server, "봄", body, **sent, **{"Content-Type": "application/octet-stream"})
-    assert answer.headers["content-type"] == "application/octet-stream"
-    length = int(answer.headers["Inference-Header-Content-Length"])
-    (logits,) = json.loads(answer.content[:length])["outputs"]
-    found = np.frombuffer(answer.content[length:], np.float32).reshape(logits["shape"])
-    assert logits["parameters"] == {"binary_data_size": found.nbytes}
-    np.testing.assert_allclose(found, LM.logits(IDS), atol=1e-4)
-    body, header = binary(ask=False)
-    answer = infer(server, "봄", body, **{"Inference-Header-Content-Length": str(header)})
-    np.testing.assert_allclose(
-        answer.json()["outputs"][0]["data"], LM.logits(IDS).ravel(), atol=1e-4
-    )
-
-
 def test_tensors_may_be_sent_as_bytes_the_way_sagemaker_does(server: Server) -> None:
-    body, header = binary()
+    tensors = [
+        given(array, name, "INT64", triton)
+        for name, array in (("input_ids", IDS), ("attention_mask", np.ones_like(IDS)))
+    ]
+    body, size = triton.InferenceServerClient.generate_request_body(tensors)
     kind = "application/vnd.sagemaker-triton.binary+json;json-header-size="
-    headers = {"Content-Type": f"{kind}{header}"}
+    headers = {"Content-Type": f"{kind}{size}"}
     headers["X-Amzn-SageMaker-Target-Model"] = "two.tar.gz"
-    answer = requests.post(server.url("/invocations"), body, headers=headers, timeout=30)
+    answer = server.post("/invocations", data=body, headers=headers)
     told, _, length = answer.headers["content-type"].rpartition("=")
     assert told + "=" == kind
-    found = np.frombuffer(answer.content[int(length) :], np.float32)
-    np.testing.assert_allclose(found, LM.logits(IDS).ravel(), atol=1e-4)
+    found = triton.InferenceServerClient.parse_response_body(
+        answer.content, header_length=int(length)
+    )
+    np.testing.assert_allclose(found.as_numpy("logits"), LM.logits(IDS), atol=1e-4)
 
 
 def test_the_highest_version_is_served_and_no_other(server: Server) -> None:
-    assert get(server, "/v2/models/two").json()["versions"] == ["10"]
-    assert get(server, "/v2/models/two/versions/10").status_code == 200
-    assert get(server, "/v2/models/two/versions/10/ready").status_code == 200
-    url = server.url("/v2/models/two/versions/10/infer")
-    answer = requests.post(url, json=feed(), timeout=30).json()
+    assert server.get("/v2/models/two").json()["versions"] == ["10"]
+    assert server.get("/v2/models/two/versions/10").status_code == 200
+    assert server.get("/v2/models/two/versions/10/ready").status_code == 200
+    answer = server.post("/v2/models/two/versions/10/infer", json=feed()).json()
     assert answer["model_version"] == "10"
     np.testing.assert_allclose(answer["outputs"][0]["data"], LM.logits(IDS).ravel(), atol=1e-4)
     for path in ("", "/ready"):
-        status, message = error(get(server, f"/v2/models/two/versions/1{path}"))
+        status, message = error(server.get(f"/v2/models/two/versions/1{path}"))
         assert (status, message) == (404, "Model two has version 10, not 1")
-    url = server.url("/v2/models/two/versions/1/infer")
-    assert error(requests.post(url, json=feed(), timeout=30))[0] == 404
+    assert error(server.post("/v2/models/two/versions/1/infer", json=feed()))[0] == 404
 
 
 def test_texts_go_in_and_out(server: Server) -> None:
     texts = ["산에는 꽃 피네", "", "🌸"]
     answer = infer(server, "texts", {"inputs": [tensor("x", texts)]}).json()
     assert answer["outputs"] == [{"name": "y", "datatype": "BYTES", "shape": [3], "data": texts}]
-    pieces = [text.encode() for text in texts]
-    packed = b"".join(struct.pack("<I", len(piece)) + piece for piece in pieces)
-    described = {"name": "x", "shape": [3], "datatype": "BYTES"}
-    described["parameters"] = {"binary_data_size": len(packed)}
-    header = json.dumps({"inputs": [described], "parameters": {"binary_data_output": True}})
-    sent = {"Inference-Header-Content-Length": str(len(header))}
-    answer = infer(server, "texts", header.encode() + packed, **sent)
-    assert answer.content[int(answer.headers["Inference-Header-Content-Length"]) :] == packed
 
 
 def test_a_text_model_takes_a_text(server: Server) -> None:
@@ -203,19 +167,7 @@ def test_a_text_model_takes_a_text(server: Server) -> None:
     assert body["id"] == "둘"
     (tokens,) = body["outputs"]
     assert (tokens["shape"], len(tokens["data"])) == ([3], 3)
-    piece = "나는 오늘".encode()
-    packed = struct.pack("<I", len(piece)) + piece
-    described = {"name": "text", "shape": [1], "datatype": "BYTES"}
-    described["parameters"] = {"binary_data_size": len(packed)}
-    asks = {**SHORT["parameters"], "binary_data_output": True}
-    header = json.dumps({"inputs": [described], "parameters": asks}).encode()
-    sent = {"Inference-Header-Content-Length": str(len(header))}
-    answer = infer(server, "text-model", header + packed, **sent)
-    end = int(answer.headers["Inference-Header-Content-Length"])
-    first = json.loads(answer.content[:end])["outputs"][0]["parameters"]["binary_data_size"]
-    assert answer.content[end + 4 : end + first].decode() == wanted
-    assert answer.content[end + first : end + first + 8] == struct.pack("<q", 16)
-    told = get(server, "/v2/models/text-model").json()
+    told = server.get("/v2/models/text-model").json()
     assert told["inputs"] == [{"name": "text", "datatype": "BYTES", "shape": [1]}]
     assert [output["name"] for output in told["outputs"]] == list(outputs)
 
@@ -228,6 +180,7 @@ def raw(server: Server, name: str, body: bytes) -> requests.Response:
 def outputs(answer: requests.Response) -> dict[str, bytes]:
     """The bytes of each output of a binary answer, by name."""
     assert answer.status_code == 200, answer.text
+    assert answer.headers["content-type"] == "application/octet-stream"
     end = int(answer.headers["Inference-Header-Content-Length"])
     found = {}
     for output in json.loads(answer.content[:end])["outputs"]:
@@ -275,8 +228,8 @@ def test_a_text_model_takes_the_protocols_own_hints(server: Server) -> None:
 def test_a_request_has_no_longer_than_its_own_timeout(server: Server, route: str) -> None:
     """In microseconds, as Triton counts it."""
     body = {"inputs": [tensor("text", ["나는"])]} if route == "infer" else {"text_input": "나는"}
-    url = server.url(f"/v2/models/text-model/{route}")
-    answer = requests.post(url, json={**body, "parameters": {"timeout": 1}}, timeout=30)
+    sent = {**body, "parameters": {"timeout": 1}}
+    answer = server.post(f"/v2/models/text-model/{route}", json=sent)
     if answer.status_code == 200:  # a stream that had its first token already
         assert route == "generate_stream"
         # by the engine or at the gateway's deadline, whichever is first
