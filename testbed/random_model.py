@@ -20,9 +20,10 @@ from numpy.typing import NDArray
 from sentencepiece import sentencepiece_model_pb2
 
 from command.model_writer import write_params
-from engine.artifacts.artifact import EMBEDDING, POSITIONS, shapes
+from engine.artifacts.artifact import EMBEDDING
 from engine.artifacts.config import KOGPT2, GPT2Config
 from testbed.process import ROOT
+from testbed.weights import random_weights
 
 messages: Any = sentencepiece_model_pb2  # made when it is imported
 
@@ -38,12 +39,6 @@ CHARACTERS = (
     *(*range(0x3400, 0x4DC0), *range(0x20000, 0x2A6E0)),
 )
 
-# Standard deviations that make logits of some units, attention that looks around, and greedy text
-# that does not stand still.
-LOGITS_STD = 3.0
-GAIN = 1.5
-SMALL = 0.1
-
 
 def make(workdir: Path, config: GPT2Config, seed: int, dtype: str = "float32") -> Path:
     """The artifact's folder in `workdir`, written unless it is there."""
@@ -51,7 +46,7 @@ def make(workdir: Path, config: GPT2Config, seed: int, dtype: str = "float32") -
     folder = workdir / name
     if folder.is_dir():
         return folder
-    _write(folder, config, random_weights(config, seed), dtype)
+    _write(folder, config, _weights(config, seed), dtype)
     return folder
 
 
@@ -80,7 +75,7 @@ def fine_tunes(workdir: Path, config: GPT2Config, count: int) -> Iterator[Path]:
     for i in range(count):
         folder = workdir / f"tuned-{config.num_layers}x{config.units}-{i:03}-v{FORMAT}"
         if not folder.is_dir():
-            base = base or list(random_weights(config, 0))
+            base = base or list(_weights(config, 0))
             turned = ((name, _turned(name, w, turn=1 + i)) for name, w in base)
             _write(folder, config, turned, "float16")
         yield folder
@@ -134,23 +129,13 @@ def _turned(name: str, w: NDArray[np.float32], turn: int) -> NDArray[np.float32]
     return np.roll(w, turn * 7)
 
 
-def random_weights(config: GPT2Config, seed: int) -> Iterator[tuple[str, NDArray[np.float32]]]:
-    """Each parameter under its name in `engine.artifacts.artifact`, Dense weights [out, in].
+def _weights(config: GPT2Config, seed: int) -> Iterator[tuple[str, NDArray[np.float32]]]:
+    """Random weights with zeros as the special pieces' embeddings.
 
-    The special pieces' embeddings are zero, so their logits are never the highest: no text ends
-    early, and none holds a piece that cannot be written.
+    So their logits are never the highest: no text ends early, and none holds a piece that cannot be
+    written.
     """
-    rng = np.random.default_rng(seed)
-    for name, shape in shapes(config):
-        w = rng.standard_normal(shape, dtype=np.float32)
-        if name.endswith(".gamma"):
-            w = 1 + np.float32(SMALL) * w
-        elif name in (EMBEDDING, POSITIONS):
-            w *= np.float32(LOGITS_STD / np.sqrt(config.units))
-        elif name.endswith(".weight"):
-            w *= np.float32(GAIN / np.sqrt(shape[1]))
-        else:
-            w *= np.float32(SMALL)
+    for name, w in random_weights(config, seed):
         if name == EMBEDDING:
             w[: len(SPECIAL)] = 0
         yield name, w

@@ -1,4 +1,4 @@
-"""An S3 server (moto) in a process of its own, and clients of it."""
+"""An S3 server (moto) in a process of its own, and boto3's clients of servers on loopback."""
 
 from __future__ import annotations
 
@@ -39,14 +39,16 @@ class S3(Program):
         return False
 
 
-def client(url: str, **options: Any) -> Any:
+def client(
+    url: str, service: str = "s3", region: str = ACCESS["AWS_REGION"], **options: Any
+) -> Any:
     """boto3's, of the server at `url` or of a proxy before it."""
     import boto3
 
     return boto3.client(
-        "s3",
+        service,
         endpoint_url=url,
-        region_name=ACCESS["AWS_REGION"],
+        region_name=region,
         aws_access_key_id=ACCESS["AWS_ACCESS_KEY_ID"],
         aws_secret_access_key=ACCESS["AWS_SECRET_ACCESS_KEY"],
         **options,

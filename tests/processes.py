@@ -13,7 +13,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ import psutil
 import pytest
 
 from handlers.user_code.confinement import capabilities
+from testbed import process_tree
 
 PR_SET_DUMPABLE, PR_SET_KEEPCAPS = 4, 8
 WIDE_S = 60.0
@@ -41,6 +42,14 @@ def eventually(condition: Any, seconds: float = WIDE_S) -> Any:
         assert time.monotonic() < end, f"not within {seconds:g} s; the last value: {value!r:.500}"
         time.sleep(0.02)
     return value
+
+
+def kill_at_once(pid: int) -> None:
+    """Kills a process and all below it: suspended first, so that none reports another's end."""
+    for end in (psutil.Process.suspend, psutil.Process.kill):
+        for process in process_tree.processes(pid):
+            with suppress(psutil.NoSuchProcess):
+                end(process)
 
 
 def has_ended(process: psutil.Process | int) -> bool:

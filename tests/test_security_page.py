@@ -45,9 +45,7 @@ TESTS = {
         "test_loads_that_never_end_are_given_up_with_all_that_they_have_started "
         "test_a_script_that_will_not_end_does_not_hold_up_a_stop"
     ),
-    "Short of memory, the kernel kills scripts": (
-        "test_scripts_go_first_when_memory_runs_out_and_the_engine_last"
-    ),
+    "Short of memory, the": "test_scripts_go_first_when_memory_runs_out_and_the_engine_last",
     "It cannot flood the log or send malformed": (
         "test_megabytes_of_output_stop_nothing_and_flood_no_log "
         "test_unusual_errors_reach_the_client"
@@ -58,9 +56,7 @@ TESTS = {
     "`SCRIPT_PATHS=/srv/lexicon:/srv/fonts` adds": (
         "test_isolation_can_be_widened_and_scripts_be_without_the_network_which_pip_keeps"
     ),
-    "`ALLOW_MODEL_REQUIREMENTS` is off: a": (
-        "test_requirements_are_refused_unless_they_are_allowed"
-    ),
+    "`ALLOW_MODEL_REQUIREMENTS` is off:": "test_requirements_are_refused_unless_they_are_allowed",
     "`RUN_AS_USER`, 10001 in the images, is": (
         "test_root_becomes_a_user_for_good_that_writes_where_the_server_must "
         "test_of_a_container_that_starts_as_root_one_process_stays_root_to_open_files"
@@ -69,12 +65,8 @@ TESTS = {
         "test_of_a_container_that_starts_as_root_one_process_stays_root_to_open_files "
         "test_only_plain_files_and_folders_below_the_given_ones_are_opened"
     ),
-    "A model that only root may read is copied": (
-        "test_a_closed_model_is_copied_once_and_an_open_one_used_in_place"
-    ),
-    "Root without the capability to change its": (
-        "test_without_the_capability_the_way_out_is_named"
-    ),
+    "A model that only root": "test_a_closed_model_is_copied_once_and_an_open_one_used_in_place",
+    "Root without the capability to change": "test_without_the_capability_the_way_out_is_named",
     "An archive cannot write outside its folder,": (
         "test_what_would_leave_the_folder_is_refused test_links_do_not_lead_out_of_a_store "
         "test_a_tree_too_deep_is_refused_before_it_is_made "
@@ -184,9 +176,7 @@ TESTS = {
     "Only the gateway listens to the network,": (
         "test_only_the_gateway_listens_to_the_network test_other_users_cannot_reach_the_sockets"
     ),
-    "*Not prevented*: root and other processes": (
-        "test_others_of_the_same_user_cannot_read_the_environment"
-    ),
+    "*Not prevented*: root and other": "test_others_of_the_same_user_cannot_read_the_environment",
     "An allow-list, because a password can have": (
         "test_secrets_of_any_name_are_not test_workers_know_no_credentials"
     ),

@@ -19,17 +19,8 @@ pytestmark = pytest.mark.slow
 
 
 def run(folder: Path, *args: str) -> subprocess.CompletedProcess[str]:
-    command = [
-        sys.executable,
-        "-m",
-        "scripts.cli",
-        "gpu-check",
-        "--quick",
-        "--workdir",
-        folder,
-        *args,
-    ]
-    return subprocess.run(command, capture_output=True, text=True, timeout=600, cwd=ROOT)
+    command = [sys.executable, "-m", "scripts.cli", "gpu-check", "--quick", "--workdir", folder]
+    return subprocess.run([*command, *args], capture_output=True, text=True, timeout=600, cwd=ROOT)
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-import subprocess
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -9,9 +9,7 @@ from benchmarks.__main__ import main
 from tests.engine.models import make_artifact
 from tests.scripts import command
 
-
-def profile(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return command.run("profile", *arguments, main=main)
+profile = partial(command.run, "profile", main=main)
 
 
 @pytest.mark.parametrize("precision", ["int8", "fp32"])

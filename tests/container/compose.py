@@ -5,12 +5,11 @@ from __future__ import annotations
 import os
 import secrets
 import shutil
-import subprocess
 
 import pytest
 
-from tests.container.containers import BUILD_S, docker
-from tests.e2e.server import REPOSITORY, free_port
+from tests.container.containers import BUILD_S, docker, program
+from tests.e2e.server import free_port
 
 STORE_IMAGE = "kogpt2-store:test"
 
@@ -36,17 +35,7 @@ class Compose:
 
     def run(self, *arguments: str) -> tuple[int, str]:
         """The exit status, and what it prints on either stream."""
-        done = subprocess.run(
-            [*self._command, *arguments],
-            cwd=REPOSITORY,
-            env=self._environment,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=300,
-            check=False,
-        )
+        done = program(*self._command, *arguments, timeout_s=300, env=self._environment)
         return done.returncode, done.stdout
 
     def up(self, *services: str) -> None:
@@ -54,7 +43,7 @@ class Compose:
         status, said = self.run("up", "-d", *services)
         assert status == 0, said + self.run("logs", "--no-color")[1]
 
-    def down(self) -> None:
+    def close(self) -> None:
         self.run("down", "--volumes")
 
     def url(self, path: str) -> str:
@@ -62,10 +51,7 @@ class Compose:
 
 
 def _program() -> list[str]:
-    plugin = subprocess.run(
-        ["docker", "compose", "version"], capture_output=True, timeout=30, check=False
-    )
-    if plugin.returncode == 0:
+    if program("docker", "compose", "version", timeout_s=30).returncode == 0:
         return ["docker", "compose"]
     if shutil.which("docker-compose"):
         return ["docker-compose"]

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import shutil
-import subprocess
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.container.containers import BUILD_S, HARDENED, IMAGE, Container
-from tests.e2e.server import REPOSITORY
+from tests.container.containers import BUILD_S, HARDENED, IMAGE, Container, program
 
 Start = Callable[..., Container]
 
@@ -18,25 +18,12 @@ Start = Callable[..., Container]
 @pytest.fixture(scope="session")
 def engine() -> None:
     """Skips where there is no Docker."""
-    if (
-        shutil.which("docker") is None
-        or subprocess.run(
-            ["docker", "info"], capture_output=True, timeout=30, check=False
-        ).returncode
-    ):
+    if shutil.which("docker") is None or program("docker", "info", timeout_s=30).returncode:
         pytest.skip("no Docker engine answers; .ci/docker-engine starts one on Debian")
 
 
 def build(*arguments: str) -> None:
-    done = subprocess.run(
-        ["scripts/build", *arguments],
-        cwd=REPOSITORY,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=BUILD_S,
-        check=False,
-    )
+    done = program("scripts/build", *arguments, timeout_s=BUILD_S)
     assert done.returncode == 0, done.stdout[-4000:]
 
 
@@ -58,22 +45,17 @@ def slim(image: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Pat
 @pytest.fixture
 def start(image: str) -> Iterator[Start]:
     """Starts containers like `Container`, and waits until they are ready."""
-    started: list[Container] = []
+    with ExitStack() as started:
 
-    def start_one(*options: str, command: tuple[str, ...] = (), **environment: str) -> Container:
-        started.append(Container(*options, command=command, **environment))
-        return started[-1].wait_until_ready()
+        def start_one(*options: str, **given: Any) -> Container:
+            return started.enter_context(closing(Container(*options, **given))).wait_until_ready()
 
-    yield start_one
-    for container in started:
-        container.remove()
+        yield start_one
 
 
 @pytest.fixture(scope="session")
 def shared(image: str) -> Iterator[Container]:
     """A hardened container in one gigabyte, as healthy after each test as before."""
-    container = Container(*HARDENED, "--memory", "1g", "--memory-swap", "1g")
-    try:
+    memory = ("--memory", "1g", "--memory-swap", "1g")
+    with closing(Container(*HARDENED, *memory)) as container:
         yield container.wait_until_ready()
-    finally:
-        container.remove()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -40,11 +41,14 @@ print(len(found))
 """
 
 
-def docker(*arguments: str, timeout_s: float = 60, check: bool = True) -> str:
-    """What it prints, on either stream."""
-    done = subprocess.run(
-        ["docker", *arguments],
+def program(
+    *command: str, timeout_s: float, env: Mapping[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Runs a program of the checkout; its `stdout` has what it prints on either stream."""
+    return subprocess.run(
+        command,
         cwd=REPOSITORY,
+        env=env,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -52,12 +56,24 @@ def docker(*arguments: str, timeout_s: float = 60, check: bool = True) -> str:
         timeout=timeout_s,
         check=False,
     )
+
+
+def docker(*arguments: str, timeout_s: float = 60, check: bool = True) -> str:
+    """What it prints, on either stream."""
+    done = program("docker", *arguments, timeout_s=timeout_s)
     assert not check or done.returncode == 0, done.stdout
     return done.stdout
 
 
+def answers_ping(url: str) -> bool:
+    try:
+        return requests.get(f"{url}/ping", timeout=5).status_code == 200
+    except requests.RequestException:
+        return False
+
+
 class Container:
-    """A running server. Whoever makes one removes it."""
+    """A running server, until it is closed."""
 
     def __init__(
         self, *options: str, image: str = IMAGE, command: tuple[str, ...] = (), **environment: str
@@ -80,10 +96,7 @@ class Container:
         return self
 
     def is_ready(self) -> bool:
-        try:
-            return requests.get(self.url("/ping"), timeout=5).status_code == 200
-        except requests.RequestException:
-            return False
+        return answers_ping(self.url(""))
 
     def url(self, path: str) -> str:
         return f"http://127.0.0.1:{self.port}{path}"
@@ -122,7 +135,7 @@ class Container:
         status: str = self.state()["Health"]["Status"]
         return status
 
-    def remove(self) -> None:
+    def close(self) -> None:
         docker("rm", "-f", "-v", self.id, check=False)
 
 

@@ -6,12 +6,13 @@ import threading
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 
 import pytest
 import requests
 
 from tests.container.compose import Compose
-from tests.container.containers import BUILD_S, PROMPT, START_S, TEXT, docker
+from tests.container.containers import BUILD_S, PROMPT, START_S, TEXT, answers_ping, docker
 from tests.e2e.server import eventually
 
 pytestmark = pytest.mark.container
@@ -21,35 +22,23 @@ PROXY_IMAGE = "kogpt2-proxy:test"
 
 @pytest.fixture
 def one(image: str) -> Iterator[Compose]:
-    compose = Compose("compose.yaml", image)
-    try:
+    with closing(Compose("compose.yaml", image)) as compose:
         compose.up()
         yield compose
-    finally:
-        compose.down()
 
 
 @pytest.fixture
 def fleet(image: str) -> Iterator[Compose]:
     """Without Prometheus and Grafana, for which there are no small stand-ins."""
     docker("build", "-t", PROXY_IMAGE, "tests/container/proxy", timeout_s=BUILD_S)
-    compose = Compose("compose.fleet.yaml", image, PROXY_IMAGE=PROXY_IMAGE, NODE_MEMORY="1g")
-    try:
+    settings = {"PROXY_IMAGE": PROXY_IMAGE, "NODE_MEMORY": "1g"}
+    with closing(Compose("compose.fleet.yaml", image, **settings)) as compose:
         compose.up("proxy")
         yield compose
-    finally:
-        compose.down()
-
-
-def healthy(compose: Compose) -> bool:
-    try:
-        return requests.get(compose.url("/ping"), timeout=5).ok
-    except requests.RequestException:
-        return False
 
 
 def test_a_call_loads_a_demo_model_from_the_store(one: Compose) -> None:
-    eventually(lambda: healthy(one), START_S)
+    eventually(lambda: answers_ping(one.url("")), START_S)
     offered = requests.get(one.url("/models?available=true"), timeout=60).json()["models"]
     assert {"sowol", "dongju"} <= {model["modelName"] for model in offered}
     answer = requests.post(one.url("/predictions/sowol"), json=PROMPT, timeout=90)
@@ -69,7 +58,7 @@ def test_a_fleet_answers_while_servers_end_and_starts_them_again(fleet: Compose)
         found = [requests.get(fleet.url(f"/v2/models/.{n}/ready"), timeout=60) for n in range(16)]
         return {answer.headers.get("x-served-by") for answer in found if answer.status_code == 400}
 
-    eventually(lambda: healthy(fleet) and len(answering()) == 3, 3 * START_S)
+    eventually(lambda: answers_ping(fleet.url("")) and len(answering()) == 3, 3 * START_S)
     home = ask()[2]
     assert requests.get(fleet.url("/models"), timeout=60).status_code == 403
     seen, ended = Counter[tuple[int, bool, str]](), threading.Event()

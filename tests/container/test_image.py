@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import subprocess
+from contextlib import closing
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -112,16 +113,13 @@ def test_no_secret_or_test_of_the_checkout_is_in_it(image: str) -> None:
 
 
 def test_the_slim_image_answers_without_mxnet(slim: tuple[str, Path]) -> None:
-    container = Container(*HARDENED, image=slim[0])
-    try:
+    with closing(Container(*HARDENED, image=slim[0])) as container:
         container.wait_until_ready()
         assert container.load("sowol").status_code == 200
         assert container.predict("sowol").json()["generated_text"].startswith(TEXT)
         with pytest.raises(AssertionError, match="No module named 'mxnet'"):
             docker("exec", container.id, "python", "-c", "import mxnet")
         assert "No broken requirements" in docker("exec", container.id, "pip", "check")
-    finally:
-        container.remove()
 
 
 def test_what_needs_mxnet_is_told_where_it_is(slim: tuple[str, Path]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -24,11 +25,8 @@ WATCHED = ["--health-interval", "1s", "--health-retries", "2", "--health-start-p
 @pytest.fixture(scope="module")
 def own(image: str) -> Iterator[Container]:
     """A container that the tests below break; each leaves it running."""
-    container = Container(*WATCHED)
-    try:
+    with closing(Container(*WATCHED)) as container:
         yield container.wait_until_ready()
-    finally:
-        container.remove()
 
 
 def answers(container: Container) -> bool:

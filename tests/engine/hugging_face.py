@@ -26,9 +26,9 @@ from tokenizers import (
 )
 
 from command.model_writer import write_safetensors
-from engine.artifacts.artifact import EMBEDDING, OUTPUT, POSITIONS, shapes
 from engine.artifacts.config import GPT2Config
 from engine.artifacts.hugging_face import names
+from testbed.weights import random_weights
 from tests.engine.sentences import SENTENCES
 
 KINDS = ("metaspace", "byte-level", "char-bpe", "byte-fallback")
@@ -40,11 +40,6 @@ TOKENIZER_SIZE = 420
 
 # The model whose weights `pytorch_model.bin` beside this file has, written by torch itself.
 TINY = {"layers": 1, "units": 16, "heads": 2, "vocab": 440, "max_length": 64, "seed": 9}
-
-# Standard deviations that make logits of some units, and attention that looks around.
-LOGITS_STD = 3.0
-GAIN = 1.5
-SMALL = 0.1
 
 
 def train_tokenizer(kind: str, size: int = TOKENIZER_SIZE) -> Tokenizer:
@@ -188,7 +183,7 @@ def write_weights(path: Path, weights: list[tuple[str, NDArray[Any]]], shards: i
 
 def their_weights(config: GPT2Config, seed: int, dtype: str) -> Iterator[tuple[str, NDArray[Any]]]:
     """Each parameter under transformers' name, Conv1D matrices [in, out]."""
-    ours = dict(random_weights(config, seed))
+    ours = dict(random_weights(config, [seed, 0]))
     for name, theirs, transposed in names(config):
         w = ours[name].T if transposed else ours[name]
         yield theirs, w if dtype == "float32" else rounded(w, dtype)
@@ -199,18 +194,3 @@ def rounded(w: NDArray[np.float32], dtype: str) -> NDArray[Any]:
         return w.astype(np.float16)
     # bfloat16, of which numpy knows nothing, is the upper half of a float32.
     return (np.ascontiguousarray(w).view(np.uint32) >> 16).astype(np.uint16).view("V2")
-
-
-def random_weights(config: GPT2Config, seed: int) -> Iterator[tuple[str, NDArray[np.float32]]]:
-    rng = np.random.Generator(np.random.PCG64([seed, 0]))
-    for name, shape in shapes(config):
-        w = rng.standard_normal(shape, dtype=np.float32)
-        if name.endswith(".gamma"):
-            w = 1 + np.float32(SMALL) * w
-        elif name in (EMBEDDING, POSITIONS, OUTPUT):
-            w *= np.float32(LOGITS_STD / np.sqrt(config.units))
-        elif name.endswith(".weight"):
-            w *= np.float32(GAIN / np.sqrt(shape[1]))
-        else:
-            w *= np.float32(SMALL)
-        yield name, w

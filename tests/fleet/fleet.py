@@ -20,6 +20,7 @@ from tests.fleet.envoy import Envoy
 from tests.fleet.haproxy import HAProxy
 from tests.fleet.network import Host, Network
 from tests.fleet.upstream import SERVED_BY, names
+from tests.processes import kill_at_once
 from tests.serving.store.s3 import BUCKET, S3Server
 
 MODELS, FITTING = 40, 10
@@ -135,11 +136,7 @@ class Fleet:
         return process_tree.processes(self.nodes[name].process.pid)
 
     def kill(self, name: str) -> None:
-        """Kills every process at once: suspended first, so that none reports the end of another."""
-        for end in (psutil.Process.suspend, psutil.Process.kill):
-            for process in self.processes(name):
-                with contextlib.suppress(psutil.NoSuchProcess):
-                    end(process)
+        kill_at_once(self.nodes[name].process.pid)
         self.nodes[name].process.wait()
 
     def loaded(self, name: str) -> list[str]:

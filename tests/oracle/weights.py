@@ -1,4 +1,4 @@
-"""Random GPT-2 weights from a seed, the same in the oracle's environment and in ours."""
+"""Cases for the oracle: a shape, random weights from a seed, and a prompt."""
 
 from __future__ import annotations
 
@@ -11,13 +11,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.artifacts.artifact import EMBEDDING, POSITIONS, shapes
 from engine.artifacts.config import GPT2Config
-
-# Standard deviations that make logits of some units, and attention that looks around.
-LOGITS_STD = 3.0
-GAIN = 1.5
-SMALL = 0.1
+from testbed.weights import random_weights
 
 
 @dataclass(frozen=True)
@@ -33,23 +28,11 @@ class Case:
     @property
     def ids(self) -> NDArray[np.int64]:
         """The prompt (T,)."""
-        rng = np.random.Generator(np.random.PCG64([self.seed, 1]))
+        rng = np.random.default_rng([self.seed, 1])
         return rng.integers(0, self.config.vocab_size, self.prompt_length)
 
     def weights(self) -> Iterator[tuple[str, NDArray[np.float32]]]:
-        """Each parameter under its name in `engine.artifacts.artifact`, Dense weights [out, in]."""
-        rng = np.random.Generator(np.random.PCG64([self.seed, 0]))
-        for name, shape in shapes(self.config):
-            w = rng.standard_normal(shape, dtype=np.float32)
-            if name.endswith(".gamma"):
-                w = 1 + np.float32(SMALL) * w
-            elif name in (EMBEDDING, POSITIONS):
-                w *= np.float32(LOGITS_STD / np.sqrt(self.config.units))
-            elif name.endswith(".weight"):
-                w *= np.float32(GAIN / np.sqrt(shape[1]))
-            else:
-                w *= np.float32(SMALL)
-            yield name, w
+        return random_weights(self.config, [self.seed, 0])
 
 
 # Small ones, committed as .npz: every way in which shapes can go wrong.

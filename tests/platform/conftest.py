@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 from tests.e2e.server import Server
@@ -18,7 +17,7 @@ from tests.e2e.stores import FAST
 from tests.platform.agent import Agent
 from tests.platform.disk import Disk
 from tests.platform.fine_tunes import PREFIX, publish
-from tests.processes import readable_by_all
+from tests.processes import kill_at_once, readable_by_all
 from tests.serving.store.s3 import BUCKET, S3Server, s3_server
 
 IS_ROOT = os.geteuid() == 0
@@ -88,15 +87,8 @@ class Container:
             self.agent.disk.delete(folder.name)
 
     def kill(self) -> None:
-        """Kills all processes at once, as when the container's first one ends."""
-        everyone = [psutil.Process(self.server.process.pid), *self.server.descendants()]
-        for act in (
-            psutil.Process.suspend,
-            psutil.Process.kill,
-        ):  # none notices another's end
-            for process in everyone:
-                with contextlib.suppress(psutil.NoSuchProcess):
-                    act(process)
+        """Ends everything, as when the container's first process ends."""
+        kill_at_once(self.server.process.pid)
         self.server.process.wait(10)
 
     def stop(self) -> None:

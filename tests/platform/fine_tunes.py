@@ -9,6 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +30,8 @@ PREFIX = "fine-tunes/"
 
 def publish(s3: S3Server, folder: Path, count: int) -> dict[str, str]:
     """Puts small models into S3. Returns each one's text for `SHORT` by TargetModel."""
-    engine = Engine(Settings(backend="native", precision="fp32", memory_mib=64))
     texts = {}
-    try:
+    with closing(Engine(Settings(backend="native", precision="fp32", memory_mib=64))) as engine:
         for seed in range(count):
             name = (f"m{seed}", f"team/m{seed}", f"시/봄-{seed}")[seed % 3]
             path = small(folder / f"m{seed}", seed)
@@ -41,8 +41,6 @@ def publish(s3: S3Server, folder: Path, count: int) -> dict[str, str]:
             request = Request(engine, name, str(SHORT["inputs"]), **SHORT["parameters"])  # type: ignore[arg-type]
             texts[f"{name}.tar.gz"] = request.wait().text()
             engine.unload(name)
-    finally:
-        engine.close()
     assert len(set(texts.values())) == count, "two models have the same text"
     return texts
 

@@ -19,9 +19,9 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import unquote
 
-import boto3
 from botocore.config import Config
 
+from testbed.s3 import ACCESS, client
 from tests.platform.agent import TARGET
 from tests.platform.endpoint import (
     CLOSED_SESSION_ID,
@@ -44,16 +44,7 @@ class Runtime:
 
     def __init__(self, url: str) -> None:
         self.url = url
-        self.environment = {
-            "AWS_ENDPOINT_URL_SAGEMAKER_RUNTIME": url,
-            "AWS_ACCESS_KEY_ID": "test",
-            "AWS_SECRET_ACCESS_KEY": "test",
-            "AWS_REGION": "us-east-1",
-            "AWS_DEFAULT_REGION": "us-east-1",
-            "AWS_CONFIG_FILE": "/dev/null",
-            "AWS_SHARED_CREDENTIALS_FILE": "/dev/null",
-            "AWS_EC2_METADATA_DISABLED": "true",
-        }
+        self.environment = {**ACCESS, "AWS_ENDPOINT_URL_SAGEMAKER_RUNTIME": url}
 
     def client(self, connections: int = 16, timeout_s: float = 70) -> Any:
         """A client without retries. AWS advises a timeout of 70 s, above the platform's 60 s."""
@@ -62,14 +53,7 @@ class Runtime:
             max_pool_connections=connections,
             read_timeout=timeout_s,
         )
-        return boto3.client(
-            "sagemaker-runtime",
-            endpoint_url=self.url,
-            region_name="us-east-1",
-            aws_access_key_id="test",
-            aws_secret_access_key="test",  # noqa: S106
-            config=options,
-        )
+        return client(self.url, "sagemaker-runtime", config=options)
 
 
 @contextlib.contextmanager
@@ -90,12 +74,8 @@ def runtime(*endpoints: Endpoint | Components) -> Iterator[Runtime]:
 @contextlib.contextmanager
 def client_of(endpoint: Endpoint | Components, timeout_s: float = 70) -> Iterator[Any]:
     """boto3's client of an account with one endpoint."""
-    with runtime(endpoint) as api:
-        client = api.client(timeout_s=timeout_s)
-        try:
-            yield client
-        finally:
-            client.close()
+    with runtime(endpoint) as api, contextlib.closing(api.client(timeout_s=timeout_s)) as made:
+        yield made
 
 
 class _Server(ThreadingHTTPServer):

@@ -12,10 +12,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import boto3
 import pytest
 from botocore.exceptions import ClientError
 
+from testbed import s3
 from tests.e2e.server import Server
 from tests.e2e.stores import FAST, SHORT, serving, small, statistics, text
 from tests.platform.conftest import A_USER, IS_ROOT
@@ -172,12 +172,7 @@ def test_what_the_container_refuses_is_a_model_error(pair: list[Server]) -> None
 
 
 def test_boto3_has_sessions_of_a_server_without_the_platform(pair: list[Server]) -> None:
-    keys = {"aws_access_key_id": "x", "aws_secret_access_key": "x"}
-    with contextlib.closing(
-        boto3.client(
-            "sagemaker-runtime", endpoint_url=pair[0].url(""), region_name="us-east-1", **keys
-        )
-    ) as client:
+    with contextlib.closing(s3.client(pair[0].url(""), "sagemaker-runtime")) as client:
         id = opened(client)
         assert json.loads(invoke(client, SHORT, id)["Body"])["generated_text"]
         assert closed(client, id)

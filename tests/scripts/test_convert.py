@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import io
-import subprocess
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -31,10 +31,7 @@ pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
 TEXT = ROOT / "model_store" / "corpus" / "sowol.txt"
-
-
-def run(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    return command.run("convert", *arguments)
+run = partial(command.run, "convert")
 
 
 def convert(*arguments: str | Path) -> str:

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -45,10 +46,7 @@ TINY = (
     *("--steps=15", "--base-steps=15", "--units=16", "--layers=1", "--heads=2"),
     *("--vocab-size=70", "--max-length=32"),
 )
-
-
-def run(*args: str | Path) -> subprocess.CompletedProcess[str]:
-    return command.run("fine-tune", *args)
+run = partial(command.run, "fine-tune")
 
 
 def unpacked(archive: Path, folder: Path) -> Artifact:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 import shutil
-import subprocess
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,8 @@ from tests.handlers.tensors.graphs import TinyLM, classifier
 from tests.scripts import command
 from tests.serving.store.archives import unpack
 
+run = partial(command.run, "package")
+
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
@@ -30,10 +32,6 @@ def folder(tmp_path: Path) -> Path:
 @pytest.fixture
 def packed(folder: Path) -> Path:
     return folder.with_name("시 모음.tar.gz")
-
-
-def run(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    return command.run("package", *arguments)
 
 
 def test_a_folder_becomes_an_archive_that_the_server_unpacks(folder: Path, packed: Path) -> None:

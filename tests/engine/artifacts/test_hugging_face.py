@@ -19,6 +19,7 @@ from engine import backends
 from engine.artifacts.artifact import EMBEDDING, OUTPUT, shapes
 from engine.artifacts.config import GPT2Config
 from engine.artifacts.open import open_artifact
+from testbed.weights import random_weights
 from tests.engine.artifacts.reading import (
     assert_same_weights,
     file_of,
@@ -31,7 +32,6 @@ from tests.engine.hugging_face import (
     EOS,
     TINY,
     make_hugging_face,
-    random_weights,
     rounded,
     write_json,
     write_weights,
@@ -61,7 +61,7 @@ def test_a_directory_is_opened_as_views_under_our_names(folder: Path) -> None:
     artifact = open_artifact(folder)
     assert artifact.config == GPT2Config(700, 64, 2, 4, 256, 128, "gelu_new")
     assert artifact.weights.keys() == dict(shapes(artifact.config)).keys()
-    assert_same_weights(artifact, dict(random_weights(artifact.config, 0)))
+    assert_same_weights(artifact, dict(random_weights(artifact.config, [0, 0])))
     assert artifact.generation.end_ids == (EOS,)
     assert {file_of(weight) for weight in artifact.weights.values()} == {folder / WEIGHTS}
 
@@ -85,7 +85,7 @@ def test_shards_are_read_together(folder: Path, tmp_path: Path) -> None:
 def test_half_precision_is_opened(tmp_path: Path, dtype: str, expected: Any) -> None:
     artifact = open_artifact(make_hugging_face(tmp_path / "half", dtype=dtype))
     assert {w.dtype for w in artifact.weights.values()} == {np.dtype(expected)}
-    exact = dict(random_weights(artifact.config, 0))[EMBEDDING]
+    exact = dict(random_weights(artifact.config, [0, 0]))[EMBEDDING]
     np.testing.assert_array_equal(
         artifact.weights[EMBEDDING].view(np.uint16), rounded(exact, dtype).view(np.uint16)
     )

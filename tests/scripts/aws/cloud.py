@@ -24,7 +24,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import boto3
 import botocore.loaders
 import pytest
 import requests
@@ -37,11 +36,13 @@ from moto.sagemaker.models import FakeEndpoint, FakeEndpointConfig
 from moto.server import ThreadedMotoServer
 
 from scripts.aws.template import template
+from testbed.s3 import ACCESS
+from testbed.s3 import client as client_of
 from tests.scripts import command as in_process
 
 ROOT = Path(__file__).resolve().parents[3]
 WIDE_S = 120.0  # for a script of its own, which takes some seconds
-REGION = "us-east-1"
+REGION = ACCESS["AWS_REGION"]
 BUCKET = "fine-tunes"
 MODELS = f"s3://{BUCKET}/kogpt2/"
 CHANGES = ("Create", "Update", "Put", "Delete", "Execute", "Tag", "Add")
@@ -60,25 +61,15 @@ class Cloud:
             "PATH": os.environ["PATH"],
             "HOME": str(folder),
             "LANG": "C.UTF-8",
+            **ACCESS,
             "AWS_ENDPOINT_URL": url,
-            "AWS_ACCESS_KEY_ID": "test",
-            "AWS_SECRET_ACCESS_KEY": "test",
-            "AWS_REGION": REGION,
-            "AWS_DEFAULT_REGION": REGION,
-            "AWS_EC2_METADATA_DISABLED": "true",
             "AWS_ENDPOINT_URL_PRICING": "http://127.0.0.1:9",  # which answers nobody
         }
 
     def client(self, service: str, region: str = REGION) -> Any:
         key = (service, region)
         if key not in self._clients:
-            self._clients[key] = boto3.client(
-                service,
-                endpoint_url=self.url,
-                region_name=region,
-                aws_access_key_id="test",
-                aws_secret_access_key="test",  # noqa: S106
-            )
+            self._clients[key] = client_of(self.url, service, region)
         return self._clients[key]
 
     def reset(self) -> None:
