@@ -223,6 +223,7 @@ class Parts:
         lookups: Any = self.lookups
         self.on_demand = OnDemand(self.registry, lookups, self.residency)
         self.recovery = Recovery(self.settings, self.registry, workers, self.snapshot)
+        self.recovery.adopted.set()
 
     async def load(self, name: str, **options: Any) -> Model:
         return await self.registry.load(name, name, stored(name), **options)
