@@ -26,15 +26,8 @@ class GPT2SelfAttentionLayer(HybridBlock):  # type: ignore[misc]
     States are a key and a value of shape (B, H, P, D), or None where nothing comes before.
     """
 
-    def __init__(
-        self,
-        units: int,
-        num_heads: int,
-        dropout: float = 0.0,
-        prefix: Any = None,
-        params: Any = None,
-    ) -> None:
-        super().__init__(prefix=prefix, params=params)
+    def __init__(self, units: int, num_heads: int, dropout: float) -> None:
+        super().__init__()
         if units % num_heads:
             raise ValueError(f"units is {units}, must be a multiple of num_heads, {num_heads}")
         self._num_heads, self._scale = num_heads, (units // num_heads) ** -0.5
@@ -72,15 +65,8 @@ class GPT2SelfAttentionLayer(HybridBlock):  # type: ignore[misc]
 class GPT2FFNLayer(HybridBlock):  # type: ignore[misc]
     """(B, T, C) to (B, T, C), with the exact (erf) GELU."""
 
-    def __init__(
-        self,
-        units: int,
-        hidden_size: int,
-        dropout: float = 0.0,
-        prefix: Any = None,
-        params: Any = None,
-    ) -> None:
-        super().__init__(prefix=prefix, params=params)
+    def __init__(self, units: int, hidden_size: int, dropout: float) -> None:
+        super().__init__()
         with self.name_scope():
             self._hidden_map = nn.Dense(hidden_size, flatten=False, in_units=units)
             self._out_map = nn.Dense(units, flatten=False, in_units=hidden_size)
