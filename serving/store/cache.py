@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 from common.model_files import is_model, model_folders
 from common.trees import remove
@@ -21,7 +22,7 @@ from serving.errors import (
     ModelTooLarge,
     ServingError,
 )
-from serving.store.archive import Readable, extract
+from serving.store.archive import extract
 from serving.store.cache_disk import CacheDisk, Reservation, megabytes
 from serving.store.catalog import Remote, Store, StoredModel, public_url
 from serving.store.disk import lock, raise_disk_full, walk
@@ -244,7 +245,7 @@ class Cache:
             os.rename(download.folder, fresh)
         return download.missing_bytes, download.seconds
 
-    def _extract(self, stream: Readable, fresh: Path, name: str, reservation: Reservation) -> None:
+    def _extract(self, stream: IO[bytes], fresh: Path, name: str, reservation: Reservation) -> None:
         extract(stream, fresh, name, self._settings.model_max_bytes, reservation.grow)
         if all(path.is_dir() for path in fresh.iterdir()):
             paths = [entry.path.removeprefix(f"{fresh}/") for entry in walk(fresh)]
