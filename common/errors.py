@@ -73,10 +73,8 @@ def named(kind: object, message: str, retry_after_s: float | None = None) -> Eng
 class InvalidRequest(EngineError, status=400):
     """A `field` of the request is missing, of the wrong type, out of range, or unknown."""
 
-    def __init__(
-        self, message: str, *, field: str = "", retry_after_s: float | None = None
-    ) -> None:
-        super().__init__(message, retry_after_s=retry_after_s)
+    def __init__(self, message: str, *, field: str = "", **options: float | None) -> None:
+        super().__init__(message, **options)
         self.field = field
 
 

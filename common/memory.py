@@ -25,14 +25,10 @@ class Memory:
 
 def container_memory(cgroup: Path = CGROUP) -> Memory | None:
     """The memory of the container; None where it has no limit, or none can be read."""
-    version_2 = (cgroup / "memory.max").exists()
-    folder = cgroup if version_2 else cgroup / "memory"
-    limit, usage = (
-        ("memory.max", "memory.current")
-        if version_2
-        else ("memory.limit_in_bytes", "memory.usage_in_bytes")
-    )
-    prefix = "" if version_2 else "total_"
+    folder, limit, usage, prefix = cgroup, "memory.max", "memory.current", ""
+    if not (folder / limit).exists():  # version 1
+        folder, prefix = cgroup / "memory", "total_"
+        limit, usage = "memory.limit_in_bytes", "memory.usage_in_bytes"
     try:
         limit_bytes = int((folder / limit).read_text())
         used_bytes = int((folder / usage).read_text())

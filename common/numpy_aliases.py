@@ -2,20 +2,11 @@
 
 from __future__ import annotations
 
-ALIASES = {
-    "bool": bool,
-    "object": object,
-    "float": float,
-    "int": int,
-    "complex": complex,
-    "str": str,
-}
-
 
 def restore() -> None:
     """Restore the missing ones; called before MXNet is imported."""
     import numpy
 
-    for name, kind in ALIASES.items():
-        if name not in numpy.__dict__:
-            setattr(numpy, name, kind)
+    for kind in (bool, object, float, int, complex, str):
+        if kind.__name__ not in numpy.__dict__:
+            setattr(numpy, kind.__name__, kind)

@@ -58,7 +58,7 @@ ALIASES = {
     "min_tokens": "min_new_tokens",
 }
 WORDS = ("stop_words", "bad_words")  # Triton's quick starts send them empty
-SAMPLING = ("temperature", "top_k", "top_p", "min_p", "typical_p", "seed")
+SAMPLING = {"temperature", "top_k", "top_p", "min_p", "typical_p", "seed"}
 
 
 @dataclass(frozen=True)
@@ -147,16 +147,13 @@ class Parameters:
             raise InvalidRequest(
                 f"parameters.min_new_tokens is {least}, must be at most max_new_tokens, {most}"
             )
-        implied = any(name in values for name in SAMPLING)
-        if defaults:
-            if implied:
-                values.setdefault("do_sample", True)
-            values = {**_checked(defaults), **values}
-            implied = any(name in values for name in SAMPLING)
+        if SAMPLING & values.keys():
+            values.setdefault("do_sample", True)
+        values = {**_checked(defaults or {}), **values}
         if values.get("temperature") == 0:
             del values["temperature"]
             values["do_sample"] = False
-        values.setdefault("do_sample", implied)
+        values.setdefault("do_sample", bool(SAMPLING & values.keys()))
         if values.get("num_return_sequences", 1) > 1 and not values["do_sample"]:
             raise InvalidRequest(
                 "parameters.num_return_sequences above 1 needs parameters.do_sample true:"

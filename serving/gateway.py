@@ -116,7 +116,7 @@ async def _gateway(settings: Settings, run_dir: Path, secret: str) -> AsyncItera
 
     client = MMSClient(launcher.mms_socket(run_dir), secret)
     engine = AsyncEngineClient(launcher.engine_socket(run_dir))
-    cache, lookups = Cache(stores), Lookups(store, stores)
+    cache, lookups = Cache(stores, store), Lookups(store, stores)
     workers, snapshot = Workers(settings, run_dir, client, engine), Snapshot(run_dir)
     bases = Bases(lookups, settings.adapter_bases)
     # SageMaker decides which models there are by itself.

@@ -43,6 +43,7 @@ class Recovery:
         self._missed = Counter[str]()  # by id: polls in a row in which the engine did not have it
         self._ending: set[str] = set()  # ids of unknown workers
         self._poll_error = ""  # of the last poll
+        self.adopted = asyncio.Event()
 
     async def adopt(self) -> None:
         """Takes over the models of an earlier gateway, and ends workers that belong to none."""
@@ -56,9 +57,15 @@ class Recovery:
         await asyncio.to_thread(
             self._workers.remove_other_folders, {model.id for model in self._registry.all()}
         )
+        self.adopted.set()
 
     async def watch(self) -> None:
-        """Restarts lost workers, for ever."""
+        """Restarts lost workers, for ever; begins after `adopt`.
+
+        Before it, Multi Model Server and the engine may not have started yet, and workers of models
+        to be adopted are registered.
+        """
+        await self.adopted.wait()
         while True:
             try:
                 for _ in range(round(POLL_S / SOCKET_POLL_S)):

@@ -7,7 +7,7 @@ import zipfile
 import zlib
 from collections.abc import Callable
 from pathlib import Path
-from typing import IO, Protocol, cast
+from typing import IO
 
 from serving.errors import ArchiveError
 from serving.store.archive_limits import Output
@@ -16,18 +16,8 @@ from serving.store.archive_zip import MAGIC, extract_zip
 from serving.store.disk import raise_disk_full
 
 
-class Readable(Protocol):
-    """A file, or a running download, whose `read` waits for missing bytes."""
-
-    def read(self, size: int, /) -> bytes: ...
-
-    def seek(self, offset: int, whence: int = 0, /) -> int: ...
-
-    def tell(self) -> int: ...
-
-
 def extract(
-    stream: Readable,
+    stream: IO[bytes],
     folder: Path,
     name: str,
     max_bytes: int,
@@ -45,9 +35,9 @@ def extract(
             stream.seek(0)
             output = Output(folder, max_bytes, reserve)
             if start == MAGIC:
-                extract_zip(cast(IO[bytes], stream), output)
+                extract_zip(stream, output)
             else:
-                extract_tar(cast(IO[bytes], stream), output)
+                extract_tar(stream, output)
     except ArchiveError as error:
         raise ArchiveError(f"{name} cannot be unpacked: {error.message}") from error
     except OSError as error:  # `strerror`: the whole text would contain the path

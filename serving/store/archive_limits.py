@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import posixpath
 from collections.abc import Callable
+from io import BufferedIOBase
 from pathlib import Path
-from typing import Protocol
+from typing import IO
 
 from serving.errors import ArchiveError
 
@@ -15,10 +16,6 @@ MAX_DEPTH = 32  # folders
 CHUNK_BYTES = 256 << 10
 # The engine writes it beside a model and trusts it, so an archive must not contain it.
 OWN_FOLDER = ".prepared"
-
-
-class Source(Protocol):
-    def read(self, size: int, /) -> bytes: ...
 
 
 class Output:
@@ -55,7 +52,9 @@ class Output:
         else:
             self._make_folder(path)
 
-    def add_file(self, name: str, source: Source, size: int, executable: bool) -> None:
+    def add_file(
+        self, name: str, source: IO[bytes] | BufferedIOBase, size: int, executable: bool
+    ) -> None:
         """Writes `size` bytes of `source`."""
         self._count(size)
         path = inside(name, name)

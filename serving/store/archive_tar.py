@@ -12,7 +12,7 @@ import gzip
 import posixpath
 import tarfile
 from collections.abc import Iterator
-from typing import IO, NamedTuple
+from typing import IO, Any
 
 from serving.errors import ArchiveError
 from serving.store.archive_limits import CHUNK_BYTES, Output
@@ -20,21 +20,10 @@ from serving.store.archive_limits import CHUNK_BYTES, Output
 MAX_HEADER_BYTES = 16 << 20  # of all extended headers together: long names, attributes
 MAX_PADDING_BYTES = 16 << 20  # zeros after the last member
 MAX_DIGITS = 18  # of a number; fits into 64 bits
-EXTENSIONS = (
-    tarfile.GNUTYPE_LONGNAME,
-    tarfile.GNUTYPE_LONGLINK,
-    tarfile.XHDTYPE,
-    tarfile.SOLARIS_XHDTYPE,
-    tarfile.XGLTYPE,
-)
-
-
-class Extended(NamedTuple):
-    """Fields of the extended headers before a member, which override those of its own header."""
-
-    name: str | None = None
-    linked: str | None = None
-    size: int | None = None
+# Headers that say more about the member behind them, and the attributes of it that they replace.
+GNU_FIELDS = {tarfile.GNUTYPE_LONGNAME: "name", tarfile.GNUTYPE_LONGLINK: "linkname"}
+PAX_FIELDS = {b"path": "name", b"linkpath": "linkname", b"size": "size"}
+EXTENSIONS = (*GNU_FIELDS, tarfile.XHDTYPE, tarfile.SOLARIS_XHDTYPE, tarfile.XGLTYPE)
 
 
 def extract_tar(stream: IO[bytes], output: Output) -> None:
@@ -48,20 +37,23 @@ def extract_tar(stream: IO[bytes], output: Output) -> None:
 
 def _members(plain: gzip.GzipFile) -> Iterator[tarfile.TarInfo]:
     """Yields each member, its extended headers applied; the caller reads its data in between."""
-    extended, header_bytes = Extended(), 0
+    fields: dict[str, Any] = {}  # of the extended headers before a member, by attributes of it
+    header_bytes = 0
     while (member := _header(plain)) is not None:
         if member.type == tarfile.GNUTYPE_SPARSE:
             raise _sparse()
         if member.type not in EXTENSIONS:
-            yield _apply(extended, member)
-            extended = Extended()
+            for attribute, value in fields.items():
+                setattr(member, attribute, value)
+            yield member
+            fields = {}
             continue
         header_bytes += tarfile.BLOCKSIZE + member.size
         if member.size < 0 or header_bytes > MAX_HEADER_BYTES:
             raise ArchiveError(f"its extended headers have more than {MAX_HEADER_BYTES} bytes")
-        extended = _extended(member.type, _read(plain, member.size), extended)
+        fields |= _fields(member.type, _read(plain, member.size))
         _skip_padding(plain, member.size)
-    if extended != Extended():
+    if fields:
         raise ArchiveError("it ends after a header")
 
 
@@ -75,23 +67,19 @@ def _header(plain: gzip.GzipFile) -> tarfile.TarInfo | None:
     return tarfile.TarInfo.frombuf(block, "utf-8", "surrogateescape")
 
 
-def _extended(kind: bytes, data: bytes, extended: Extended) -> Extended:
-    if kind == tarfile.GNUTYPE_LONGNAME:
-        return extended._replace(name=_text(data.partition(b"\0")[0]))
-    if kind == tarfile.GNUTYPE_LONGLINK:
-        return extended._replace(linked=_text(data.partition(b"\0")[0]))
+def _fields(kind: bytes, data: bytes) -> dict[str, Any]:
+    """What an extended header says of the next member."""
+    if kind in GNU_FIELDS:
+        return {GNU_FIELDS[kind]: _text(data.partition(b"\0")[0])}
+    fields: dict[str, Any] = {}
     if kind == tarfile.XGLTYPE:  # global headers apply to all members: ignored
-        return extended
+        return fields
     for key, value in _records(data):
         if key.startswith(b"GNU.sparse."):
             raise _sparse()
-        if key == b"path":
-            extended = extended._replace(name=_text(value))
-        elif key == b"linkpath":
-            extended = extended._replace(linked=_text(value))
-        elif key == b"size":
-            extended = extended._replace(size=_number(value))
-    return extended
+        if key in PAX_FIELDS:
+            fields[PAX_FIELDS[key]] = _number(value) if key == b"size" else _text(value)
+    return fields
 
 
 def _records(data: bytes) -> Iterator[tuple[bytes, bytes]]:
@@ -111,16 +99,6 @@ def _number(digits: bytes) -> int:
     if not digits.isdigit() or len(digits) > MAX_DIGITS:
         raise ArchiveError("it has a damaged header")
     return int(digits)
-
-
-def _apply(extended: Extended, member: tarfile.TarInfo) -> tarfile.TarInfo:
-    if extended.name is not None:
-        member.name = extended.name
-    if extended.linked is not None:
-        member.linkname = extended.linked
-    if extended.size is not None:
-        member.size = extended.size
-    return member
 
 
 def _unpack(plain: gzip.GzipFile, member: tarfile.TarInfo, output: Output) -> None:

@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 from common.model_files import is_model, model_folders
 from common.trees import remove
@@ -21,13 +22,13 @@ from serving.errors import (
     ModelTooLarge,
     ServingError,
 )
-from serving.store.archive import Readable, extract
+from serving.store.archive import extract
 from serving.store.cache_disk import CacheDisk, Reservation, megabytes
 from serving.store.catalog import Remote, Store, StoredModel, public_url
 from serving.store.disk import lock, raise_disk_full, walk
 from serving.store.download import Download, Stopping
 from serving.store.folder import file_version
-from serving.store.locate import open_remote, open_store
+from serving.store.locate import open_remote
 from serving.store.settings import StoreSettings
 from serving.store.stopping import Stop
 
@@ -53,14 +54,16 @@ class Fetched:
 
 
 class Cache:
-    """Thread-safe. Raises `StartError` if its folder cannot be used."""
+    """Models of `store` and of other addresses. Thread-safe.
 
-    def __init__(self, settings: StoreSettings) -> None:
-        self._settings = settings
+    Raises `StartError` if its folder cannot be used.
+    """
+
+    def __init__(self, settings: StoreSettings, store: Store | None) -> None:
+        self._settings, self._store = settings, store
         self._disk = CacheDisk(settings.cache_dir, settings.cache_max_bytes)
         self._pins: dict[Path, list[int]] = {}
         self._guard = threading.Lock()
-        self._store: Store | None = None
         self._fetches: set[Stop] = set()  # what ends each of them
         # By key, in order: the time until which it is refused, and the error.
         self._broken: dict[str, tuple[float, type[ServingError], str]] = {}
@@ -203,7 +206,7 @@ class Cache:
         fresh = self._disk.temporary / model.key
         remove(fresh)
         fresh.mkdir()
-        remote = self._remote(model)
+        remote = open_remote(model, self._store, self._settings)
         downloaded, download_s = 0, 0.0
         if remote is None:
             self._unpack_local(model, fresh, reservation)
@@ -217,12 +220,6 @@ class Cache:
             public_url(model.url), downloaded / 1e6, download_s, unpack_s,
         )  # fmt: skip
         return Fetched(path, False, downloaded, download_s, unpack_s)
-
-    def _remote(self, model: StoredModel) -> Remote | None:
-        with self._guard:
-            if self._store is None and not model.url.startswith(("/", "http://", "https://")):
-                self._store = open_store(self._settings.location)
-        return open_remote(model, self._store, self._settings)
 
     def _unpack_local(self, model: StoredModel, fresh: Path, reservation: Reservation) -> None:
         if not Path(model.url).is_file():
@@ -248,7 +245,7 @@ class Cache:
             os.rename(download.folder, fresh)
         return download.missing_bytes, download.seconds
 
-    def _extract(self, stream: Readable, fresh: Path, name: str, reservation: Reservation) -> None:
+    def _extract(self, stream: IO[bytes], fresh: Path, name: str, reservation: Reservation) -> None:
         extract(stream, fresh, name, self._settings.model_max_bytes, reservation.grow)
         if all(path.is_dir() for path in fresh.iterdir()):
             paths = [entry.path.removeprefix(f"{fresh}/") for entry in walk(fresh)]

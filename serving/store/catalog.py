@@ -141,8 +141,7 @@ def models_among(files: Iterable[StoredFile], url: Callable[[str], str]) -> list
     for file in shown:
         root = next((parent for parent in parents(file.path) if parent in folders), None)
         if root is not None:
-            path = file.path.removeprefix(root + "/")
-            folders[root].append(StoredFile(path, file.address, file.size_bytes, file.version))
+            folders[root].append(replace(file, path=file.path.removeprefix(root + "/")))
         elif file.path.endswith(SUFFIXES):
             name, address = normal_name(file.path), url(file.path)
             models[file.path] = StoredModel(name, address, file.version, file.size_bytes, "archive")

@@ -7,15 +7,15 @@ each range is requested for that version, so ranges of two versions never mix.
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import re
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from io import FileIO
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from common.trees import remove
 from serving.errors import ArchiveError, StoreUnavailable
@@ -31,6 +31,7 @@ PAUSE_S = 0.3  # before the 2nd attempt; twice as long before the 3rd
 # takes more than an hour.
 PACE_BYTES, PACE_S = 512 << 10, 20.0
 PACE_POLL_S = 0.5  # between checks of the pace
+READER_BYTES = 256 << 10  # that are read at once of an archive
 JOIN_S = 1.0  # for threads of a failed download, which may still be connecting
 
 
@@ -119,10 +120,10 @@ class Download:
             )
 
     @contextlib.contextmanager
-    def reader(self) -> Iterator[Reader]:
+    def reader(self) -> Iterator[io.BufferedReader]:
         """A reader of the archive that can be used during the download."""
         with self._path(self._files[0]).open("rb", buffering=0) as data:
-            yield Reader(self, data)
+            yield io.BufferedReader(Reader(self, data), READER_BYTES)
 
     def wait_for(self, position: int) -> int:
         """Waits for the archive's byte at `position`; returns the number of bytes ready from there.
@@ -237,28 +238,22 @@ class Download:
             raise Stopping("the download was stopped")
 
 
-class Reader:
+class Reader(io.RawIOBase):
     """The archive of a running download, as a file; `read` waits for missing bytes."""
 
-    def __init__(self, download: Download, data: FileIO) -> None:
+    def __init__(self, download: Download, data: io.FileIO) -> None:
+        super().__init__()
         self._download, self._data = download, data
 
-    def read(self, size: int = -1, /) -> bytes:
-        """Returns `size` bytes, fewer at the end only, as zipfile requires."""
-        parts = []
-        while size and (ready := self._download.wait_for(self._data.tell())):
-            part = self._data.read(ready if size < 0 else min(size, ready))
-            if not part:
-                break
-            parts.append(part)
-            size -= len(part) if size > 0 else 0
-        return b"".join(parts)
+    def readinto(self, buffer: Any) -> int:
+        ready = self._download.wait_for(self._data.tell())
+        return self._data.readinto(memoryview(buffer)[:ready])
 
     def seek(self, offset: int, whence: int = 0, /) -> int:
         return self._data.seek(offset, whence)
 
-    def tell(self) -> int:
-        return self._data.tell()
+    def readable(self) -> bool:
+        return True
 
     def seekable(self) -> bool:
         return True

@@ -4,10 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from serving.errors import ModelNotInStore, NotAModel, StartError, UrlNotAllowed
+from serving.errors import (
+    ArtifactChanged,
+    ModelNotInStore,
+    NotAModel,
+    StartError,
+    StoreUnavailable,
+    UrlNotAllowed,
+)
 from serving.names import archive_spellings, model_name, normal_name, spellings
 from serving.store.catalog import (
     StoredFile,
@@ -18,6 +25,8 @@ from serving.store.catalog import (
     not_a_model,
 )
 from serving.store.disk import walk
+
+CHUNK_BYTES = 1 << 20  # of a file that is read in pieces
 
 
 class FolderStore:
@@ -61,7 +70,7 @@ class FolderStore:
         return StoredFile(path, str(resolved), status.st_size, file_version(status))
 
     def read(self, file: StoredFile, start: int, stop: int) -> Iterator[bytes]:
-        yield Path(file.address).read_bytes()[start:stop]
+        return read_range(file, start, stop)
 
 
 def find_path(path: Path, roots: tuple[Path, ...]) -> StoredModel:
@@ -92,6 +101,24 @@ def local_model(path: Path, name: str) -> StoredModel:
 def file_version(status: os.stat_result) -> str:
     """The file's size and time of modification."""
     return f"{status.st_size}-{status.st_mtime_ns}"
+
+
+def read_range(
+    file: StoredFile, start: int, stop: int, opener: Callable[[str, int], int] | None = None
+) -> Iterator[bytes]:
+    """See `Remote.read`; `opener` is that of `open`."""
+    try:
+        with open(file.address, "rb", buffering=0, opener=opener) as data:
+            if file_version(os.fstat(data.fileno())) != file.version:
+                raise ArtifactChanged(f"{file.address} has changed; try again")
+            data.seek(start)
+            while start < stop and (piece := data.read(min(CHUNK_BYTES, stop - start))):
+                start += len(piece)
+                yield piece
+    except FileNotFoundError:
+        raise ModelNotInStore(f"there is no {file.address}") from None
+    except OSError as error:
+        raise StoreUnavailable(f"{file.address} cannot be read: {error.strerror}") from None
 
 
 def _raise_for_alike(path: Path, name: str, root: Path) -> None:

@@ -11,11 +11,10 @@ from pathlib import Path
 from serving.errors import ArtifactChanged, ModelNotInStore, StoreUnavailable
 from serving.names import normal_name
 from serving.store.catalog import StoredFile, StoredModel, folder_model, folder_version
-from serving.store.folder import file_version
+from serving.store.folder import file_version, read_range
 
 SCHEME = "root"
 ANSWER_S = 30.0  # for the opening of a file, which takes some 0.1 ms
-CHUNK_BYTES = 1 << 20
 
 
 class RootFiles:
@@ -54,17 +53,7 @@ class RootFiles:
         return files
 
     def read(self, file: StoredFile, start: int, stop: int) -> Iterator[bytes]:
-        try:
-            descriptor = self._open(Path(file.address))
-        except OSError:
-            raise ModelNotInStore(f"there is no {file.address}") from None
-        with open(descriptor, "rb", buffering=0) as data:
-            if file_version(os.fstat(descriptor)) != file.version:
-                raise ArtifactChanged(f"{file.address} has changed; try again")
-            data.seek(start)
-            while start < stop and (piece := data.read(min(CHUNK_BYTES, stop - start))):
-                start += len(piece)
-                yield piece
+        return read_range(file, start, stop, lambda path, _: self._open(Path(path)))
 
     def _walk(self, path: Path) -> Iterator[StoredFile]:
         """The file at a path, or all files below it, except hidden ones and links."""

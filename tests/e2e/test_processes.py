@@ -89,6 +89,7 @@ def test_the_token_for_management_alone_leaves_calls_open_and_proxies_are_not_as
 def test_what_a_killed_server_left_does_not_matter_to_the_next(tmp_path: Path) -> None:
     small(tmp_path / "store" / "a")
     server = Server(tmp_path, tmp_path / "store", FAST).wait_until_ready()
+    assert '"warning", "process": "gateway"' not in server.text()
     assert server.run_dir.stat().st_mode & 0o777 == 0o700
     server.load("a")
     below = server.descendants()

@@ -227,6 +227,7 @@ class Parts:
         self.lookups = FakeLookups(names)
         self.on_demand = OnDemand(self.registry, cast(Any, self.lookups), self.residency)
         self.recovery = Recovery(self.settings, self.registry, workers, self.snapshot)
+        self.recovery.adopted.set()
 
     def gateway(self, mms: Any, engine: Any, lookups: Any, **more: Any) -> Gateway:
         return Gateway(

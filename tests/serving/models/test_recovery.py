@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from common.errors import OutOfMemory
+from common.errors import EngineUnavailable, OutOfMemory
 from serving.errors import Unavailable, WorkerFailed
 from serving.models.model import Model
 from serving.models.model_settings import ModelSettings
@@ -76,6 +76,23 @@ async def test_a_poll_that_fails_ends_nothing(parts: Parts, error: Exception) ->
         parts.workers.listing = None
         await asyncio.sleep(3)
         assert parts.workers.works(model)
+
+
+async def test_an_engine_that_has_not_started_yet_is_no_warning_and_one_that_goes_is(
+    parts: Parts, caplog: pytest.LogCaptureFixture
+) -> None:
+    gone = EngineUnavailable("the engine is not there")
+    parts.recovery.adopted.clear()
+    parts.workers.listing = gone
+    async with watched(parts):
+        await asyncio.sleep(3)
+        parts.workers.listing = None
+        await parts.recovery.adopt()
+        await asyncio.sleep(3)
+        assert not caplog.records
+        parts.workers.listing = gone
+        await asyncio.sleep(3)
+    assert caplog.messages == ["the models' workers cannot be polled: the engine is not there"]
 
 
 async def test_an_unexpected_error_is_not_swallowed(parts: Parts) -> None:

@@ -42,7 +42,7 @@ def test_a_url_with_a_key_is_not_written_and_its_model_is_found_in_the_cache(
     for path in tmp_path.iterdir():
         assert b"0123abcd" not in path.read_bytes()
     (restored,) = snapshot.read()
-    cache = Cache(settings(tmp_path / "cache"))
+    cache = Cache(settings(tmp_path / "cache"), None)
     with pytest.raises(ServingError) as raised:  # it is not there yet, and cannot be fetched
         cache.acquire(restored.stored)
     assert "0123abcd" not in raised.value.message

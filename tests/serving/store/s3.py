@@ -16,7 +16,7 @@ from moto.core import DEFAULT_ACCOUNT_ID
 from moto.s3.models import s3_backends
 from moto.server import ThreadedMotoServer
 
-from serving.store import StoreSettings
+from serving.store import Cache, StoreSettings, open_store
 from testbed.s3 import ACCESS as ENVIRONMENT
 from testbed.s3 import client
 
@@ -85,3 +85,9 @@ def settings(cache_dir: Path, **changes: Any) -> StoreSettings:
     """Of a store at the bucket's prefix `kogpt2/`, with a cache of 1 GiB."""
     location = f"s3://{BUCKET}/kogpt2/"
     return replace(StoreSettings(location, cache_dir, 1 << 30, 4 << 30, (), ()), **changes)
+
+
+def open_cache(cache_dir: Path, **changes: Any) -> Cache:
+    """The cache of a server with these settings."""
+    own = settings(cache_dir, **changes)
+    return Cache(own, open_store(own.location))

@@ -76,20 +76,13 @@ def test_links_to_files_of_the_archive_are_files(tmp_path: Path) -> None:
         assert not (tmp_path / "m" / path).is_symlink()
 
 
-@pytest.mark.parametrize("cut", [0, 10, 60, -1, -8])
-def test_a_damaged_archive_is_refused(tmp_path: Path, cut: int) -> None:
-    source = make(tmp_path / "a.tar.gz", member("x"), data=b"0123456789" * 50)
-    source.write_bytes(source.read_bytes()[:cut])
-    with pytest.raises(ArchiveError, match=r"a\.tar\.gz"):
-        unpack(source, tmp_path / "m")
-
-
-def test_a_flipped_byte_is_found(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kept", [0, 10, 60, -1, -8, None])
+def test_a_damaged_archive_is_refused(tmp_path: Path, kept: int | None) -> None:
     source = make(tmp_path / "a.tar.gz", member("x"), data=bytes(range(256)) * 64)
-    damaged = bytearray(source.read_bytes())
-    damaged[-6] ^= 1  # in the check sum
-    source.write_bytes(damaged)
-    with pytest.raises(ArchiveError, match="damaged"):
+    data = bytearray(source.read_bytes())
+    data[-6] ^= kept is None  # in the check sum
+    source.write_bytes(data[:kept])
+    with pytest.raises(ArchiveError, match=r"a\.tar\.gz .*(no files|damaged|ends)"):
         unpack(source, tmp_path / "m")
 
 

@@ -19,7 +19,7 @@ from serving.errors import ArtifactChanged, ModelNotInStore, StoreAccessDenied, 
 from serving.store import Cache, drivers, open_store
 from tests.e2e.server import free_port
 from tests.processes import eventually
-from tests.serving.store.s3 import archive, settings
+from tests.serving.store.s3 import archive, open_cache
 
 pytestmark = [
     pytest.mark.slow,
@@ -114,7 +114,7 @@ def files(kind: Kind, port: int, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def cache(kind: Kind, folder: Path) -> Cache:
-    return Cache(settings(folder, location=kind.location, cache_max_bytes=0))
+    return open_cache(folder, location=kind.location, cache_max_bytes=0)
 
 
 def test_models_are_offered_and_fetched(kind: Kind, files: Any, tmp_path: Path) -> None:

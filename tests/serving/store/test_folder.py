@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from serving.errors import ModelNotInStore, NotAModel
+from serving.errors import ArtifactChanged, ModelNotInStore, NotAModel
 from serving.store.folder import FolderStore
 from serving.store.locate import open_store
 from tests.serving.store.archives import touch
@@ -67,6 +67,21 @@ def test_a_client_does_not_learn_where_the_store_is(tmp_path: Path) -> None:
     with pytest.raises(ModelNotInStore) as raised:
         FolderStore(tmp_path).find("없음")
     assert raised.value.message == "there is no model 없음 in the store"
+
+
+def test_a_range_of_a_file_is_read_and_only_of_the_version_that_was_found(tmp_path: Path) -> None:
+    path, store = tmp_path / "aliases.json", FolderStore(tmp_path)
+    path.write_text("0123456789")
+    os.truncate(path, 1 << 40)  # more than fits into memory
+    file = store.file(path.name)
+    assert file is not None
+    assert b"".join(store.read(file, 5, 12)) == b"56789\0\0"
+    path.write_text("another")
+    with pytest.raises(ArtifactChanged):
+        list(store.read(file, 0, 5))
+    path.unlink()
+    with pytest.raises(ModelNotInStore):
+        list(store.read(file, 0, 5))
 
 
 def test_links_do_not_lead_out_of_a_store(tmp_path: Path) -> None:

@@ -148,7 +148,7 @@ def test_archives_come_from_hosts_that_are_allowed(
     own = settings(tmp_path, https_hosts=(host,))
     model = locate(f"http://{host}/{kind}/{quote('시')}.tar.gz?key=secret", None, own)
     assert (model.name, model.size_bytes) == ("시", len(ARCHIVE))
-    fetched = Cache(own).acquire(model)
+    fetched = Cache(own, None).acquire(model)
     assert (fetched.path / "a.params").read_bytes() == bytes(range(256)) * 4000
 
 
@@ -197,12 +197,12 @@ def test_no_error_and_no_log_has_the_query_of_an_address(
         assert "0123abcd" not in raised.value.message
     model = locate(f"http://{host}/ranged/a.tar.gz{secret}", None, own)
     for most in (100, 10_000, 1 << 30):
-        cache = Cache(replace(own, model_max_bytes=most))
+        cache = Cache(replace(own, model_max_bytes=most), None)
         with contextlib.suppress(ServingError):
             assert cache.acquire(model).path.is_dir()
     with monkeypatch.context() as broken:
         broken.setattr(Https, "read", lambda self, file, start, stop: iter([b"x" * (stop + 1)]))
-        cache = Cache(settings(tmp_path / "other", https_hosts=(host,)))
+        cache = Cache(settings(tmp_path / "other", https_hosts=(host,)), None)
         with pytest.raises(StoreUnavailable, match="more than the requested") as raised:
             cache.acquire(model)
         assert "0123abcd" not in raised.value.message

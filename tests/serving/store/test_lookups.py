@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,13 +17,13 @@ from tests.serving.store.s3 import settings
 
 
 class CountingStore:
-    """Has what is in `names`; answers once `answers` is set."""
+    """Has what is in `names`; answers once `answers` is set. `now` is the time."""
 
     location = "fake://"
 
     def __init__(self, *names: str) -> None:
         self.names, self.asked = set(names), Counter[str]()
-        self.broken = False
+        self.broken, self.now = False, 1000.0
         self.asking, self.answers = threading.Semaphore(0), threading.Event()
         self.answers.set()
 
@@ -40,15 +41,16 @@ class CountingStore:
         return [self.find(name) for name in sorted(self.names)]
 
 
-class Clock:
-    now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
+@pytest.fixture
+def store() -> CountingStore:
+    return CountingStore("소월")
 
 
-def make(store: CountingStore, tmp_path: Path, clock: Clock | None = None) -> Lookups:
-    return Lookups(store, settings(tmp_path), clock or Clock())
+@pytest.fixture
+def asked(store: CountingStore, tmp_path: Path) -> Iterator[Lookups]:
+    asked = Lookups(store, settings(tmp_path), lambda: store.now)
+    yield asked
+    asked.close()
 
 
 async def is_there(asked: Lookups, name: str) -> bool:
@@ -58,25 +60,24 @@ async def is_there(asked: Lookups, name: str) -> bool:
         return False
 
 
-async def test_an_unknown_name_is_looked_up_once_a_second(tmp_path: Path) -> None:
-    store, clock = CountingStore(), Clock()
-    asked = make(store, tmp_path, clock)
+async def test_an_unknown_name_is_looked_up_once_a_second(
+    asked: Lookups, store: CountingStore
+) -> None:
     for _ in range(100):
         assert not await is_there(asked, "없음")
     assert store.asked == {"없음": 1}
-    clock.now += 0.99
+    store.now += 0.99
     assert not await is_there(asked, "없음")
     assert store.asked == {"없음": 1}
     store.names.add("없음")
-    clock.now += 0.01
+    store.now += 0.01
     assert await is_there(asked, "없음")
     assert await is_there(asked, "없음")
-    asked.close()
 
 
-async def test_who_asks_at_the_same_time_shares_a_look_up(tmp_path: Path) -> None:
-    store = CountingStore("소월")
-    asked = make(store, tmp_path)
+async def test_who_asks_at_the_same_time_shares_a_look_up(
+    asked: Lookups, store: CountingStore
+) -> None:
     store.answers.clear()
     tasks = [asyncio.create_task(is_there(asked, n)) for n in ("소월", "없음") * 50]
     await asyncio.to_thread(store.asking.acquire)
@@ -85,14 +86,11 @@ async def test_who_asks_at_the_same_time_shares_a_look_up(tmp_path: Path) -> Non
     found = await asyncio.gather(*tasks[1:])
     assert found == [False, *[True, False] * 49]
     assert store.asked == {"소월": 1, "없음": 1}
-    asked.close()
 
 
 async def test_those_who_list_at_the_same_time_or_soon_after_share_a_listing(
-    tmp_path: Path,
+    asked: Lookups, store: CountingStore
 ) -> None:
-    store, clock = CountingStore("소월"), Clock()
-    asked = make(store, tmp_path, clock)
     store.answers.clear()
 
     async def listed() -> list[str]:
@@ -104,37 +102,33 @@ async def test_those_who_list_at_the_same_time_or_soon_after_share_a_listing(
     store.answers.set()
     assert await asyncio.gather(*tasks[1:]) == [["소월"]] * 99
     store.names.add("영랑")
-    clock.now += 0.99
+    store.now += 0.99
     assert await listed() == ["소월"]
     assert store.asked == {"소월": 1}
-    clock.now += 0.01
+    store.now += 0.01
     assert await listed() == ["소월", "영랑"]
-    clock.now += 1
+    store.now += 1
     store.broken = True
     with pytest.raises(StoreUnavailable):
         await listed()
     store.broken = False
     assert await listed() == ["소월", "영랑"]
-    asked.close()
 
 
-async def test_that_a_store_is_broken_is_not_remembered(tmp_path: Path) -> None:
-    store = CountingStore("소월")
-    asked = make(store, tmp_path)
+async def test_that_a_store_is_broken_is_not_remembered(
+    asked: Lookups, store: CountingStore
+) -> None:
     store.broken = True
     with pytest.raises(StoreUnavailable):
         await asked.find("소월")
     store.broken = False
     assert await is_there(asked, "소월")
-    asked.close()
 
 
 async def test_what_is_remembered_is_bounded(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    asked: Lookups, store: CountingStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(lookups, "MAX_MISSING", 10)
-    store = CountingStore()
-    asked = make(store, tmp_path)
     for number in range(50):
         assert not await is_there(asked, str(number))
     assert len(asked._missing) == 10
@@ -142,12 +136,11 @@ async def test_what_is_remembered_is_bounded(
     assert store.asked["49"] == 1
     assert not await is_there(asked, "0")
     assert store.asked["0"] == 2
-    asked.close()
 
 
-async def test_a_store_that_hangs_holds_up_nothing_else(tmp_path: Path) -> None:
-    store = CountingStore()
-    asked = make(store, tmp_path)
+async def test_a_store_that_hangs_holds_up_nothing_else(
+    asked: Lookups, store: CountingStore
+) -> None:
     store.answers.clear()
     tasks = [asyncio.create_task(is_there(asked, str(n))) for n in range(lookups.MAX_WAITING)]
     for _ in range(lookups.THREADS):
@@ -160,7 +153,6 @@ async def test_a_store_that_hangs_holds_up_nothing_else(tmp_path: Path) -> None:
     assert sum(store.asked.values()) == lookups.THREADS
     store.answers.set()
     assert not any(await asyncio.gather(*tasks))
-    asked.close()
 
 
 async def test_a_name_that_the_file_system_cannot_have_is_not_there(tmp_path: Path) -> None:

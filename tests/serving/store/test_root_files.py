@@ -74,7 +74,7 @@ def as_a_user(settings: StoreSettings, function: Callable[[Cache], Any]) -> Any:
         os.setgroups([])
         os.setresgid(A_USER, A_USER, A_USER)
         os.setresuid(A_USER, A_USER, A_USER)
-        return function(Cache(settings))
+        return function(Cache(settings, None))
 
     return in_a_fork(user)
 

@@ -17,9 +17,9 @@ from serving.errors import (
     StoreUnavailable,
     UrlNotAllowed,
 )
-from serving.store import Cache, open_store
+from serving.store import open_store
 from serving.store import s3 as s3_module
-from tests.serving.store.s3 import BUCKET, S3Server, archive, settings
+from tests.serving.store.s3 import BUCKET, S3Server, archive, open_cache
 
 pytestmark = pytest.mark.usefixtures("s3")
 LOCATION = f"s3://{BUCKET}/kogpt2/"
@@ -65,7 +65,7 @@ def test_a_long_listing_is_whole(s3: S3Server) -> None:
 
 def test_an_unpacked_prefix_becomes_a_folder(s3: S3Server, tmp_path: Path) -> None:
     put_unpacked(s3, "동주")
-    cache, store = Cache(settings(tmp_path)), open_store(LOCATION)
+    cache, store = open_cache(tmp_path), open_store(LOCATION)
     fetched = cache.acquire(store.find("동주"))
     files = {
         p.relative_to(fetched.path).as_posix(): p.read_text() for p in fetched.path.rglob("*.*")
@@ -80,7 +80,7 @@ def test_an_unpacked_prefix_becomes_a_folder(s3: S3Server, tmp_path: Path) -> No
 def test_an_artifact_that_changes_before_it_is_fetched_is_not_mixed(
     s3: S3Server, tmp_path: Path
 ) -> None:
-    cache, store = Cache(settings(tmp_path)), open_store(LOCATION)
+    cache, store = open_cache(tmp_path), open_store(LOCATION)
     s3.put("kogpt2/a.tar.gz", archive({"a.params": b"old"}))
     put_unpacked(s3, "b")
     for name, key in (("a", "kogpt2/a.tar.gz"), ("b", "kogpt2/b/모델.params")):

@@ -12,7 +12,7 @@ import pytest
 from serving.errors import StoreUnavailable
 from serving.store import Cache, Lookups, Stop, StoreSettings, download, locate, lookups, open_store
 from tests.serving.store.archives import touch
-from tests.serving.store.s3 import ENVIRONMENT, settings
+from tests.serving.store.s3 import ENVIRONMENT, open_cache, settings
 from tests.serving.store.trickling import TricklingStore, trickling_store
 
 
@@ -81,7 +81,7 @@ def test_a_download_that_trickles_is_given_up(
     monkeypatch.setattr(download, "RANGE_BYTES", 1 << 20)
     model = locate(f"{store.url}/body/봄.tar.gz", None, own)
     with pytest.raises(StoreUnavailable, match=r"/body/.* sends too slowly: .* at least 524288"):
-        Cache(own).acquire(model)
+        Cache(own, None).acquire(model)
     store.wait_until(0)
 
 
@@ -90,9 +90,9 @@ def test_a_download_that_is_given_up_ends_though_a_byte_comes_now_and_then(
     store: TricklingStore, own: StoreSettings, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     monkeypatch.setattr(download, "RANGE_BYTES", 1 << 20)
-    given_up, cache = Stop(), Cache(own)
+    given_up, cache = Stop(), Cache(own, None)
     if kind == "s3":
-        cache = Cache(settings(own.cache_dir, location="s3://body/"))
+        cache = open_cache(own.cache_dir, location="s3://body/")
         model = open_store("s3://body/").find("봄")
     else:
         model = locate(f"{store.url}/body/봄.tar.gz", None, own)
