@@ -114,7 +114,7 @@ def _empty(server: Server) -> None:
         shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
     for name in server.loaded():
         assert server.unload(quote(name)).status_code == 200
-    eventually(lambda: not server.descendants("model_service_worker"))
+    eventually(lambda: not server.descendants("--sock-name"))  # of workers, also of scripts
     eventually(lambda: statistics(server)["models"] == [])  # a killed worker's lease has to end
     server.forget_log()
 
