@@ -16,7 +16,6 @@ from tests.e2e.server import Server, eventually
 from tests.e2e.stores import (
     ENDLESS,
     ENDLESS_TOKENS,
-    LONG,
     SHORT,
     endless,
     error,
@@ -120,7 +119,7 @@ def test_stream_must_be_a_boolean_and_its_type_one_that_there_is(server: Server,
 
 
 def test_a_stream_that_breaks_off_says_so_and_the_next_one_works(server: Server, ask: Ask) -> None:
-    answer = ask("slow", LONG)
+    answer = ask("slow", ENDLESS)
     lines = answer.iter_lines()
     next(lines)
     (engine,) = server.descendants("-m engine ")
