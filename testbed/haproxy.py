@@ -82,7 +82,9 @@ class HAProxy(Proxy):
             # Again and again: a signal is lost on it while it begins.
             os.kill(self.pid, signal.SIGUSR2)
             time.sleep(0.5)
-            return self._loads() != before
+            # A late signal of the reload before may have had it read the file before this one.
+            names = {f"node{number}" for number in nodes}
+            return self._loads() != before and self._servers(r"\d") == names
 
         self._until(reloaded, "did not load its configuration again", ROUTES_S)
 
@@ -90,11 +92,15 @@ class HAProxy(Proxy):
         return self.log.read_text("utf-8").count("Loading success")
 
     def up(self) -> set[str]:
+        return self._servers("1")
+
+    def _servers(self, is_up: str) -> set[str]:
+        """Names of its servers whose state is up (1), or not (0)."""
         if not self._loads():
             return set()
         try:
             text = fetch(f"http://{self.host}:{self._inside}/metrics", 60).decode()
         except OSError:
             return set()
-        status = r'^haproxy_server_status\{proxy="kogpt2",server="(\w+)",state="UP"\} 1'
-        return set(re.findall(status, text, re.MULTILINE))
+        status = r'^haproxy_server_status\{proxy="kogpt2",server="(\w+)",state="UP"\} '
+        return set(re.findall(status + is_up, text, re.MULTILINE))

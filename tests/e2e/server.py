@@ -22,7 +22,7 @@ from tests.processes import has_ended
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 START_S = 120.0
-STOP_S = 30.0
+STOP_S = 60.0
 
 
 class Server:

@@ -116,7 +116,7 @@ def _empty(server: Server) -> None:
     for name in server.loaded():
         assert server.unload(quote(name)).status_code == 200
     eventually(lambda: "aliases" not in server.get("/models").json())  # their file is gone
-    eventually(lambda: not server.descendants("model_service_worker"))
+    eventually(lambda: not server.descendants("--sock-name"))  # of workers, also of scripts
     eventually(lambda: statistics(server)["models"] == [])  # a killed worker's lease has to end
     server.forget_log()
 

@@ -9,11 +9,11 @@ import pytest
 import requests
 
 from tests.e2e.server import Server, eventually
-from tests.e2e.stores import ENDLESS, LONG, SHORT, count, endless, error, running, small, text
+from tests.e2e.stores import ENDLESS, SHORT, count, endless, error, running, small, text
 
 pytestmark = pytest.mark.slow
 
-CLIENTS, AT_ONCE, LIMIT_S = 64, 16, 1
+CLIENTS, AT_ONCE, LIMIT_S = 64, 16, 3  # within which sixteen requests begin
 
 
 # An answer is in time if the gateway has it in time. The log's seconds end when it is written,
@@ -72,14 +72,17 @@ def test_sixteen_clients_of_a_default_server_share_a_step(server: Server) -> Non
 
 def test_a_full_line_is_told_and_the_other_model_answers(server: Server) -> None:
     assert server.load("좁은", "느린", initial_workers=1, queue=2).status_code == 200
-    with ThreadPoolExecutor(3) as pool:
-        answers = [pool.submit(server.predict, "좁은", LONG)]
-        eventually(lambda: running(server) == 2)
-        answers += [pool.submit(server.predict, "좁은", SHORT) for _ in range(2)]
-        eventually(lambda: 'kogpt2_model_waiting{model="좁은"} 2.0' in server.get("/metrics").text)
-        assert text(server.predict("빠른", SHORT))
-        refused = [server.predict("좁은", SHORT) for _ in range(3)]
-        assert [answer.result().status_code for answer in answers] == [200] * 3
+    body = {**ENDLESS, "stream": True}
+    with ThreadPoolExecutor(2) as pool:
+        with server.post("/predictions/좁은", json=body, stream=True) as first:
+            eventually(lambda: running(server) == 2)
+            answers = [pool.submit(server.predict, "좁은", SHORT) for _ in range(2)]
+            waiting = 'kogpt2_model_waiting{model="좁은"} 2.0'
+            eventually(lambda: waiting in server.get("/metrics").text)
+            assert text(server.predict("빠른", SHORT))
+            refused = [server.predict("좁은", SHORT) for _ in range(3)]
+            assert first.status_code == 200
+        assert [answer.result().status_code for answer in answers] == [200] * 2
     for answer in refused:
         assert answer.status_code == 429
         assert error(answer)[1] == "TooManyRequestsException"

@@ -28,6 +28,7 @@ pytestmark = pytest.mark.slow
 CONNECTIONS = 256
 ROUNDS = 25
 MIB = 1 << 20
+LIMIT_S = 180  # of a request: the largest answer takes half a minute beside other tests
 JSON = {"Content-Type": "application/json"}
 HEAD = b"POST /predictions/a HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
 # What each of its connections sends, which then neither sends nor reads anything.
@@ -67,6 +68,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     small(folder / "store" / "봄")
     endless(folder / "store" / "느린")
     settings = {"MAX_CONNECTIONS": str(CONNECTIONS), "GRPC_PORT": str(free_port())}
+    settings["REQUEST_TIMEOUT_S"] = str(LIMIT_S)
     with serving(folder / "run", folder / "store", **settings) as running:
         for name in ("a", "봄", "느린"):
             assert running.load(name).status_code == 200
@@ -125,7 +127,7 @@ def attack(act: Callable[[], Any], clients: int) -> Iterator[threading.Semaphore
     finally:
         stop.set()
         for thread in threads:
-            thread.join(120)
+            thread.join(LIMIT_S + 60)
             assert not thread.is_alive()
 
 
@@ -165,7 +167,7 @@ def test_large_bodies_fail_nobody_and_take_no_memory(server: Server, body: str) 
 
     def post() -> None:
         headers = {"Content-Type": kind}
-        answer = server.post(path, data=content, headers=headers)
+        answer = server.post(path, data=content, headers=headers, timeout=LIMIT_S + 30)
         statuses.add(answer.status_code)
 
     before, most = memory(server), dict[str, int]()
@@ -181,7 +183,7 @@ def test_large_bodies_fail_nobody_and_take_no_memory(server: Server, body: str) 
     try:
         with attack(post, 1 if body == "scores" else 4) as acted:
             check(server, body)
-            assert acted.acquire(timeout=90)
+            assert acted.acquire(timeout=LIMIT_S + 60)
     finally:
         watched.set()
         watching.join()

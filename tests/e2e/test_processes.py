@@ -24,11 +24,14 @@ from tests.processes import has_ended
 pytestmark = pytest.mark.slow
 
 
+PORTS = {name: str(free_port()) for name in ("SAGEMAKER_BIND_TO_PORT", "MANAGEMENT_PORT")}
+
+
 def run_entrypoint(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "serving.entrypoint", *arguments],
         cwd=REPOSITORY,
-        env={**os.environ, **environment},
+        env={**os.environ, **PORTS, **environment},
         capture_output=True,
         text=True,
         timeout=120,
@@ -109,8 +112,7 @@ def test_what_a_killed_server_left_does_not_matter_to_the_next(tmp_path: Path) -
 
 
 def test_a_second_server_in_the_same_folder_is_refused(clean: Server) -> None:
-    ports = ("--port", str(free_port()), "--management-port", str(free_port()))
-    second = run_entrypoint("serve", "--host", "127.0.0.1", *ports, RUN_DIR=str(clean.run_dir))
+    second = run_entrypoint("serve", "--host", "127.0.0.1", RUN_DIR=str(clean.run_dir))
     assert second.returncode == 1
     assert "another server" in second.stderr
     assert clean.is_ready()

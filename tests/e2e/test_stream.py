@@ -16,7 +16,6 @@ from tests.e2e.server import Server, eventually
 from tests.e2e.stores import (
     ENDLESS,
     ENDLESS_TOKENS,
-    LONG,
     SHORT,
     count,
     endless,
@@ -106,7 +105,7 @@ def test_a_wrong_request_has_its_status_and_no_stream(server: Server, ask: Ask) 
 
 
 def test_a_stream_that_breaks_off_says_so_and_the_next_one_works(server: Server, ask: Ask) -> None:
-    answer = ask("slow", LONG)
+    answer = ask("slow", ENDLESS)
     lines = answer.iter_lines()
     next(lines)
     (engine,) = server.descendants("-m engine ")

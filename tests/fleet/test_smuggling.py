@@ -41,7 +41,7 @@ IN_TARGETS = {
 # A case whose body is a whole request, without an id.
 CASES = {**AMBIGUOUS, **CLEAR, **IN_TARGETS}
 del CASES["a-body-like-a-request"]
-IDLE_S = 3.0  # without an answer: then the proxy waits for the rest of a body, which never comes
+IDLE_S = 10.0  # without an answer: then the proxy waits for the rest of a body, which never comes
 
 
 @pytest.fixture(scope="module")

@@ -63,7 +63,7 @@ def users(run: Run, served: Server, tmp_path_factory: pytest.TempPathFactory) ->
     before = {name: answered(served, name) for name in NAMES}
     prompts = folder / "prompts.txt"
     prompts.write_text("나는 오늘\n\n비가 오는 날에는\n", encoding="utf-8")
-    plan = ("--models", ",".join(NAMES), "--users", "3", "--seconds", "3", "--zipf", "1.5")
+    plan = ("--models", ",".join(NAMES), "--users", "3", "--seconds", "6", "--zipf", "1.5")
     report = measured(run, folder / "a.json", "--url", served.url(""), *plan, "--prompts", prompts)
     return {**report, "counted": {n: answered(served, n) - before[n] for n in NAMES}}
 
@@ -87,7 +87,7 @@ def test_latencies_tokens_and_cold_starts_are_reported(users: dict[str, Any]) ->
     everything = users["all"]
     seconds = everything["seconds"]
     assert 0 < seconds["p50"] <= seconds["p90"] <= seconds["p95"] <= seconds["p99"]
-    assert seconds["p99"] <= seconds["max"] < 10
+    assert seconds["p99"] <= seconds["max"] < 60
     assert everything["outside_model_s"]["p50"] < seconds["p99"]
     assert everything["tokens"] <= 8 * everything["requests"]
     assert everything["tokens_per_s"] == pytest.approx(everything["tokens"] / users["seconds"])
@@ -135,7 +135,7 @@ def test_requests_at_a_rate_with_the_first_token_of_streams(
 def test_an_endpoint_is_tested_through_the_platforms_api(
     run: Run, poets: Poets, tmp_path: Path
 ) -> None:
-    options = ("--endpoint", "poets", "--models", "m0,시/봄", "--users", "2", "--seconds", "1")
+    options = ("--endpoint", "poets", "--models", "m0,시/봄", "--users", "2", "--seconds", "3")
     found = measured(run, tmp_path / "a.json", *options, **poets.environment)
     assert found["all"]["requests"] > 4
     assert found["all"]["tokens_per_s"] > 0
