@@ -46,7 +46,7 @@ TARGET_AMX static void end_tiles(void) {
   _mm512_add_epi32(_mm512_loadu_si512(dots[v]), \
                    _mm512_set1_epi32(sums[(v) / BESIDE * others + (v) % BESIDE]))
 
-/* R rows of P planes, both constants. */
+/* R rows of P planes, both constants; R * P is 8 or 16. */
 TARGET_AMX INLINE void rows_amx(int R, int P, const Quantized *x, size_t row, const uint8_t *packed,
                                 const float *bias, float out[][LINE]) {
   row *= P;
@@ -83,17 +83,12 @@ TARGET_AMX static size_t int8_tile_amx(const Quantized *x, size_t row, const uin
                                        const float *bias, float out[][LINE]) {
   const size_t left = x->count - row;
   if (x->beside == BESIDE) return int8_tile_vnni(x, row, packed, bias, out);
-#define USE(R, P) \
-  if (x->planes == P && left >= R) return rows_amx(R, P, x, row, packed, bias, out), R
-  USE(16, 1);
-  USE(8, 1);
-  USE(4, 1);
-  USE(2, 1);
-  USE(1, 1);
-  USE(8, 2);
+  /* The rows of a tile beyond the last one are computed, and dropped: that is faster than a tile for
+     each power of two. */
+#define USE(R, P) return rows_amx(R, P, x, row, packed, bias, out), left < R ? left : R
+  if (x->planes == 1 && left > 8) USE(16, 1);
+  if (x->planes == 1) USE(8, 1);
+  if (left > 4) USE(8, 2);
   USE(4, 2);
-  USE(2, 2);
-  USE(1, 2);
 #undef USE
-  return 0;
 }

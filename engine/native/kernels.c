@@ -153,7 +153,7 @@ TARGET static inline int32x4_t dot_neon(int32x4_t sums, const uint8_t *packed, i
 static const Kernels all_kernels[] = {
 #if defined(__x86_64__)
 #if __GNUC__ >= 11
-    KERNELS_OF(amx, vnni, 5, end_tiles), /* faster from five vectors on */
+    KERNELS_OF(amx, vnni, 3, end_tiles), /* two vectors are not slower without */
 #endif
     KERNELS(vnni),
     KERNELS(avx2),

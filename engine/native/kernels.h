@@ -8,7 +8,7 @@
 enum {
   BESIDE = 4,      /* vectors whose numbers lie beside each other */
   MAX_BLOCK = 64,  /* numbers that share a scale */
-  MAX_ROWS = 16,   /* of a tile */
+  MAX_ROWS = 16,   /* of a tile, or vectors */
   MAX_QUERIES = 12, /* of one row and head that attention takes at once */
   FEW_QUERIES = 4   /* of one row, for which attention takes several heads at once */
 };

@@ -132,9 +132,9 @@ typedef struct {
   Quantized quantized;
 } Product;
 
-/* Rows of int8 numbers that `count` rows of floats are quantized to. */
+/* Vectors of int8 numbers that `count` rows of floats are quantized to, whole tiles of them. */
 static size_t num_vectors(size_t count, size_t planes) {
-  return ceil_div(count * planes, BESIDE) * BESIDE;
+  return ceil_div(count * planes, MAX_ROWS) * MAX_ROWS;
 }
 
 static size_t quantized_bytes(size_t count, size_t planes, size_t k, size_t block) {
@@ -275,15 +275,16 @@ static void multiply(const Matrix *matrix, Adapted adapted, const float *x, cons
   const size_t spans = adapted == NOT_ADAPTED ? 0 : pass.num_spans;
   Product product = {matrix, x, residual, y, count, stride, k, n, GROUPS, 0, gelu, adapted, {0}};
   if (block) {
-    const size_t blocks = ceil_div(product.k, block);
-    const size_t planes = product.matrix->planes;
-    const size_t vectors = num_vectors(product.count, planes);
+    const size_t blocks = ceil_div(k, block), planes = matrix->planes;
+    const size_t vectors = num_vectors(count, planes);
     float *scales = pass.quantized;
     int32_t *sums = (int32_t *)(scales + vectors * blocks);
     product.quantized = (Quantized){
         count, planes, blocks * block, blocks, block,
         count * planes < kernels->tiles_from ? BESIDE : 1,
         sums + vectors * blocks, scales, sums};
+    const size_t whole = count * planes / BESIDE * BESIDE; /* a tile may have vectors of no row */
+    memset(scales + whole * blocks, 0, (vectors - whole) * blocks * sizeof *scales);
     product.quantize_parts = ceil_div(product.count, BESIDE);
   }
   in_parallel_if(spans || count > FEW, prepare_part, &product, product.quantize_parts + spans);
