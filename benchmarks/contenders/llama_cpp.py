@@ -34,6 +34,8 @@ BLOCKS = {
 FLOATS = ctypes.POINTER(ctypes.c_float)
 ROWS = 8
 CONTEXT = 128  # tokens of a row; more than any generation here has
+# llama.cpp's products with AMX end the process here (SIGILL or SIGSEGV, llama-cpp-python 0.3.36).
+CRASHES_ON_AMX = "amx_int8" in Path("/proc/cpuinfo").read_text("utf-8")
 
 
 def tensors(artifact: Artifact) -> Iterator[tuple[str, Any, bool]]:
@@ -110,7 +112,9 @@ def start(path: str, threads: str) -> Started:
     import llama_cpp as lib
 
     lib.llama_backend_init()
-    model = lib.llama_model_load_from_file(path.encode(), lib.llama_model_default_params())
+    parameters = lib.llama_model_default_params()
+    parameters.use_extra_bufts = not CRASHES_ON_AMX
+    model = lib.llama_model_load_from_file(path.encode(), parameters)
     if not model:
         raise SystemExit(f"llama.cpp cannot load {path}")
     options = lib.llama_context_default_params()

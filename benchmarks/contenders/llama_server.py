@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from benchmarks.contenders.llama_cpp import CRASHES_ON_AMX
 from benchmarks.contenders.peers import MISSING, SERVER
 from testbed.process import Program, ProgramError, fetch, free_port
 from testbed.server import CALL_S
@@ -31,7 +32,8 @@ class LlamaServer(Program):
         cores = len(os.sched_getaffinity(0))
         options = {"host": "127.0.0.1", "port": self.port, "threads": cores, **options}
         given = [part for name, value in options.items() for part in (f"--{name}", str(value))]
-        super().__init__([SERVER, *given, "--no-ui", "--no-warmup"], log)
+        given += ["--no-ui", "--no-warmup", *["--no-repack"] * CRASHES_ON_AMX]
+        super().__init__([SERVER, *given], log)
         self._wait(lambda: self.get("/health"))
 
     def connect(self) -> http.client.HTTPConnection:
