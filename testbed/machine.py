@@ -13,13 +13,18 @@ PACKAGES = ("numpy", "mxnet", "onnxruntime", "sentencepiece", "multi-model-serve
 INSTRUCTION_SETS = ("avx2", "avx512f", "avx512_vnni", "avx_vnni", "avx512_bf16", "amx_int8")
 
 
+def instruction_sets() -> list[str]:
+    """Those of `INSTRUCTION_SETS` that the processor has."""
+    flags = _fields(Path("/proc/cpuinfo")).get("flags", "").split()
+    return [name for name in INSTRUCTION_SETS if name in flags]
+
+
 def describe() -> dict[str, Any]:
     cpu = _fields(Path("/proc/cpuinfo"))
     memory = _fields(Path("/proc/meminfo"))
-    flags = set(cpu.get("flags", "").split())
     return {
         "cpu": cpu.get("model name", platform.machine()),
-        "instruction_sets": [name for name in INSTRUCTION_SETS if name in flags],
+        "instruction_sets": instruction_sets(),
         "cores": len(os.sched_getaffinity(0)),
         "memory_bytes": int(memory["MemTotal"].split()[0]) * 1024,
         "system": platform.platform(),

@@ -22,6 +22,7 @@ from engine.artifacts.adapter import BASE_NAMES, Adapter
 from engine.artifacts.adapter import read as read_adapter
 from engine.artifacts.artifact import Artifact
 from engine.artifacts.open import open_artifact
+from testbed import machine
 
 BLOCKS = {
     "attn_norm": artifacts.ATTENTION_NORM,
@@ -35,7 +36,7 @@ FLOATS = ctypes.POINTER(ctypes.c_float)
 ROWS = 8
 CONTEXT = 128  # tokens of a row; more than any generation here has
 # llama.cpp's products with AMX end the process here (SIGILL or SIGSEGV, llama-cpp-python 0.3.36).
-CRASHES_ON_AMX = "amx_int8" in Path("/proc/cpuinfo").read_text("utf-8")
+CRASHES_ON_AMX = "amx_int8" in machine.instruction_sets()
 
 
 def tensors(artifact: Artifact) -> Iterator[tuple[str, Any, bool]]:

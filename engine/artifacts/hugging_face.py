@@ -146,7 +146,7 @@ def read(folder: Path, generation: Generation) -> artifact.Artifact:
         untied = True
     if untied:
         canonical[OUTPUT] = weights[head]
-    # reorder_and_upcast_attn only says in what precision to compute: here it is always fp32.
+    # reorder_and_upcast_attn changes nothing: attention is always computed in fp32 here.
     config = given.config(
         artifact.sizes(canonical, file, _their_names(1, prefix)),
         file,

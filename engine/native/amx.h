@@ -7,7 +7,6 @@
 #define TARGET_AMX \
   __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,amx-tile,amx-int8")))
 
-enum { TILE_LINES = 16 };
 #define DOTS_TILE 0 /* the intrinsics write these numbers into assembly */
 #define X_TILE 1
 #define WEIGHTS_TILE 2
@@ -21,6 +20,7 @@ static int has_tiles(void) {
 }
 
 TARGET_AMX static void begin_tiles(size_t lines, size_t block) {
+  if (lines == lines_of_tiles && block == block_of_tiles) return;
   struct {
     uint8_t palette, start, reserved[14];
     uint16_t bytes[16];
@@ -28,7 +28,6 @@ TARGET_AMX static void begin_tiles(size_t lines, size_t block) {
   } config = {.palette = 1,
               .bytes = {[DOTS_TILE] = 64, [X_TILE] = block, [WEIGHTS_TILE] = 64},
               .lines = {[DOTS_TILE] = lines, [X_TILE] = lines, [WEIGHTS_TILE] = block / 4}};
-  if (lines == lines_of_tiles && block == block_of_tiles) return;
   __asm__ volatile("" : : "r"(&config) : "memory"); /* gcc's intrinsic names 8 of its bytes alone */
   _tile_loadconfig(&config);
   lines_of_tiles = lines;
@@ -54,13 +53,14 @@ TARGET_AMX INLINE void rows_amx(int R, int P, const Quantized *x, size_t row, co
   const size_t others = x->blocks * BESIDE; /* from BESIDE vectors' scales to the next */
   const float *scales = x->scales + row / BESIDE * others + row % BESIDE;
   const int32_t *sums = x->sums + row / BESIDE * others + row % BESIDE;
-  const size_t bytes = LINE * x->block, distance = TILE_PREFETCH;
-  __m512 y[TILE_LINES];
+  const size_t bytes = LINE * x->block; /* of a block's numbers */
+  __m512 y[MAX_ROWS];
   EACH(r, R) y[r] = _mm512_loadu_ps(bias);
   begin_tiles(R * P, x->block);
   for (size_t b = 0; b < x->blocks; b++, scales += BESIDE, sums += BESIDE) {
-    int32_t dots[TILE_LINES][LINE];
-    for (size_t i = 0; row == 0 && i <= bytes; i += 64) __builtin_prefetch(packed + distance + i);
+    int32_t dots[MAX_ROWS][LINE];
+    for (size_t i = 0; row == 0 && i <= bytes; i += 64)
+      __builtin_prefetch(packed + TILE_PREFETCH + i);
     _tile_zero(DOTS_TILE);
     _tile_loadd(X_TILE, fours + b * (x->block / 4), x->width);
     _tile_loadd(WEIGHTS_TILE, packed, 64);

@@ -94,12 +94,13 @@ TARGET static float NAME(softmax)(float *scores, size_t count, size_t length) {
   return NAME(sum)(sums);
 }
 
-/* Loads LANES numbers from number i on. Few queries wait for memory, not for arithmetic: what lies behind
-   is fetched early. */
-TARGET INLINE floats NAME(load_number)(int Q, int half, const uint8_t *numbers, size_t i) {
-  const uint8_t *from = numbers + i * (half ? 2 : 4);
-  if (Q <= FEW_QUERIES) __builtin_prefetch(from + KV_PREFETCH);
-  return half ? LOAD_HALVES(from) : NAME(load)((const float *)from);
+TARGET INLINE floats NAME(load_number)(int half, const uint8_t *numbers, size_t i) {
+  return half ? LOAD_HALVES(numbers + i * 2) : NAME(load)((const float *)numbers + i);
+}
+
+/* Few queries wait for memory, not for arithmetic: what lies behind LINE numbers is fetched early. */
+TARGET INLINE void NAME(prefetch_line)(int Q, int half, const uint8_t *numbers, size_t i) {
+  if (Q <= FEW_QUERIES) __builtin_prefetch(numbers + i * (half ? 2 : 4) + KV_PREFETCH);
 }
 
 /* The scores of a head's Q queries against its keys on pages n, ..., n + N - 1. */
@@ -109,12 +110,15 @@ TARGET INLINE void NAME(score_pages)(int Q, int N, int half, const Queries *x, c
   const size_t keys = head * padded(x->size) * PAGE_TOKENS;
   EACH(i, Q * N) EACH(p, PARTS) sums[i][p] = (floats){0};
   for (size_t s = 0; s < x->size; s++)
-    EACH(page, N) EACH(p, PARTS) {
-      const size_t number = keys + s * PAGE_TOKENS + p * LANES;
-      const floats key = NAME(load_number)(Q, half, x->pages[n + page], number);
-      EACH(i, Q) {
-        floats *sum = &sums[page * Q + i][p];
-        *sum = FMA(NAME(all)(q[i * x->stride + s]), key, *sum);
+    EACH(page, N) {
+      const size_t number = keys + s * PAGE_TOKENS;
+      NAME(prefetch_line)(Q, half, x->pages[n + page], number);
+      EACH(p, PARTS) {
+        const floats key = NAME(load_number)(half, x->pages[n + page], number + p * LANES);
+        EACH(i, Q) {
+          floats *sum = &sums[page * Q + i][p];
+          *sum = FMA(NAME(all)(q[i * x->stride + s]), key, *sum);
+        }
       }
     }
   EACH(page, N) EACH(i, Q) EACH(p, PARTS)
@@ -135,11 +139,14 @@ TARGET INLINE void NAME(add_values)(int Q, int N, int half, const Queries *x, si
     const uint8_t *page = x->pages[t / PAGE_TOKENS];
     const size_t stop = t + PAGE_TOKENS < end ? t + PAGE_TOKENS : end;
     for (size_t number = values; t < stop; t++, number += line)
-      EACH(j, N) EACH(p, PARTS) {
-        const floats value = NAME(load_number)(Q, half, page, number + j * LINE + p * LANES);
-        EACH(i, Q) {
-          floats *sum = &sums[j * Q + i][p];
-          *sum = FMA(NAME(all)(weights[i * length + t]), value, *sum);
+      EACH(j, N) {
+        NAME(prefetch_line)(Q, half, page, number + j * LINE);
+        EACH(p, PARTS) {
+          const floats value = NAME(load_number)(half, page, number + j * LINE + p * LANES);
+          EACH(i, Q) {
+            floats *sum = &sums[j * Q + i][p];
+            *sum = FMA(NAME(all)(weights[i * length + t]), value, *sum);
+          }
         }
       }
   }

@@ -22,8 +22,11 @@
 #include <string.h>
 #if defined(__x86_64__)
 #include <immintrin.h>
+#if __GNUC__ >= 11
+#define HAS_AMX /* older compilers lack it */
 #include <sys/syscall.h>
 #include <unistd.h>
+#endif
 #elif defined(__aarch64__)
 #include <arm_neon.h>
 #include <sys/auxv.h>
@@ -114,7 +117,7 @@ TARGET static inline __m256i dot_avx2(__m256i sums, const uint8_t *packed, __m25
 #include "product.h"
 #include "attention.h"
 #include "undefine.h"
-#if __GNUC__ >= 11
+#ifdef HAS_AMX
 #include "amx.h"
 #endif
 
@@ -152,7 +155,7 @@ TARGET static inline int32x4_t dot_neon(int32x4_t sums, const uint8_t *packed, i
 /* The best one first. */
 static const Kernels all_kernels[] = {
 #if defined(__x86_64__)
-#if __GNUC__ >= 11
+#ifdef HAS_AMX
     KERNELS_OF(amx, vnni, 3, end_tiles), /* two vectors are not slower without */
 #endif
     KERNELS(vnni),
@@ -168,7 +171,7 @@ const Kernels *kernels = &all_kernels[NUM_KERNELS - 1];
 static int is_supported(const char *name) {
 #if defined(__x86_64__)
   __builtin_cpu_init();
-#if __GNUC__ >= 11
+#ifdef HAS_AMX
   if (!strcmp(name, "amx")) return is_supported("vnni") && has_tiles();
 #endif
   if (!strcmp(name, "vnni"))

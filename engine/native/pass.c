@@ -283,8 +283,9 @@ static void multiply(const Matrix *matrix, Adapted adapted, const float *x, cons
         count, planes, blocks * block, blocks, block,
         count * planes < kernels->tiles_from ? BESIDE : 1,
         sums + vectors * blocks, scales, sums};
-    const size_t whole = count * planes / BESIDE * BESIDE; /* a tile may have vectors of no row */
-    memset(scales + whole * blocks, 0, (vectors - whole) * blocks * sizeof *scales);
+    const size_t whole = count * planes / BESIDE * BESIDE;
+    if (product.quantized.beside == 1) /* a tile may have vectors of no row */
+      memset(scales + whole * blocks, 0, (vectors - whole) * blocks * sizeof *scales);
     product.quantize_parts = ceil_div(product.count, BESIDE);
   }
   in_parallel_if(spans || count > FEW, prepare_part, &product, product.quantize_parts + spans);

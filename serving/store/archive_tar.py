@@ -68,7 +68,7 @@ def _header(plain: gzip.GzipFile) -> tarfile.TarInfo | None:
 
 
 def _fields(kind: bytes, data: bytes) -> dict[str, Any]:
-    """What an extended header says of the next member."""
+    """Attributes of the next member that an extended header replaces, with their values."""
     if kind in GNU_FIELDS:
         return {GNU_FIELDS[kind]: _text(data.partition(b"\0")[0])}
     fields: dict[str, Any] = {}

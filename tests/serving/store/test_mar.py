@@ -39,6 +39,9 @@ def test_a_mar_becomes_a_folder(tmp_path: Path) -> None:
     ("name", "reason"),
     [
         ("../outside", "leads out"),
+        ("a/../../outside", "leads out"),
+        ("/etc/outside", "leads out"),
+        ("a/../outside", "leads out"),
         ("./first", "twice"),
         ("", "twice"),
         ("a/" * 600 + "f", "deeper than 32 folders"),
@@ -80,6 +83,12 @@ def test_a_damaged_mar_says_so(tmp_path: Path) -> None:
         (tmp_path / f"{i}.mar").write_bytes(bad)
         with pytest.raises(ArchiveError, match="cannot be unpacked"):
             unpack(tmp_path / f"{i}.mar", tmp_path / "m")
+
+
+def test_what_the_engine_trusts_cannot_be_brought(tmp_path: Path) -> None:
+    files = {".prepared/x.json": b"{}", "a/.prepared/b": b"1", "a.params": b"1"}
+    unpack(make(tmp_path / "a.mar", files), tmp_path / "m")
+    assert [p.name for p in (tmp_path / "m").iterdir()] == ["a.params"]
 
 
 def test_a_store_offers_mars_by_name(tmp_path: Path) -> None:
