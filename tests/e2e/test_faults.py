@@ -44,7 +44,7 @@ from tests.e2e.stores import (
     text,
 )
 from tests.e2e.test_metrics import metrics
-from tests.processes import has_ended
+from tests.processes import has_ended, kill_at_once
 
 pytestmark = pytest.mark.slow
 
@@ -151,10 +151,7 @@ def test_a_slow_store_holds_up_nothing_else(tmp_path: Path) -> None:
             url = str(tmp_path / "ml" / "models" / "x" / "model")
             assert server.load("x", url).status_code == 200
             assert all(thread.is_alive() for thread in stuck)
-            below = server.descendants()
-            server.process.kill()
-            for process in below:
-                process.kill()
+            kill_at_once(server.process.pid)
         for connection in taken:
             connection.close()
         for thread in stuck:
