@@ -44,6 +44,10 @@ class Proxy(Program):
         """Names of the servers that it sends requests to."""
         raise NotImplementedError
 
+    def in_flight(self) -> int:
+        """How many requests its servers have not answered yet, as it counts them for bounded load."""
+        raise NotImplementedError
+
     def url(self, path: str) -> str:
         return f"http://{self.host}:{self.port}{path}"
 
@@ -94,13 +98,20 @@ class HAProxy(Proxy):
     def up(self) -> set[str]:
         return self._servers("1")
 
+    def in_flight(self) -> int:
+        sessions = r'^haproxy_server_current_sessions\{proxy="kogpt2",.*\} (\d+)'
+        return sum(map(int, re.findall(sessions, self._metrics(), re.MULTILINE)))
+
     def _servers(self, is_up: str) -> set[str]:
         """Names of its servers whose state is up (1), or not (0)."""
         if not self._loads():
             return set()
         try:
-            text = fetch(f"http://{self.host}:{self._inside}/metrics", 60).decode()
+            text = self._metrics()
         except OSError:
             return set()
         status = r'^haproxy_server_status\{proxy="kogpt2",server="(\w+)",state="UP"\} '
         return set(re.findall(status + is_up, text, re.MULTILINE))
+
+    def _metrics(self) -> str:
+        return fetch(f"http://{self.host}:{self._inside}/metrics", 60).decode()

@@ -190,12 +190,23 @@ class Envoy(Proxy):
 
     def up(self) -> set[str]:
         try:
-            content = fetch(f"http://{self.host}:{self._inside}/clusters?format=json", 60)
+            hosts = self._hosts()
         except OSError:
             return set()
         return {
             host["hostname"]
-            for status in json.loads(content)["cluster_statuses"]
-            for host in status.get("host_statuses", [])
+            for host in hosts
             if not host["health_status"].get("failed_active_health_check")
         }
+
+    def in_flight(self) -> int:
+        gauges = [stat for host in self._hosts() for stat in host["stats"]]
+        return sum(int(stat.get("value", 0)) for stat in gauges if stat["name"] == "rq_active")
+
+    def _hosts(self) -> list[dict[str, Any]]:
+        content = fetch(f"http://{self.host}:{self._inside}/clusters?format=json", 60)
+        return [
+            host
+            for status in json.loads(content)["cluster_statuses"]
+            for host in status.get("host_statuses", [])
+        ]

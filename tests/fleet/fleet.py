@@ -12,7 +12,7 @@ import requests
 
 from testbed import process_tree, random_model
 from testbed.haproxy import Proxy
-from tests.e2e.server import Server
+from tests.e2e.server import Server, eventually
 from tests.e2e.stores import ENDLESS, FAST, small
 from tests.e2e.test_metrics import metrics
 from tests.engine.models import make_artifact
@@ -170,6 +170,10 @@ class Fleet:
         return (session or requests).get(url, timeout=60).headers[SERVED_BY]
 
     def shares(self, count: int) -> dict[str, str]:
-        """The servers of so many names, which are no models', so that nothing is loaded."""
+        """The servers of so many names, which are no models', so that nothing is loaded.
+
+        By hash alone, once the proxy has no request in flight: a client that has hung up is gone
+        before the proxy notices, and one request more makes a server too busy for its names."""
+        eventually(lambda: self.proxy.in_flight() == 0)
         with requests.Session() as session:
             return {name: self.home(f".{name}", session) for name in map(str, range(count))}
