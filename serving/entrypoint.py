@@ -128,7 +128,7 @@ def serve(settings: Settings) -> int:
                 "Multi Model Server",
                 [*run, "serving.mms.launcher"],
                 workers,
-                healthy=poll(lambda: _answers(launcher.mms_socket(run_dir), "/models?limit=1")),
+                healthy=poll(lambda: _answers(launcher.mms_socket(run_dir), launcher.HEALTH)),
             ),
             Child(
                 "the gateway",

@@ -33,6 +33,9 @@ QUEUE_SIZE = 1000  # jobs of a model in MMS; the gateway's queue is the one that
 # Each registration blocks a thread, and with it the requests on 1/NETTY_THREADS of the connections.
 # MMS's default is one per core: half of all requests on two cores.
 NETTY_THREADS = 16
+# Asks whether MMS answers, without its models: it looks one up that was just unloaded, and logs
+# an error then (MMS 1.1.11, ManagementRequestHandler.handleListModels).
+HEALTH = "/models?limit=0"
 HEADROOM_BYTES = 65_536  # beyond MAX_REQUEST_BYTES, for what the gateway adds to a body
 
 # MMS's log lines as JSON, without its access and metrics logs. The logger WorkerLifeCycle has the

@@ -21,6 +21,7 @@ import pytest
 import requests
 
 from engine.http.client import UnixConnection
+from serving.mms.launcher import HEALTH
 from tests.chaos.system import names as listed
 from tests.e2e.server import Server, eventually
 from tests.e2e.stores import (
@@ -237,7 +238,10 @@ def test_the_list_comes_in_pages(server: Server) -> None:
         assert error(server.get(f"/models?{query}"))[0] == 400, query
     management = http.client.HTTPConnection("127.0.0.1", server.management_port)
     assert listed(management, limit=3) == ["m1", "m2", "m3", "m4"]
-    assert len(set(listed(UnixConnection(server.run_dir / "mms.sock"), limit=3))) == 4
+    with contextlib.closing(UnixConnection(server.run_dir / "mms.sock")) as mms:
+        assert len(set(listed(mms, limit=3))) == 4
+        mms.request("GET", HEALTH)
+        assert json.load(mms.getresponse())["models"] == []
 
 
 def test_unknown_routes_and_methods_are_told(server: Server) -> None:
