@@ -45,7 +45,7 @@ class Proxy(Program):
         raise NotImplementedError
 
     def in_flight(self) -> int:
-        """How many requests its servers have not answered yet, as it counts them for bounded load."""
+        """How many requests its servers have not answered yet, as bounded load counts them."""
         raise NotImplementedError
 
     def url(self, path: str) -> str:
