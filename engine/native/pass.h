@@ -9,10 +9,9 @@
 #include <stddef.h>
 #include <stdint.h>
 
-enum {
-  LINE = 16,       /* floats of a cache line; columns of a group of a packed matrix */
-  PAGE_TOKENS = 16 /* tokens of a page of keys and values */
-};
+#define LINE 16 /* floats of a cache line; columns of a group of a packed matrix */
+
+enum { PAGE_TOKENS = 16 }; /* tokens of a page of keys and values */
 
 static inline size_t padded(size_t count) { return (count + LINE - 1) / LINE * LINE; }
 
