@@ -62,7 +62,7 @@ TARGET_AMX INLINE void rows_amx(int R, int P, const Quantized *x, size_t row, co
     for (size_t i = 0; row == 0 && i <= bytes; i += 64)
       __builtin_prefetch(packed + TILE_PREFETCH + i);
     _tile_zero(DOTS_TILE);
-    _tile_loadd(X_TILE, fours + b * (x->block / 4), x->width);
+    _tile_loadd(X_TILE, fours + b * MAX_ROWS * (x->block / 4), x->block);
     _tile_loadd(WEIGHTS_TILE, packed, 64);
     _tile_dpbsud(DOTS_TILE, X_TILE, WEIGHTS_TILE);
     _tile_stored(DOTS_TILE, dots, 64);

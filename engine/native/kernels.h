@@ -14,11 +14,13 @@ enum {
 };
 
 /* Rows of floats, quantized: each is `planes` vectors of int8 numbers, the upper plane first. Four numbers
-   of a vector are followed by the same ones of the vectors beside it. */
+   of a vector are followed by the same ones of the vectors beside it. For kernels with tiles nothing is
+   beside a vector: a block of MAX_ROWS vectors, one behind the other, is followed by their next block. */
 typedef struct {
   size_t count, planes, width, blocks, block; /* width: numbers of a row, whole blocks */
   size_t beside;  /* BESIDE, or 1 for kernels with tiles */
-  int32_t *fours; /* (count * planes / beside, width / 4, beside), each four numbers */
+  int32_t *fours; /* (count * planes / BESIDE, width / 4, BESIDE), each four numbers; or else
+                     (count * planes / MAX_ROWS, blocks, MAX_ROWS, block / 4) */
   float *scales;  /* (count * planes / BESIDE, blocks, BESIDE) */
   int32_t *sums;  /* as scales: what a kernel adds for the 128 that weights are stored with */
 } Quantized;

@@ -94,6 +94,10 @@ void take_times(double taken[5]) {
 
 static size_t ceil_div(size_t a, size_t b) { return (a + b - 1) / b; }
 
+/* The stride of qkv and hidden: a line more than a row, because rows that begin at multiples of 4 KB share
+   a few places of the first cache. */
+static size_t wide_row(size_t count) { return padded(count) + LINE; }
+
 /* In parallel where that is worth waiting for other threads, else one part after the other. */
 static void in_parallel_if(int worth, Work work, void *data, size_t parts) {
   if (worth)
@@ -126,7 +130,7 @@ typedef struct {
   const Matrix *matrix;
   const float *x, *residual;
   float *y;
-  size_t count, stride, k, n, groups_at_once, quantize_parts;
+  size_t count, stride, y_stride, k, n, groups_at_once, quantize_parts; /* y_stride: residual's, too */
   int gelu;
   Adapted adapted;
   Quantized quantized;
@@ -153,7 +157,10 @@ static void quantize_block(const Product *product, size_t row, size_t b) {
   if (count % LINE || count < block) x = memcpy(line, x, count * sizeof *x);
   for (size_t plane = 0; plane < planes; plane++) {
     const size_t vector = v + plane, n = to->beside;
-    fours[plane] = to->fours + vector / n * n * (to->width / 4) + begin / 4 * n + vector % n;
+    fours[plane] =
+        n == BESIDE ? to->fours + vector / n * n * (to->width / 4) + begin / 4 * n + vector % n
+                    : to->fours + ((vector / MAX_ROWS * to->blocks + b) * MAX_ROWS +
+                                   vector % MAX_ROWS) * (block / 4);
     at[plane] = (vector / BESIDE * to->blocks + b) * BESIDE + vector % BESIDE;
   }
   kernels->quantize(x, block, planes, to->beside, fours, &scale, sums);
@@ -236,18 +243,19 @@ static void prefetch_adapters(const Product *p, size_t group) {
   }
 }
 
+/* Part: some groups of columns, for all rows: a tile of rows meets one group after the other. */
 static void multiply_part(void *data, size_t part, int thread) {
   const Product *p = data;
-  const size_t groups = ceil_div(p->n, LINE), stride = groups * LINE;
+  const size_t groups = ceil_div(p->n, LINE), first = part * p->groups_at_once;
+  const size_t last = first + p->groups_at_once < groups ? first + p->groups_at_once : groups;
   const size_t bytes = group_bytes(p->k, pass.model->block);
+  const int adapted = p->adapted != NOT_ADAPTED && pass.num_spans;
   (void)thread;
-  for (size_t group = part * p->groups_at_once;
-       group < groups && group < (part + 1) * p->groups_at_once; group++) {
-    const uint8_t *packed = (const uint8_t *)p->matrix->weight + group * bytes;
-    const float *bias = p->matrix->bias ? p->matrix->bias + group * LINE : no_bias;
-    const int adapted = p->adapted != NOT_ADAPTED && pass.num_spans;
-    if (adapted && group == part * p->groups_at_once) prefetch_adapters(p, group);
-    for (size_t row = 0, done; row < p->count; row += done) {
+  if (adapted) prefetch_adapters(p, first);
+  for (size_t row = 0, done = 0; row < p->count; row += done)
+    for (size_t group = first; group < last; group++) {
+      const uint8_t *packed = (const uint8_t *)p->matrix->weight + group * bytes;
+      const float *bias = p->matrix->bias ? p->matrix->bias + group * LINE : no_bias;
       float out[MAX_ROWS][LINE];
       if (pass.model->block)
         done = kernels->int8_tile(&p->quantized, row, packed, bias, out);
@@ -257,23 +265,24 @@ static void multiply_part(void *data, size_t part, int thread) {
       if (adapted) add_adapters(p, row, done, group, out);
       if (p->gelu) kernels->gelu(out[0], done * LINE, pass.model->gelu_tanh);
       for (size_t r = 0; r < done; r++) {
-        const size_t at = (row + r) * stride + group * LINE;
+        const size_t at = (row + r) * p->y_stride + group * LINE;
         if (p->residual)
           for (size_t c = 0; c < LINE; c++) out[r][c] += p->residual[at + c];
         memcpy(p->y + at, out[r], sizeof *out);
       }
     }
-  }
   if (kernels->end_tiles) kernels->end_tiles();
 }
 
 /* y (count, padded n) = x (count, k) W^T + bias and what adapters add, with `residual` added, or
    through GELU. */
-static void multiply(const Matrix *matrix, Adapted adapted, const float *x, const float *residual,
-                     float *y, size_t count, size_t stride, size_t k, size_t n, int gelu) {
+static void multiply(const Matrix *matrix, Adapted adapted, const float *x, size_t stride,
+                     const float *residual, float *y, size_t y_stride, size_t count, size_t k,
+                     size_t n, int gelu) {
   const size_t block = pass.model->block;
   const size_t spans = adapted == NOT_ADAPTED ? 0 : pass.num_spans;
-  Product product = {matrix, x, residual, y, count, stride, k, n, GROUPS, 0, gelu, adapted, {0}};
+  Product product = {matrix,   x, residual, y, count, stride,  y_stride, k,
+                     n, GROUPS, 0,        gelu, adapted, {0}};
   if (block) {
     const size_t blocks = ceil_div(k, block), planes = matrix->planes;
     const size_t vectors = num_vectors(count, planes);
@@ -345,7 +354,7 @@ static void store_part(void *data, size_t part, int thread) {
   const Model *m = pass.model;
   const Heads heads = heads_of(part);
   const Run *run = heads.run;
-  const size_t size = m->units / m->heads, stride = padded(3 * m->units);
+  const size_t size = m->units / m->heads, stride = wide_row(3 * m->units);
   (void)data, (void)thread;
   for (size_t head = heads.first; head < heads.last; head++) {
     const float *k = pass.qkv + run->token * stride + m->units + head * size;
@@ -365,7 +374,7 @@ static void attend_part(void *data, size_t part, int thread) {
   const Model *m = pass.model;
   const Heads heads = heads_of(part);
   const Run *run = heads.run;
-  const size_t size = m->units / m->heads, stride = padded(3 * m->units);
+  const size_t size = m->units / m->heads, stride = wide_row(3 * m->units);
   const size_t at_once = run->count <= FEW_QUERIES ? heads.last - heads.first : 1;
   const uint8_t **pages = pass.pages + thread * pass.max_pages;
   float *scores = pass.scores + thread * pass.scores_size;
@@ -435,16 +444,16 @@ static void compute_layer(const Layer *layer, double *time) {
   const size_t T = pass.tokens, C = m->units, F = m->hidden, row = pass.row;
   normalize(pass.x, pass.h, T, layer->attention_norm);
   count_time(REST, time);
-  multiply(&layer->qkv, QKV, pass.h, NULL, pass.qkv, T, row, C, 3 * C, 0);
+  multiply(&layer->qkv, QKV, pass.h, row, NULL, pass.qkv, wide_row(3 * C), T, C, 3 * C, 0);
   count_time(PRODUCTS, time);
   attend();
   count_time(ATTENTION, time);
-  multiply(&layer->attention_out, ATTENTION_OUT, pass.attended, pass.x, pass.x, T, row, C, C, 0);
+  multiply(&layer->attention_out, ATTENTION_OUT, pass.attended, row, pass.x, pass.x, row, T, C, C, 0);
   count_time(PRODUCTS, time);
   normalize(pass.x, pass.h, T, layer->ffn_norm);
   count_time(REST, time);
-  multiply(&layer->ffn_hidden, FFN_HIDDEN, pass.h, NULL, pass.hidden, T, row, C, F, 1);
-  multiply(&layer->ffn_out, FFN_OUT, pass.hidden, pass.x, pass.x, T, padded(F), F, C, 0);
+  multiply(&layer->ffn_hidden, FFN_HIDDEN, pass.h, row, NULL, pass.hidden, wide_row(F), T, C, F, 1);
+  multiply(&layer->ffn_out, FFN_OUT, pass.hidden, wide_row(F), pass.x, pass.x, row, T, F, C, 0);
   count_time(PRODUCTS, time);
 }
 
@@ -462,7 +471,8 @@ static void compute_logits(float *logits, double *time) {
   }
   if (wanted) {
     normalize(pass.x, pass.h, wanted, m->final_norm);
-    multiply(&m->head, NOT_ADAPTED, pass.h, NULL, logits, wanted, pass.row, m->units, m->vocab, 0);
+    multiply(&m->head, NOT_ADAPTED, pass.h, pass.row, NULL, logits, padded(m->vocab), wanted,
+             m->units, m->vocab, 0);
   }
   count_time(HEAD, time);
 }
@@ -530,9 +540,9 @@ static size_t place(const Model *m, size_t count, size_t wanted, size_t length, 
   pass.down_row = padded(rank);
   PLACE(x, count * row);
   PLACE(h, more * row);
-  PLACE(qkv, count * padded(3 * m->units) + LINE);
+  PLACE(qkv, count * wide_row(3 * m->units) + LINE);
   PLACE(attended, count * row);
-  PLACE(hidden, count * padded(m->hidden));
+  PLACE(hidden, count * wide_row(m->hidden));
   PLACE(scores, threads * pass.scores_size);
   PLACE(pages, threads * (pass.max_pages + 1) * 2);
   PLACE(quantized, block ? quantized_bytes(more, 2, widest, block) / sizeof(float) : 0);
