@@ -6,25 +6,23 @@ from typing import Any
 
 import schemathesis
 
-KNOWN = ("a", "시", "texts", "script")
-
-
-def known(name: Any) -> str:
-    return KNOWN[sum(map(ord, str(name))) % len(KNOWN)]
-
-
-@schemathesis.hook
-def map_path_parameters(context: Any, path_parameters: Any) -> Any:
-    if path_parameters and len(str(path_parameters.get("name", ""))) % 4:
-        path_parameters["name"] = known(path_parameters["name"])
-    return path_parameters
+KNOWN = {"enum": ["a", "시", "texts", "script"]}
+FIELDS = {"model": KNOWN, "url": KNOWN, "model_name": {"enum": ["x1", "x2", "x3"]}}
+PARAMETERS = ("name", "X-Amzn-SageMaker-Target-Model")
 
 
 @schemathesis.hook
-def map_body(context: Any, body: Any) -> Any:
-    """A load under a name of its own, which the links then call and unload."""
-    if isinstance(body, dict) and isinstance(body.get("url"), str):
-        body |= {"url": known(body["url"]), "model_name": f"x{len(body['url'])}"}
-    elif isinstance(body, dict) and isinstance(body.get("model"), str):
-        body["model"] = known(body["model"])
-    return body
+def before_load_schema(context: Any, raw_schema: dict[str, Any]) -> None:
+    """Names models that are there, without which no other field is read, and new ones for
+    loads."""
+    forms = raw_schema["components"]["schemas"]
+    for form in forms.values():
+        fields = form.get("properties", {})
+        if "stream_options" in fields:  # without a stream they are refused before the others
+            fields["stream"]["default"] = True
+        fields.update((name, kind) for name, kind in FIELDS.items() if name in fields)
+    for path, methods in raw_schema["paths"].items():
+        for operation in methods.values():
+            for parameter in operation.get("parameters", ()):
+                if parameter["name"] in PARAMETERS:
+                    parameter["schema"] = KNOWN
