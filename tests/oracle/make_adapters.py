@@ -16,6 +16,8 @@ from __future__ import annotations
 import json
 import sys
 import warnings
+from copy import deepcopy
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +29,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2ForSequenceCla
 
 from tests.oracle.generate import greedy
 
-NEW_TOKENS = 20
+NEW_TOKENS = 8
 STRENGTH = 0.12  # of what an adapter adds to a weight; a base's own are about 0.2
 
 
@@ -48,7 +50,7 @@ def make(base: Path, path: Path, options: dict[str, Any]) -> None:
     over = options.get("over")
     dtype = getattr(torch, options.get("dtype", "float32"))
     kind = GPT2ForSequenceClassification if over == "classes" else AutoModelForCausalLM
-    model = kind.from_pretrained(base, dtype=dtype)
+    model = load(base, dtype, kind)
     config = getattr(peft, options.get("kind", "LoraConfig"))(**options["config"])
     name = options.get("name", "default")
     if over == "mixin":
@@ -112,7 +114,7 @@ def route(base: Path, path: Path, adapters: list[str]) -> None:
 def train(base: Path, path: Path, options: dict[str, Any]) -> list[float]:
     """Trains an adapter with this `config` on `sentences`, for so many `steps`: the losses."""
     torch.manual_seed(options["seed"])
-    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    model = load(base)
     adapted = peft.get_peft_model(model, peft.LoraConfig(**options["config"]))
     losses = fit(adapted, base, options)
     adapted.save_pretrained(path)
@@ -122,7 +124,7 @@ def train(base: Path, path: Path, options: dict[str, Any]) -> list[float]:
 def fine_tune(base: Path, path: Path, options: dict[str, Any]) -> list[float]:
     """The same without PEFT: trains the matrices that adapters can add to."""
     torch.manual_seed(options["seed"])
-    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    model = load(base)
     for name, weight in model.named_parameters():
         weight.requires_grad = ".c_" in name and weight.ndim == 2
     losses = fit(model, base, options)
@@ -154,10 +156,14 @@ def save_whole(model: Any, base: Path, path: Path) -> None:
     AutoTokenizer.from_pretrained(base).save_pretrained(path)
 
 
-def load(path: Path) -> Any:
-    return AutoModelForCausalLM.from_pretrained(
-        path, dtype=torch.float32, attn_implementation="eager"
-    ).eval()
+@cache
+def loaded(path: Path, dtype: Any, kind: Any) -> Any:
+    return kind.from_pretrained(path, dtype=dtype, attn_implementation="eager").eval()
+
+
+def load(path: Path, dtype: Any = torch.float32, kind: Any = AutoModelForCausalLM) -> Any:
+    """A model of its own; reading one of a path anew takes ten times as long as a copy."""
+    return deepcopy(loaded(path, dtype, kind))
 
 
 def with_adapter(model: Any, path: Path) -> Any:

@@ -29,7 +29,7 @@ pytestmark = pytest.mark.oracle
 
 TOLERANCE = 1e-3  # of log-probabilities
 TIE = 2e-4  # of logits whose order is the toss of a coin
-NEW = 20
+NEW = 8
 TOP = 20
 SHAPE: dict[str, Any] = {"layers": 3, "units": 64, "heads": 4, "vocab": 500, "seed": 12}
 PROMPTS = ("안녕하세요. 오늘은", "고양이가 창가에", "The quick 갈색 여우")
