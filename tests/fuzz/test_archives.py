@@ -27,7 +27,7 @@ from tests.fuzz import cases
 
 pytestmark = pytest.mark.slow
 
-CASES = settings(max_examples=400)
+CASES = settings(max_examples=150)
 MAX_BYTES = 100_000
 MAX_CALLS = 50_000  # of Python and C; what is right takes some thousands
 

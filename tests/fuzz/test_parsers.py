@@ -14,7 +14,7 @@ from tests.fuzz.cases import CORPUS, ELSEWHERE, case, seeds
 from tests.fuzz.targets import TARGETS
 from tests.fuzz.tokenizers import NAMES as TOKENIZERS
 
-CASES = settings(max_examples=150, suppress_health_check=list(HealthCheck))
+CASES = settings(max_examples=60, suppress_health_check=list(HealthCheck))
 
 
 @pytest.mark.parametrize("name", TARGETS)

@@ -32,7 +32,7 @@ from tests.fuzz.targets import TARGETS, attempt
 pytestmark = pytest.mark.slow
 
 CASES = settings(
-    max_examples=1000,
+    max_examples=300,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
 # Numbers at which sizes, signs and products overflow.

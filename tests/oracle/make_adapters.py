@@ -4,8 +4,8 @@ In the oracle's environment (see make_golden):
 
     .venv-oracle/bin/python -m tests.oracle.make_adapters PLAN.json
 
-The plan names the folder of the `base`, the `prompts` and a `text`, and by name what to `train`, to
-`fine_tune` and to `make`, which adapters to `route` to and to `merge`, and what to `ask`. Beside it
+The plan names the folder of the `base`, the `prompts` and a `text`, and by name what to `train` and
+to `make`, which adapters to `route` to and to `merge`, and what to `ask`. Beside it
 come `answers.json`, with the `losses` of what was trained and, by name, a list of `new` ids and
 their `margins` for each prompt, and the `ids` of the text; and `logprobs.npz`, with the
 log-probabilities (T, V) after each token of the text.
@@ -16,6 +16,8 @@ from __future__ import annotations
 import json
 import sys
 import warnings
+from copy import deepcopy
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +29,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2ForSequenceCla
 
 from tests.oracle.generate import greedy
 
-NEW_TOKENS = 20
+NEW_TOKENS = 8
 STRENGTH = 0.12  # of what an adapter adds to a weight; a base's own are about 0.2
 
 
@@ -48,7 +50,7 @@ def make(base: Path, path: Path, options: dict[str, Any]) -> None:
     over = options.get("over")
     dtype = getattr(torch, options.get("dtype", "float32"))
     kind = GPT2ForSequenceClassification if over == "classes" else AutoModelForCausalLM
-    model = kind.from_pretrained(base, dtype=dtype)
+    model = load(base, dtype, kind)
     config = getattr(peft, options.get("kind", "LoraConfig"))(**options["config"])
     name = options.get("name", "default")
     if over == "mixin":
@@ -112,25 +114,7 @@ def route(base: Path, path: Path, adapters: list[str]) -> None:
 def train(base: Path, path: Path, options: dict[str, Any]) -> list[float]:
     """Trains an adapter with this `config` on `sentences`, for so many `steps`: the losses."""
     torch.manual_seed(options["seed"])
-    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
-    adapted = peft.get_peft_model(model, peft.LoraConfig(**options["config"]))
-    losses = fit(adapted, base, options)
-    adapted.save_pretrained(path)
-    return losses
-
-
-def fine_tune(base: Path, path: Path, options: dict[str, Any]) -> list[float]:
-    """The same without PEFT: trains the matrices that adapters can add to."""
-    torch.manual_seed(options["seed"])
-    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
-    for name, weight in model.named_parameters():
-        weight.requires_grad = ".c_" in name and weight.ndim == 2
-    losses = fit(model, base, options)
-    save_whole(model, base, path)
-    return losses
-
-
-def fit(model: Any, base: Path, options: dict[str, Any]) -> list[float]:
+    model = peft.get_peft_model(load(base), peft.LoraConfig(**options["config"]))
     tokenizer = AutoTokenizer.from_pretrained(base)
     batch = tokenizer(options["sentences"], return_tensors="pt", padding=True)
     labels = batch.input_ids.masked_fill(batch.attention_mask == 0, -100)
@@ -146,6 +130,7 @@ def fit(model: Any, base: Path, options: dict[str, Any]) -> list[float]:
         optimizer.step()
         optimizer.zero_grad()
         losses.append(float(loss))
+    model.save_pretrained(path)
     return losses
 
 
@@ -154,10 +139,14 @@ def save_whole(model: Any, base: Path, path: Path) -> None:
     AutoTokenizer.from_pretrained(base).save_pretrained(path)
 
 
-def load(path: Path) -> Any:
-    return AutoModelForCausalLM.from_pretrained(
-        path, dtype=torch.float32, attn_implementation="eager"
-    ).eval()
+@cache
+def loaded(path: Path, dtype: Any, kind: Any) -> Any:
+    return kind.from_pretrained(path, dtype=dtype, attn_implementation="eager").eval()
+
+
+def load(path: Path, dtype: Any = torch.float32, kind: Any = AutoModelForCausalLM) -> Any:
+    """A model of its own; reading one of a path anew takes ten times as long as a copy."""
+    return deepcopy(loaded(path, dtype, kind))
 
 
 def with_adapter(model: Any, path: Path) -> Any:
@@ -191,14 +180,13 @@ def main() -> None:
     plan = json.loads(file.read_text(encoding="utf-8"))
     base = Path(plan["base"])
     losses = {}
-    for does in (train, fine_tune):
-        for name, options in plan.get(does.__name__, {}).items():
-            losses[name] = does(base, Path(options["path"]), options)
-    for options in plan.get("make", {}).values():
+    for name, options in plan["train"].items():
+        losses[name] = train(base, Path(options["path"]), options)
+    for options in plan["make"].values():
         make(base, Path(options["path"]), options)
-    for path, adapters in plan.get("route", {}).values():
+    for path, adapters in plan["route"].values():
         route(base, Path(path), adapters)
-    for path, target in plan.get("merge", {}).values():
+    for path, target in plan["merge"].values():
         save_whole(with_adapter(load(base), Path(path)).merge_and_unload(), base, Path(target))
     tokenizer = AutoTokenizer.from_pretrained(base)
     *prompts, text = (

@@ -2,11 +2,11 @@
 
 Without arguments the golden beside this file, in the oracle's environment (see make_golden):
 
-    .venv-oracle/bin/python -m tests.oracle.make_texts [DIRECTORY PROMPTS.json OUT.json]
+    .venv-oracle/bin/python -m tests.oracle.make_texts [PROMPTS.json OUT.json]
 
-For each directory and prompt: the prompt's `ids`, the `new` ids, the `text` that decoding all (but
-the token that ended it) has more than decoding the prompt, and the least `margin` between the best
-and the second best logit.
+PROMPTS.json has the prompts by directory. For each of both: the prompt's `ids`, the `new` ids, the
+`text` that decoding all (but the token that ended it) has more than decoding the prompt, and the
+least `margin` between the best and the second best logit.
 """
 
 from __future__ import annotations
@@ -47,8 +47,9 @@ def main() -> None:
     answers: dict[str, Any] = {}
     given, out = [Path(argument) for argument in sys.argv[1:]], GOLDEN
     if given:
-        folder, prompts, out = given
-        answers = continue_texts(folder, json.loads(prompts.read_text(encoding="utf-8")))
+        prompts, out = given
+        for folder, each in json.loads(prompts.read_text(encoding="utf-8")).items():
+            answers[folder] = continue_texts(Path(folder), each)
     else:
         with tempfile.TemporaryDirectory() as work:
             for name in DIRECTORIES:

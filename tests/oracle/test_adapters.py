@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import shutil
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +21,7 @@ from engine.artifacts.open import open_artifact
 from engine.engine import Engine
 from engine.settings import Settings
 from tests.engine.engines import Pause, Request
-from tests.engine.hugging_face import make_hugging_face
+from tests.engine.hugging_face import make_hugging_face, their_weights, write_weights
 from tests.engine.sentences import SENTENCES
 from tests.oracle import oracle
 from tests.scripts.command import run
@@ -29,7 +30,7 @@ pytestmark = pytest.mark.oracle
 
 TOLERANCE = 1e-3  # of log-probabilities
 TIE = 2e-4  # of logits whose order is the toss of a coin
-NEW = 20
+NEW = 8
 TOP = 20
 SHAPE: dict[str, Any] = {"layers": 3, "units": 64, "heads": 4, "vocab": 500, "seed": 12}
 PROMPTS = ("안녕하세요. 오늘은", "고양이가 창가에", "The quick 갈색 여우")
@@ -127,6 +128,8 @@ ADAPTERS: dict[str, dict[str, Any]] = {
 }
 TRAINED, ROUTER = "trained", "router"
 BASE, WHOLE = "base", "whole"  # the base itself, and a fine-tune of it without adapters
+OF_WHOLE = {"rank-8": 8, "rank-64": 64}  # adapters that `convert` makes of the fine-tune
+ASKED = (BASE, TRAINED, *ADAPTERS, *OF_WHOLE)
 MERGED = (TRAINED, "long patterns", "biases that are added", "bfloat16", "dora", "norms", "tokens")
 
 # By what the refusal says, what PEFT saves.
@@ -162,17 +165,6 @@ REFUSED: dict[str, dict[str, Any]] = {
 }
 
 
-def ask_peft(work: Path, plan: dict[str, Any]) -> tuple[dict[str, Any], dict[str, NDArray[Any]]]:
-    """What `make_adapters` says of a plan, and its log-probabilities."""
-    work.mkdir()
-    given = {"prompts": PROMPTS, "text": TEXT, **plan}
-    (work / "plan.json").write_text(json.dumps(given, default=str), encoding="utf-8")
-    oracle.run("-m", "tests.oracle.make_adapters", work / "plan.json")
-    with np.load(work / "logprobs.npz") as file:
-        logprobs = dict(file)
-    return json.loads((work / "answers.json").read_text(encoding="utf-8")), logprobs
-
-
 @dataclass
 class Made:
     """What PEFT made on a base, and answered with it."""
@@ -196,18 +188,21 @@ def folder_of(root: Path, name: str) -> Path:
 def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
     root = tmp_path_factory.mktemp("peft")
     base = make_hugging_face(root / "바탕", **SHAPE)
-    training = {"sentences": SENTENCES[:6], "seed": 5, "steps": 12}
+    fine_tune(base, root / WHOLE)
+    for name, rank in OF_WHOLE.items():
+        convert(root / WHOLE, root / name, "adapter", "--base", base, "--rank", str(rank))
     plan = {
         "base": base,
+        "prompts": PROMPTS,
+        "text": TEXT,
         "train": {
             TRAINED: {
                 "path": root / TRAINED,
                 "rate": 1e-2,
                 **lora(8, lora_alpha=16, lora_dropout=0.05, bias="lora_only"),
-                **training,
+                **{"sentences": SENTENCES[:6], "seed": 5, "steps": 12},
             }
         },
-        "fine_tune": {WHOLE: {"path": root / WHOLE, "rate": 1e-3, **training}},
         "make": {
             name: {"path": root / str(i), "seed": i, **options}
             for i, (name, options) in enumerate((ADAPTERS | REFUSED).items())
@@ -221,12 +216,26 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
             WHOLE: (root / WHOLE, "whole"),
             **{
                 name: (folder_of(root, name), ADAPTERS.get(name, {}).get("over", ""))
-                for name in [TRAINED, *ADAPTERS]
+                for name in ASKED[1:]
             },
         },
     }
-    said, logprobs = ask_peft(root / "work", plan)
-    return Made(root, base, said["answers"], said["losses"], logprobs)
+    (root / "plan.json").write_text(json.dumps(plan, default=str), encoding="utf-8")
+    oracle.run("-m", "tests.oracle.make_adapters", root / "plan.json")
+    said = json.loads((root / "answers.json").read_text(encoding="utf-8"))
+    with np.load(root / "logprobs.npz") as file:
+        return Made(root, base, said["answers"], said["losses"], dict(file))
+
+
+def fine_tune(base: Path, folder: Path) -> None:
+    """The base with other matrices where adapters can add to them."""
+    shutil.copytree(base, folder)
+    rng = np.random.default_rng(5)
+    weights = dict(their_weights(open_artifact(base).config, SHAPE["seed"], "float32"))
+    for name, weight in weights.items():
+        if ".c_" in name and weight.ndim == 2:
+            weights[name] = weight + rng.normal(0, 0.01, weight.shape).astype(np.float32)
+    write_weights(folder, [*weights.items()])
 
 
 @pytest.fixture(scope="module")
@@ -237,10 +246,10 @@ def found(made: Made) -> dict[str, list[Request]]:
     """
     with closing(new_engine()) as engine:
         engine.load(BASE, str(made.base))
-        for name in [TRAINED, *ADAPTERS]:
+        for name in ASKED[1:]:
             engine.load(name, str(folder_of(made.root, name)), base=str(made.base))
         with Pause(engine):
-            requests = {name: ask(engine, name) for name in [BASE, TRAINED, *ADAPTERS]}
+            requests = {name: ask(engine, name) for name in ASKED}
         return {name: [r.wait() for r in each] for name, each in requests.items()}
 
 
@@ -277,7 +286,7 @@ def assert_scores(request: Request, ids: list[int], logprobs: NDArray[Any]) -> N
             assert abs(logprob - wanted[i]) < TOLERANCE
 
 
-@pytest.mark.parametrize("name", [BASE, TRAINED, *ADAPTERS])
+@pytest.mark.parametrize("name", ASKED)
 def test_an_adapter_answers_as_peft_does(
     made: Made, found: dict[str, list[Request]], name: str
 ) -> None:
@@ -286,8 +295,9 @@ def test_an_adapter_answers_as_peft_does(
 
 def test_what_is_compared_is_of_many_adapters_that_change_the_text(made: Made) -> None:
     assert made.losses[TRAINED][-1] < 0.7 * made.losses[TRAINED][0]
-    texts = {json.dumps(answer["new"]) for answer in made.answers.values()}
-    assert len(texts) == len(made.answers) == len(ADAPTERS) + 3
+    names = made.answers.keys() - {*OF_WHOLE}
+    texts = {json.dumps(made.answers[name]["new"]) for name in names}
+    assert len(texts) == len(names) == len(ADAPTERS) + 3
     margins = [m for answer in made.answers.values() for each in answer["margins"] for m in each]
     assert np.mean(np.array(margins) < TIE) < 0.01
 
@@ -307,20 +317,10 @@ def test_a_router_of_adapters_is_refused(made: Made) -> None:
         read(made.root / ROUTER / "arrow_router")
 
 
-def test_peft_answers_with_a_converted_adapter_as_we_do(made: Made, tmp_path: Path) -> None:
-    """With one of all ranks as the fine-tune itself."""
-    ranks = {"8": tmp_path / "8", "64": tmp_path / "64"}
-    for rank, adapter in ranks.items():
-        convert(made.root / WHOLE, adapter, "adapter", "--base", made.base, "--rank", rank)
-    asked = {rank: (adapter, "") for rank, adapter in ranks.items()}
-    said, logprobs = ask_peft(tmp_path / "work", {"base": made.base, "ask": asked})
-    with closing(new_engine()) as engine:
-        for rank, adapter in ranks.items():
-            engine.load(rank, str(adapter), base=str(made.base))
-            requests = [request.wait() for request in ask(engine, rank)]
-            agrees(requests, said["answers"][rank], logprobs[rank])
-        np.testing.assert_allclose(logprobs["64"], made.logprobs[WHOLE], rtol=0, atol=TOLERANCE)
-        assert np.abs(logprobs["8"] - made.logprobs[WHOLE]).max() > 10 * TOLERANCE
+def test_a_converted_adapter_of_all_ranks_is_the_fine_tune_itself(made: Made) -> None:
+    few, full = (made.logprobs[name] for name in OF_WHOLE)
+    np.testing.assert_allclose(full, made.logprobs[WHOLE], rtol=0, atol=TOLERANCE)
+    assert np.abs(few - made.logprobs[WHOLE]).max() > 10 * TOLERANCE
 
 
 @pytest.mark.parametrize("name", MERGED)

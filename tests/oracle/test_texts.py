@@ -26,7 +26,7 @@ from tests.scripts import command
 pytestmark = pytest.mark.slow
 
 GOLDEN = json.loads(Path(__file__).with_name("texts.json").read_text(encoding="utf-8"))
-RANDOM_DIRECTORIES = 4
+RANDOM = ("0", "1", "2", "3")
 SEED = os.environ.get("ORACLE_SEED", "1")  # another one gives other directories
 
 
@@ -92,44 +92,37 @@ def random_options(rng: random.Random) -> dict[str, Any]:
     }
 
 
-@pytest.mark.oracle
-@pytest.mark.parametrize("index", range(RANDOM_DIRECTORIES))
-def test_texts_agree_with_transformers_on_random_directories(
-    engine: Engine, index: int, tmp_path: Path
-) -> None:
-    options = random_options(random.Random(f"{SEED}-{index}"))  # noqa: S311
-    print(options)  # shown when the test fails
-    folder = make_hugging_face(tmp_path / "random", **options)
-    agrees(engine, folder, ask_oracle(folder, PROMPTS, tmp_path))
-
-
-@pytest.mark.oracle
-def test_a_converted_v1_model_gives_the_same_text_in_transformers(
-    engine: Engine, tmp_path: Path
-) -> None:
-    v1 = make_talkative(tmp_path / "v1", vocab=160, end_like=60)
-    done = command.run("convert", v1, tmp_path / "hf", "--to", "hf")
+@pytest.fixture(scope="module")
+def asked(tmp_path_factory: pytest.TempPathFactory) -> dict[Path, Any]:
+    """Directories, and what transformers answers with each, all in one run."""
+    root = tmp_path_factory.mktemp("asked")
+    prompts: dict[Path, Sequence[str]] = {}
+    for name in RANDOM:
+        options = random_options(random.Random(f"{SEED}-{name}"))  # noqa: S311
+        print(name, options)  # shown when a test fails
+        prompts[make_hugging_face(root / name, **options)] = PROMPTS
+    prompts[make_hugging_face(root / "torch", seed=11)] = PROMPTS
+    v1 = make_talkative(root / "v1", vocab=160, end_like=60)
+    done = command.run("convert", v1, root / "hf", "--to", "hf")
     assert done.returncode == 0, done.stderr
-    prompts = [prompt for prompt in PROMPTS if not prompt.startswith("<")]
-    agrees(engine, v1, ask_oracle(tmp_path / "hf", prompts, tmp_path))
-
-
-@pytest.mark.oracle
-def test_a_model_that_torch_saved_is_read(engine: Engine, tmp_path: Path) -> None:
-    folder = make_hugging_face(tmp_path / "torch", seed=11)
+    prompts[root / "hf"] = [prompt for prompt in PROMPTS if not prompt.startswith("<")]
+    files = (root / "prompts.json", root / "texts.json")
+    files[0].write_text(json.dumps({str(p): each for p, each in prompts.items()}), encoding="utf-8")
+    oracle.run("-m", "tests.oracle.make_texts", *files)
+    answers = json.loads(files[1].read_text(encoding="utf-8"))
     save = (
         "import sys, torch; from transformers import AutoModelForCausalLM as M;"
         "m = M.from_pretrained(sys.argv[1]); torch.save(m.state_dict(), sys.argv[2])"
     )
-    oracle.run("-c", save, folder, folder / "pytorch_model.bin")
-    answers = ask_oracle(folder, PROMPTS, tmp_path)
-    (folder / "model.safetensors").unlink()
+    oracle.run("-c", save, root / "torch", root / "torch" / "pytorch_model.bin")
+    (root / "torch" / "model.safetensors").unlink()
+    answers[str(v1)] = answers.pop(str(root / "hf"))
+    return {Path(folder): each for folder, each in answers.items()}
+
+
+@pytest.mark.oracle
+@pytest.mark.parametrize("name", [*RANDOM, "v1", "torch"])
+def test_texts_agree_with_transformers(engine: Engine, name: str, asked: dict[Path, Any]) -> None:
+    """With random directories, a converted v1 model, and one that torch saved."""
+    [(folder, answers)] = [(p, each) for p, each in asked.items() if p.name == name]
     agrees(engine, folder, answers)
-
-
-def ask_oracle(folder: Path, prompts: Sequence[str], work: Path) -> Any:
-    """What transformers answers with this directory."""
-    (work / "prompts.json").write_text(json.dumps(prompts), encoding="utf-8")
-    files = (work / "prompts.json", work / "texts.json")
-    oracle.run("-m", "tests.oracle.make_texts", folder, *files)
-    return json.loads((work / "texts.json").read_text(encoding="utf-8"))

@@ -190,7 +190,8 @@ V2 = Kind("V2", Right.CALL, "V2Error")
 HEALTH = Kind("V2", None, "V2Error")
 INFER = Kind(
     "V2", Right.CALL, "V2Error",
-    {JSON: "Infer", BYTES: "Bytes"}, {JSON: "Inferred", BYTES: "Bytes"},
+    {JSON: "Infer", BYTES: "Bytes"},
+    {JSON: ("Inferred", "Generated", "Guide"), BYTES: "Bytes"},  # of texts, as they were sent
 )  # fmt: skip
 GENERATE = Kind("V2", Right.CALL, "V2Error", {JSON: "V2Generate"}, {JSON: "Any", EVENTS: "Any"})
 MODEL = "/v2/models/{name:model}"
