@@ -19,7 +19,7 @@ import pytest
 
 from common.errors import SettingError
 from serving.errors import Forbidden, TooManyRequests
-from serving.tokens import CHECK_S, Token, Tokens, Usage, read
+from serving.tokens import Token, Tokens, Usage, read
 from tests.processes import REPOSITORY
 
 SECRET = "비밀-하나"  # noqa: S105
@@ -186,11 +186,33 @@ def test_without_limits_there_are_none(tmp_path: Path) -> None:
 # Reloading
 
 
+class Counted(Tokens):
+    """Counts how often the file has been looked at."""
+
+    looks = 0
+
+    async def refresh(self) -> None:
+        await super().refresh()
+        self.looks += 1
+
+    async def look(self, times: int = 2) -> None:
+        """Waits for so many more; one may have begun before."""
+        end = self.looks + times
+        while self.looks < end:
+            await asyncio.sleep(0.001)
+
+
+@pytest.fixture
+def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("serving.tokens.CHECK_S", 0.001)
+
+
+@pytest.mark.usefixtures("soon")
 async def test_a_change_is_read_and_what_was_used_stays(tmp_path: Path) -> None:
     path = written(tmp_path / "tokens.json", entry(requests_per_minute=2))
-    tokens = Tokens(str(path))
+    tokens = Counted(str(path))
     watching = asyncio.create_task(tokens.watch())
-    await tokens.refresh()
+    await tokens.look()
     before = tokens.find(SECRET.encode())
     assert before is not None
     before.begin(1000.0)
@@ -198,7 +220,7 @@ async def test_a_change_is_read_and_what_was_used_stays(tmp_path: Path) -> None:
 
     other = hashlib.sha256("새것".encode()).hexdigest()  # a new token of the same team
     written(path, entry(sha256=other, models=["나팀/*"], requests_per_minute=2))
-    await asyncio.sleep(CHECK_S * 1.5)
+    await tokens.look()
     assert tokens.find(SECRET.encode()) is None
     after = tokens.find("새것".encode())
     assert after is not None
@@ -209,17 +231,18 @@ async def test_a_change_is_read_and_what_was_used_stays(tmp_path: Path) -> None:
     before.end()
     assert after.usage.in_flight == 1
     written(path)
-    await asyncio.sleep(CHECK_S * 1.5)
+    await tokens.look()
     assert tokens.all() == []
     watching.cancel()
 
 
+@pytest.mark.usefixtures("soon")
 @pytest.mark.parametrize("damage", ["half", "gone", "folder", "duplicate"])
 async def test_a_wrong_file_keeps_the_tokens_before_and_is_logged_once(
     tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = written(tmp_path / "tokens.json", entry())
-    tokens = Tokens(str(path))
+    tokens = Counted(str(path))
     await tokens.refresh()
     watching = asyncio.create_task(tokens.watch())
     if damage == "half":
@@ -230,7 +253,7 @@ async def test_a_wrong_file_keeps_the_tokens_before_and_is_logged_once(
         path.unlink()
         if damage == "folder":
             path.mkdir()
-    await asyncio.sleep(CHECK_S * 5.5)
+    await tokens.look(5)
     assert tokens.find(SECRET.encode()) is not None
     (line,) = [r for r in caplog.records if r.levelno == logging.ERROR]
     assert "the 1 tokens before stay" in line.getMessage()
@@ -238,7 +261,7 @@ async def test_a_wrong_file_keeps_the_tokens_before_and_is_logged_once(
     if damage == "folder":
         path.rmdir()
     written(path, entry(sha256="0" * 64))
-    await asyncio.sleep(CHECK_S * 1.5)
+    await tokens.look()
     assert tokens.find(SECRET.encode()) is None
     assert not watching.done()
     watching.cancel()
