@@ -64,7 +64,7 @@ class Plan(Budgeted):
 
 class AdaptersRun(Run):
     plan: Plan
-    PLAN, QUICK = Plan(), Plan(random_model.TINY, 12, 2, 0.02, 2, 2, 4, engine_mib=16)
+    PLAN, QUICK = Plan(), Plan(random_model.TINY, 6, 2, 0.02, 2, 2, 4, engine_mib=16)
     PARTS = DEFAULT = ("steps", "memory", "first", "trace", "uniform", "peers")
     GOALS = tables.GOALS
     LINES = tables.lines

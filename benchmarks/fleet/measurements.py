@@ -79,7 +79,7 @@ def _nodes(measured: Results) -> Iterator[Row]:
 
 class FleetRun(Run):
     plan: Plan
-    PLAN, QUICK = Plan(), Plan(random_model.TINY, 20, 5, 0.5, 4, 1, 2, (2, 3))
+    PLAN, QUICK = Plan(), Plan(random_model.TINY, 10, 2, 0.2, 4, 1, 2, (2, 3))
     PARTS = DEFAULT = ("proxy", "nodes")
     GOALS: Sequence[Goal] = (
         ("tokens a second of two servers against one", ">=", 1.8, "x", _gained(2)),

@@ -101,7 +101,7 @@ def by_side(measure: Callable[[SwitchingRun, Side], Any]) -> Callable[[Switching
 
 class SwitchingRun(Run):
     plan: Plan
-    PLAN, QUICK = Plan(), Plan(SMALL, 4, 24, 2, 4, 0.01, 1, 3, 2, tries=1, sizes=1)
+    PLAN, QUICK = Plan(), Plan(SMALL, 3, 16, 2, 4, 0.01, 1, 3, 2, tries=1, sizes=1)
     PARTS = ("trace", "swaps", "memory", "first", "sweep", "disk", "registered", "models")
     DEFAULT = PARTS[:4]
     LINES = tables.lines

@@ -12,21 +12,20 @@ from typing import Any
 import onnxruntime
 import pytest
 
+from benchmarks.__main__ import main
 from benchmarks.gpu import table as gpu_table
 from testbed.process import ROOT
+from tests.scripts import command
 
 pytestmark = pytest.mark.slow
 
-
-def run(folder: Path, *args: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "scripts.cli", "gpu-check", "--quick", "--workdir", folder]
-    return subprocess.run([*command, *args], capture_output=True, text=True, timeout=600, cwd=ROOT)
+GPU_CHECK = ("gpu-check", "--quick", "--workdir")
 
 
 @pytest.fixture(scope="module")
 def checked(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], str]:
     folder = tmp_path_factory.mktemp("gpu_check")
-    result = run(folder, "--device", "cpu")
+    result = command.run(*GPU_CHECK, folder, "--device", "cpu", main=main)
     assert result.returncode == 0, result.stdout + result.stderr
     return json.loads((folder / "gpu_check.json").read_text(encoding="utf-8")), result.stdout
 
@@ -72,7 +71,8 @@ def test_what_is_wrong_is_said(checked: tuple[dict[str, Any], str]) -> None:
     "CUDAExecutionProvider" in onnxruntime.get_available_providers(), reason="it can use a GPU"
 )
 def test_without_a_gpu_it_says_what_is_missing(tmp_path: Path) -> None:
-    result = run(tmp_path)
+    program = [sys.executable, "-m", "scripts.cli", *GPU_CHECK, tmp_path]
+    result = subprocess.run(program, capture_output=True, text=True, timeout=600, cwd=ROOT)
     assert result.returncode == 1
     assert "mxnet-cu117" in result.stderr
     assert "onnxruntime-gpu" in result.stderr

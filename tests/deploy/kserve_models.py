@@ -1,6 +1,6 @@
 """Checks objects of KServe's API on standard input against KServe's and Kubernetes' Python models.
 
-Run by the Python of requirements/clients.txt; writes a JSON list of errors."""
+Run by the Python of requirements/clients.txt; writes the errors of each as JSON."""
 
 from __future__ import annotations
 
@@ -54,4 +54,4 @@ def model_name(document: dict[str, Any]) -> str:
 
 if __name__ == "__main__":
     documents = json.load(sys.stdin)
-    print(json.dumps([e for d in documents for e in errors(d, model_name(d), d["kind"])]))
+    print(json.dumps([errors(d, model_name(d), d["kind"]) for d in documents]))

@@ -8,6 +8,7 @@ and requirements/clients.txt. No such package has the schemas of Envoy Gateway a
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import subprocess
@@ -58,7 +59,12 @@ def kubectl(modules: Path, folder: Path) -> Path:
 
 
 def kubernetes_errors(document: Document) -> list[str]:
-    errors = []
+    return _kubernetes_errors(json.dumps(document))
+
+
+@functools.cache  # most of what is composed is the same in all folders, and each takes 0.1 s
+def _kubernetes_errors(text: str) -> list[str]:
+    document, errors = json.loads(text), []
     for version in VERSIONS:
         try:
             kubernetes_validate.validate(document, version, strict=True)
@@ -95,7 +101,8 @@ def model_errors(documents: Iterable[Document], modules: Path, folder: Path) -> 
     return lines
 
 
-def kserve_errors(documents: Iterable[Document]) -> list[str]:
+def kserve_errors(documents: Iterable[Document]) -> list[list[str]]:
+    """Those of each document."""
     python = os.environ.get("CLIENTS_PYTHON")
     if not python:
         pytest.skip("CLIENTS_PYTHON names a Python >= 3.11 with requirements/clients.txt")

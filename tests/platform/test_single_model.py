@@ -17,7 +17,7 @@ from botocore.exceptions import ClientError
 
 from testbed import s3
 from tests.e2e.server import Server
-from tests.e2e.stores import FAST, SHORT, serving, small, statistics, text
+from tests.e2e.stores import FAST, SHORT, small, statistics, text
 from tests.platform.conftest import A_USER, IS_ROOT
 from tests.platform.endpoint import NEW_SESSION, Components, Endpoint, SingleModel
 from tests.platform.runtime import client_of
@@ -30,18 +30,28 @@ EXPIRES = re.compile(r"; Expires=\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ")
 
 
 @pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Server]]:
+def pair() -> Iterator[list[Server]]:
+    """Where the tests are root they start as the platform's do: only root may read their models."""
     with contextlib.ExitStack() as started:
         servers = []
         for seed in range(2):
-            folder = tmp_path_factory.mktemp("container")
-            small(folder / "ml" / "model", seed)
+            folder = Path(started.enter_context(tempfile.TemporaryDirectory()))
+            folder.chmod(0o711)  # pytest's folders are closed to other users
+            model = small(folder / "ml" / "model", seed)
             environment = {
+                **FAST,
                 "SAGEMAKER_BASE_DIR": str(folder / "ml"),
                 "SAGEMAKER_ENABLE_STATEFUL_SESSIONS": "true",
+                **({"RUN_AS_USER": str(A_USER)} if IS_ROOT else {}),
             }
-            servers.append(started.enter_context(serving(folder, **environment)))
-        yield servers
+            if IS_ROOT:
+                for path in (model.parent, model, *model.iterdir()):
+                    path.chmod(0o700 if path.is_dir() else 0o600)
+            prefix = readable_by_all(sys.executable) if IS_ROOT else ()
+            servers.append(Server(folder, None, environment, prefix=prefix))
+            started.callback(servers[-1].stop)
+        yield [server.wait_until_ready() for server in servers]
+        assert [server.stop() for server in servers] == [0, 0]
 
 
 # Inference components
@@ -85,23 +95,6 @@ def test_a_component_streams_token_by_token(poets: Any, pair: list[Server]) -> N
     *tokens, end = [json.loads(line) for line in b"".join(parts).splitlines()]
     assert end["generated_text"] == own(pair[0])
     assert "".join(token["text"] for token in tokens) == end["generated_text"]
-
-
-@pytest.mark.skipif(not IS_ROOT, reason="only root can start it as the platform does")
-def test_a_model_that_only_root_may_read_is_loaded_at_the_start() -> None:
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        folder.chmod(0o711)
-        model = small(folder / "ml" / "model")
-        for path in (model.parent, model, *model.iterdir()):
-            path.chmod(0o700 if path.is_dir() else 0o600)
-        environment = {"SAGEMAKER_BASE_DIR": str(folder / "ml"), "RUN_AS_USER": str(A_USER)}
-        prefix = readable_by_all(sys.executable)
-        server = Server(folder, None, {**FAST, **environment}, prefix=prefix)
-        try:
-            assert own(server.wait_until_ready())
-        finally:
-            assert server.stop() == 0
 
 
 # Sessions

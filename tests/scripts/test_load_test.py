@@ -13,18 +13,22 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from datetime import datetime, timedelta, timezone
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import boto3
 import pytest
 import requests
 
 from command import environments
+from scripts import load_test
 from scripts.traffic import compare, loads, samples
 from scripts.traffic.plan import Chooser, Plan
 from scripts.traffic.samples import Sample
 from tests.e2e.server import Server, eventually, free_port
+from tests.scripts import command
 from tests.scripts.conftest import NAMES, Poets, Run, refusal
 
 pytestmark = pytest.mark.slow
@@ -37,6 +41,14 @@ def _locust() -> None:
     """Installs it now where it is not: otherwise the first command that needs it does, or waits
     for another process that does, and says so among its own messages."""
     environments.ensure_environment(environments.LOAD_VENV, "load")
+
+
+@pytest.fixture
+def alone(monkeypatch: pytest.MonkeyPatch) -> Run:
+    """A load test that ends before it needs Locust, within this process."""
+    too_far = AssertionError("it continues in another Python")
+    monkeypatch.setattr(load_test, "use_load_environment", Mock(side_effect=too_far))
+    return partial(command.run, "load-test")
 
 
 def answered(server: Server, model: str) -> int:
@@ -63,7 +75,7 @@ def users(run: Run, served: Server, tmp_path_factory: pytest.TempPathFactory) ->
     before = {name: answered(served, name) for name in NAMES}
     prompts = folder / "prompts.txt"
     prompts.write_text("나는 오늘\n\n비가 오는 날에는\n", encoding="utf-8")
-    plan = ("--models", ",".join(NAMES), "--users", "3", "--seconds", "6", "--zipf", "1.5")
+    plan = ("--models", ",".join(NAMES), "--users", "3", "--seconds", "3", "--zipf", "1.5")
     report = measured(run, folder / "a.json", "--url", served.url(""), *plan, "--prompts", prompts)
     return {**report, "counted": {n: answered(served, n) - before[n] for n in NAMES}}
 
@@ -100,13 +112,13 @@ def test_latencies_tokens_and_cold_starts_are_reported(users: dict[str, Any]) ->
         assert users["models"][name]["first_call_s"] >= users["loads"]["models"][name]["mean_s"]
 
 
-def test_two_reports_are_compared(run: Run, users: dict[str, Any], tmp_path: Path) -> None:
+def test_two_reports_are_compared(alone: Run, users: dict[str, Any], tmp_path: Path) -> None:
     first, second = users["file"], tmp_path / "b.json"
     slower = json.loads(first.read_text(encoding="utf-8"))
     slower["all"]["seconds"]["p50"] *= 2
     slower["plan"]["users"] = 8
     second.write_text(json.dumps(slower), encoding="utf-8")
-    done = run("load-test", "--compare", first, second)
+    done = alone("--compare", first, second)
     assert done.returncode == 0, done.stderr
     lines = {line.split("  ")[0]: line for line in done.stdout.splitlines() if line}
     assert lines["latency p50 ms"].endswith("2.00x")
@@ -115,9 +127,9 @@ def test_two_reports_are_compared(run: Run, users: dict[str, Any], tmp_path: Pat
     assert "users: 3 and 8" in done.stdout
     assert "seconds: " not in done.stdout
     second.write_text("[1]", encoding="utf-8")
-    done = run("load-test", "--compare", first, second)
+    done = alone("--compare", first, second)
     assert (done.returncode, "is not a report of kogpt2 load-test" in done.stderr) == (2, True)
-    assert "cannot read" in run("load-test", "--compare", first, "/nowhere.json").stderr
+    assert "cannot read" in alone("--compare", first, "/nowhere.json").stderr
 
 
 def test_requests_at_a_rate_with_the_first_token_of_streams(
@@ -220,13 +232,17 @@ def test_locusts_page_is_served_meanwhile(served: Server) -> None:
         (("--models", ","), "names no model"),
         (("--json", "/nowhere/a.json"), "no folder /nowhere"),
         (("--cloudwatch",), "--cloudwatch is for --endpoint"),
-        (("--url", "http://127.0.0.1:9"), "does not answer: start the server with ./scripts/serve"),
     ],
 )
 def test_a_wrong_call_is_refused_before_anything_is_sent(
-    run: Run, options: tuple[str, ...], message: str
+    alone: Run, options: tuple[str, ...], message: str
 ) -> None:
-    assert message in refusal(run("load-test", *options), 2)
+    assert message in refusal(alone(*options), 2)
+
+
+def test_a_server_that_is_not_there_is_one_line(run: Run) -> None:
+    message = "does not answer: start the server with ./scripts/serve"
+    assert message in refusal(run("load-test", "--url", "http://127.0.0.1:9"), 2)
 
 
 # Numbers
