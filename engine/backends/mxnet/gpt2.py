@@ -53,7 +53,7 @@ class GPT2:
         """Logits (B, T, V) of the tokens that follow `ids` (B, T), the whole text.
 
         With a cache, logits (B, V) after the last of T new tokens of the rows that `cache.select`
-        chose; their keys and values are appended.
+        chose; their keys and values are appended, once `cache.end` is called.
         """
         B, T = ids.shape
         positions = np.broadcast_to(np.arange(T), (B, T)) if cache is None else cache.begin(T)
@@ -69,7 +69,6 @@ class GPT2:
             h = self._gelu(self._product(h, artifact.FFN_HIDDEN.format(i)))
             x = x + self._product(h, artifact.FFN_OUT.format(i))
         if cache is not None:
-            cache.end(T)
             x = nd.slice_axis(x, axis=1, begin=T - 1, end=T).reshape((len(x), -1))
         x = self._norm(x, artifact.FINAL_NORM)
         tied = self.config.tie_word_embeddings

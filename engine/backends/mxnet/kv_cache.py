@@ -84,6 +84,7 @@ class MXNetKVCache(DenseCache):
         return flat, [array[rows.start * nh : rows.stop * nh] for array in flat]
 
     def end(self, T: int) -> None:
+        """The selected rows have T tokens more."""
         for row in range(self._selected.start, self._selected.stop):
             self.lengths[row] += T
 

@@ -39,6 +39,7 @@ class MXNetModel(DenseModel):
         with out_of_memory(self._ctx, f"{ids.size} more tokens"):
             logits = self._model(mx.nd.array(ids, ctx=self._ctx), self._cache)
             result: Logits = logits.asnumpy()
+        self._cache.end(ids.shape[1])  # a pass that failed is run again, by fewer rows
         return result
 
     def close(self) -> None:
