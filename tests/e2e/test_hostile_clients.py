@@ -20,13 +20,14 @@ import pytest
 import requests
 
 from tests.e2e.server import Server, free_port
-from tests.e2e.stores import SHORT, endless, serving, small
+from tests.e2e.stores import SHORT, serving, small
+from tests.engine.models import make_artifact
 from tests.serving.api.test_forms import NAMED, PARTS, part
 
 pytestmark = pytest.mark.slow
 
 CONNECTIONS = 256
-ROUNDS = 25
+ROUNDS = 10
 MIB = 1 << 20
 LIMIT_S = 180  # of a request: the largest answer takes half a minute beside other tests
 JSON = {"Content-Type": "application/json"}
@@ -66,7 +67,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     folder = tmp_path_factory.mktemp("hostile")
     small(folder / "store" / "a")
     small(folder / "store" / "봄")
-    endless(folder / "store" / "느린")
+    make_artifact(folder / "store" / "느린", vocab=160, max_length=128)
     settings = {"MAX_CONNECTIONS": str(CONNECTIONS), "GRPC_PORT": str(free_port())}
     settings["REQUEST_TIMEOUT_S"] = str(LIMIT_S)
     with serving(folder / "run", folder / "store", **settings) as running:
