@@ -20,7 +20,7 @@ from tests.processes import zombies_below
 
 pytestmark = pytest.mark.slow
 
-MODELS, ROOM, REQUESTS = 100, 20, 400
+MODELS, ROOM, REQUESTS = 100, 20, 160
 MEMORY_MIB = 9  # for ROOM of them, and a request's whole context
 FEW, ROOM_OF_FEW, WARM_UP, CHURN = 12, 5, 16, 48  # of `small`, in as much memory; requests
 CLIENTS = 8
