@@ -27,10 +27,13 @@ from typing import Any
 import botocore.loaders
 import pytest
 import requests
+import yaml
 from moto.cloudformation import parsing
 from moto.cloudformation.models import CloudFormationBackend, cloudformation_backends
+from moto.cloudformation.utils import yaml_tag_constructor
 from moto.core import DEFAULT_ACCOUNT_ID
 from moto.core.responses import ActionResult, BaseResponse
+from moto.ecr.models import ecr_backends
 from moto.sagemaker import responses
 from moto.sagemaker.models import FakeEndpoint, FakeEndpointConfig
 from moto.server import ThreadedMotoServer
@@ -127,6 +130,8 @@ class Cloud:
             imageManifestMediaType="application/vnd.oci.image.manifest.v1+json",
         )["image"]
         account = made["registryId"]
+        images = ecr_backends[account][REGION].repositories[repository].images
+        images[-1].image_pushed_at += len(images)  # ECR counts in seconds
         host = f"{account}.dkr.ecr.{REGION}.amazonaws.com"
         return f"{host}/{repository}@{made['imageId']['imageDigest']}"
 
@@ -170,6 +175,8 @@ def fill_gaps(patch: pytest.MonkeyPatch, made: Cloud) -> None:
     loader = botocore.loaders.create_loader()
     patch.setattr("botocore.session.create_loader", lambda *_: loader, raising=False)
     patch.setattr("botocore.loaders.create_loader", lambda *_: loader)
+    yaml.CLoader.add_multi_constructor("", yaml_tag_constructor)
+    patch.setattr("yaml.Loader", yaml.CLoader)  # moto reads a template several times for each call
     patch.setattr(FakeEndpointConfig, "validate_instance_type", lambda self, name: None)
     patch.setattr(FakeEndpoint, "cloudformation_name_type", lambda: "EndpointName")
 

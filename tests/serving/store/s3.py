@@ -10,8 +10,10 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import requests
+from botocore.loaders import create_loader
 from moto.core import DEFAULT_ACCOUNT_ID
 from moto.s3.models import s3_backends
 from moto.server import ThreadedMotoServer
@@ -57,14 +59,16 @@ class S3Server:
 
 @contextlib.contextmanager
 def s3_server(address: str = "127.0.0.1") -> Iterator[S3Server]:
+    """Meanwhile boto3 reads its descriptions of services once, not 0.1 s for each session."""
     server = ThreadedMotoServer(address, 0, verbose=False)
     server.start()
     try:
-        host, port = server.get_host_and_port()
-        s3 = S3Server(f"http://{host}:{port}")
-        s3.empty()
-        yield s3
-        s3.client.close()
+        with mock.patch("botocore.session.create_loader", return_value=create_loader()):
+            host, port = server.get_host_and_port()
+            s3 = S3Server(f"http://{host}:{port}")
+            s3.empty()
+            yield s3
+            s3.client.close()
     finally:
         server.stop()
         server._server.server_close()  # moto leaves it open: clients would wait

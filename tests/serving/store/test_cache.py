@@ -19,7 +19,7 @@ from serving.store.catalog import StoredFile
 from serving.store.s3 import S3Bucket
 from tests.processes import REPOSITORY
 from tests.serving.store.archives import touch
-from tests.serving.store.s3 import S3Server, archive, open_cache
+from tests.serving.store.s3 import S3Server, archive, open_cache, settings
 
 KIB = 1024
 
@@ -65,13 +65,13 @@ def kept(folder: Path) -> set[str]:
 def child(cache_dir: Path, s3: S3Server, code: str) -> subprocess.Popen[str]:
     """A process with a `cache` and a `model`, once it has printed `ready`."""
     start = (
-        "from pathlib import Path\n"
-        "from serving.store import download, open_store\n"
+        "from pathlib import PosixPath\n"
+        "from serving.store import Cache, StoreSettings, download, open_store\n"
         "from serving.store.s3 import S3Bucket\n"
-        "from tests.serving.store.s3 import open_cache\n"
         f"download.RANGE_BYTES = {64 * KIB}\n"
-        f"cache = open_cache(Path({str(cache_dir)!r}))\n"
-        "model = open_store('s3://models/kogpt2/').find('소월')\n"
+        f"settings = {settings(cache_dir)!r}\n"
+        "store = open_store(settings.location)\n"
+        "cache, model = Cache(settings, store), store.find('소월')\n"
     )
     process = subprocess.Popen(
         [sys.executable, "-c", start + code],
