@@ -281,8 +281,9 @@ static void multiply(const Matrix *matrix, Adapted adapted, const float *x, size
                      size_t n, int gelu) {
   const size_t block = pass.model->block;
   const size_t spans = adapted == NOT_ADAPTED ? 0 : pass.num_spans;
-  Product product = {matrix,   x, residual, y, count, stride,  y_stride, k,
-                     n, GROUPS, 0,        gelu, adapted, {0}};
+  Product product = {.matrix = matrix, .x = x, .residual = residual, .y = y, .count = count,
+                     .stride = stride, .y_stride = y_stride, .k = k, .n = n,
+                     .groups_at_once = GROUPS, .gelu = gelu, .adapted = adapted};
   if (block) {
     const size_t blocks = ceil_div(k, block), planes = matrix->planes;
     const size_t vectors = num_vectors(count, planes);
