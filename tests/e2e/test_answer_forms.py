@@ -40,7 +40,10 @@ class Review(BaseModel):
 
 SCHEMA = {
     "type": "object",
-    "properties": {"감정": {"enum": ["긍정", "부정"]}, "점수": {"type": "integer", "maximum": 5}},
+    "properties": {  # with bounds: else a drawn number goes on for all of max_tokens now and then
+        "감정": {"enum": ["긍정", "부정"]},
+        "점수": {"type": "integer", "minimum": -5, "maximum": 5},
+    },
     "required": ["감정", "점수"],
     "additionalProperties": False,
 }
