@@ -349,13 +349,12 @@ def test_a_changed_file_takes_effect_and_a_wrong_one_keeps_the_tokens(setup: Set
 
 
 def test_the_log_has_the_name_of_the_token_and_not_the_token(setup: Setup) -> None:
-    setup.server.forget_log()
-    for token in (A, "tok-wrong"):
-        setup.ask("post", "/predictions/소월", token, SHORT)
+    answers = [setup.ask("post", "/predictions/소월", token, SHORT) for token in (A, "tok-wrong")]
+    ids = [answer.headers["x-request-id"] for answer in answers]
 
     def tokens() -> list[str | None]:
         lines = [json.loads(line) for line in setup.server.text().splitlines()]
-        return [line.get("token") for line in lines if line["message"] == "request"]
+        return [line.get("token") for line in lines if line.get("request_id") in ids]
 
     eventually(lambda: tokens() == ["가팀", None])
     everything = setup.server.log.read_text("utf-8")
