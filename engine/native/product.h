@@ -43,10 +43,7 @@ TARGET INLINE void NAME(quantize_block)(size_t block, size_t planes, size_t besi
   *scale = largest / range;
   for (size_t plane = 0; plane < planes; plane++) {
     int32_t *const fours = to[plane];
-    if (beside == 1)
-      memcpy(fours, numbers[plane], block);
-    else
-      for (size_t i = 0; i < block / 4; i++) memcpy(fours + i * beside, numbers[plane] + 4 * i, 4);
+    for (size_t i = 0; i < block / 4; i++) memcpy(fours + i * beside, numbers[plane] + 4 * i, 4);
     memcpy(lanes, &total[plane], sizeof lanes);
     int32_t sum = 0;
     for (int i = 0; i < LANES; i++) sum += lanes[i];

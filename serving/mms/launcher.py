@@ -33,8 +33,8 @@ QUEUE_SIZE = 1000  # jobs of a model in MMS; the gateway's queue is the one that
 # Each registration blocks a thread, and with it the requests on 1/NETTY_THREADS of the connections.
 # MMS's default is one per core: half of all requests on two cores.
 NETTY_THREADS = 16
-# Asks whether MMS answers, without its models: it looks one up that was just unloaded, and logs
-# an error then (MMS 1.1.11, ManagementRequestHandler.handleListModels).
+# The health check of MMS: an empty page of its list of models. MMS 1.1.11 fails to list a model
+# that is unloaded at the same time, and logs an error (ManagementRequestHandler.handleListModels).
 HEALTH = "/models?limit=0"
 HEADROOM_BYTES = 65_536  # beyond MAX_REQUEST_BYTES, for what the gateway adds to a body
 

@@ -39,7 +39,7 @@ class MXNetModel(DenseModel):
         with out_of_memory(self._ctx, f"{ids.size} more tokens"):
             logits = self._model(mx.nd.array(ids, ctx=self._ctx), self._cache)
             result: Logits = logits.asnumpy()
-        self._cache.end(ids.shape[1])  # a pass that failed is run again, by fewer rows
+        self._cache.end(ids.shape[1])  # only now: a failed pass appends nothing
         return result
 
     def close(self) -> None:
