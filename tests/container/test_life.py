@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.container.conftest import Start
-from tests.container.containers import PROMPT, START_S, TEXT, Container, docker, mount
+from tests.container.containers import PROMPT, TEXT, Container, docker, mount
 from tests.e2e.server import eventually
 from tests.e2e.stores import FAST, SHORT, slow
 
@@ -58,7 +58,7 @@ def test_a_container_that_ended_starts_again(own: Container, end: tuple[str, ...
     docker(*end, own.id)
     assert not own.state()["Running"]
     docker("start", own.id)
-    eventually(own.is_ready, START_S)
+    own.wait_until_ready()
     eventually(lambda: own.health() == "healthy")
     assert answers(own)
 
