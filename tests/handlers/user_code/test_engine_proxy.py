@@ -25,7 +25,6 @@ class Handle:
 
     def __init__(self) -> None:
         self.model = {"name": "시"}
-        self.together = threading.Barrier(2)
         self.closed = threading.Event()
         self.go_on = threading.Event()
 
@@ -36,8 +35,6 @@ class Handle:
             raise InvalidRequest("온도가 틀림")
         if inputs == "기다림":
             assert self.go_on.wait(WIDE_S)
-        if inputs == "함께":
-            self.together.wait(WIDE_S)
         return {"text": inputs, "parameters": parameters, "timeout_s": timeout_s, "id": request_id}
 
     def close(self) -> None:
@@ -46,16 +43,9 @@ class Handle:
 
 @pytest.fixture
 def handle(monkeypatch: pytest.MonkeyPatch) -> Handle:
-    made = Handle()
-    calls: list[tuple[str, str]] = []
-
-    def model_fn(model_dir: str, name: str) -> Handle:
-        calls.append((model_dir, name))
-        assert calls == [("/모델", "시")]
-        return made
-
-    monkeypatch.setattr(text_model, "model_fn", model_fn)
-    return made
+    made = {("/모델", "시"): Handle()}
+    monkeypatch.setattr(text_model, "model_fn", lambda *given: made[given])
+    return made["/모델", "시"]
 
 
 @pytest.fixture
@@ -90,13 +80,6 @@ def test_calls_wait_for_a_thread_where_no_more_start(
             assert refused.wait(WIDE_S)
             handle.go_on.set()
             assert [call.result(WIDE_S)["text"] for call in calls] == ["기다림"] * 4
-
-
-def test_calls_of_several_threads_run_concurrently(connection: Connection) -> None:
-    model = EngineModel(connection)
-    with ThreadPoolExecutor(2) as pool:
-        answers = [pool.submit(model.generate, "함께", {"i": i}) for i in range(2)]
-        assert [a.result(WIDE_S)["parameters"] for a in answers] == [{"i": 0}, {"i": 1}]
 
 
 @pytest.mark.parametrize("nonsense", [b"{", b"[]", b'{"bodies": -1}', b'{"inputs": 1}', b"1"])
