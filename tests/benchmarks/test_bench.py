@@ -68,8 +68,7 @@ def test_engines_are_measured_and_their_texts_are_those_of_the_guides(tmp_path: 
     read = {max(kernels.values()) for kernels in results["bandwidth"]["rounds"]}
     (entry,) = contenders["int8"]["rows"]["1"]["rounds"]
     assert set(entry["read_bytes_per_s"]) <= read
-    goals = {goal["name"]: goal for goal in results["goals"]}
-    (floor,) = (goal for name, goal in goals.items() if "floor" in name)
+    floor = next(goal for goal in results["goals"] if "floor" in goal["name"])
     floor_s = contenders["int8"]["step_bytes"] / max(entry["read_bytes_per_s"])
     assert floor["rounds"] == pytest.approx([entry["step_s"] / floor_s])
     for entry in (*results["loading"]["warm"], *results["loading"]["cold"]):
@@ -166,7 +165,7 @@ def test_ways_take_turns_and_the_first_rounds_do_not_count() -> None:
 
 def test_switching_is_measured_and_every_answer_is_the_models_own(tmp_path: Path) -> None:
     results, output = run(tmp_path, "--switching", "--only", "trace,swaps,registered")
-    assert results["skipped"] == {}
+    assert set(results["skipped"]) <= peers.NAMES
     assert switching.lines(results) in output
     trace, models = results["trace"]["now"], results["plan"]["models"]
     assert trace["faults"] == {"wrong": 0, "lost": 0, "4xx": 0, "5xx": 0}

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import onnxruntime
@@ -12,7 +10,6 @@ import pytest
 
 from benchmarks.__main__ import main
 from benchmarks.gpu import table as gpu_table
-from testbed.process import ROOT
 from tests.scripts import command
 
 pytestmark = pytest.mark.slow
@@ -47,9 +44,7 @@ def test_both_backends_are_right_on_the_cpu_and_what_is_wrong_is_said(tmp_path: 
     "CUDAExecutionProvider" in onnxruntime.get_available_providers(), reason="it can use a GPU"
 )
 def test_without_a_gpu_it_says_what_is_missing(tmp_path: Path) -> None:
-    program = [sys.executable, "-m", "scripts.cli", *GPU_CHECK, tmp_path]
-    result = subprocess.run(program, capture_output=True, text=True, timeout=600, cwd=ROOT)
-    assert result.returncode == 1
-    assert "mxnet-cu117" in result.stderr
-    assert "onnxruntime-gpu" in result.stderr
-    assert "Traceback" not in result.stderr
+    done = command.run(*GPU_CHECK, tmp_path, main=main)
+    assert done.returncode == 1
+    assert "mxnet-cu117" in done.stderr
+    assert "onnxruntime-gpu" in done.stderr
