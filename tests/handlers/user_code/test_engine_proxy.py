@@ -25,6 +25,7 @@ class Handle:
 
     def __init__(self) -> None:
         self.model = {"name": "시"}
+        self.together = threading.Barrier(2)
         self.closed = threading.Event()
         self.go_on = threading.Event()
 
@@ -35,6 +36,8 @@ class Handle:
             raise InvalidRequest("온도가 틀림")
         if inputs == "기다림":
             assert self.go_on.wait(WIDE_S)
+        if inputs == "함께":
+            self.together.wait(WIDE_S)
         return {"text": inputs, "parameters": parameters, "timeout_s": timeout_s, "id": request_id}
 
     def close(self) -> None:
@@ -80,6 +83,13 @@ def test_calls_wait_for_a_thread_where_no_more_start(
             assert refused.wait(WIDE_S)
             handle.go_on.set()
             assert [call.result(WIDE_S)["text"] for call in calls] == ["기다림"] * 4
+
+
+def test_calls_of_several_threads_run_concurrently(connection: Connection) -> None:
+    model = EngineModel(connection)
+    with ThreadPoolExecutor(2) as pool:
+        answers = [pool.submit(model.generate, "함께", {"i": i}) for i in range(2)]
+        assert [a.result(WIDE_S)["parameters"] for a in answers] == [{"i": 0}, {"i": 1}]
 
 
 @pytest.mark.parametrize("nonsense", [b"{", b"[]", b'{"bodies": -1}', b'{"inputs": 1}', b"1"])
