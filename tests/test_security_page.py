@@ -7,9 +7,7 @@ import json
 import re
 import subprocess
 import sys
-from importlib.util import find_spec
 from pathlib import Path
-from zipfile import ZipFile
 
 import pytest
 
@@ -187,19 +185,6 @@ TESTS = {
         "test_isolation_can_be_turned_off_and_pip_finds_only_what_it_needs"
     ),
 }
-# The packages of the jar, and the days of their classes, which tell the versions.
-LIBRARIES = {
-    "com/amazonaws": (2023, 6, 20),
-    "software/amazon": (2019, 6, 25),
-    "io/netty": (2023, 4, 3),  # 4.1.91, as its properties say
-    "org/apache/logging/log4j": (2021, 12, 27),  # 2.17.1
-    "org/apache/logging/slf4j": (2021, 12, 27),
-    "org/apache/commons/io": (2017, 10, 15),  # 2.6
-    "org/apache/commons/cli": (2015, 6, 14),  # 1.3.1
-    "org/slf4j": (2021, 7, 20),  # 1.7.32
-    "com/google": (2021, 10, 29),  # Gson 2.8.9
-    "com/lmax": (2021, 4, 29),  # Disruptor 3.4.4
-}
 # Prints which distributions there are modules of once these are imported.
 LOADED = """
 import importlib, importlib.metadata, json, sys
@@ -290,24 +275,6 @@ def test_the_tests_are_there() -> None:
     defined = set(re.findall(r"def (test_\w+)", sources))
     assert {name for names in TESTS.values() for name in names.split()} - defined == set()
     assert {what for row in ROWS.values() for what in row.split(", ")} == PROGRAMS
-
-
-def test_the_jar_has_the_libraries_of_the_table() -> None:
-    found = find_spec("mms")
-    assert found is not None
-    assert found.origin is not None
-    with ZipFile(Path(found.origin).with_name("frontend") / "model-server.jar") as jar:
-        classes = [file for file in jar.infolist() if file.filename.endswith(".class")]
-        netty = jar.read("META-INF/io.netty.versions.properties").decode()
-    days: dict[str, tuple[int, ...]] = {}
-    for file in classes:
-        parts = file.filename.split("/")
-        if parts[0] in ("META-INF", "module-info.class"):
-            continue
-        package = "/".join(parts[: 4 if parts[:2] == ["org", "apache"] else 2])
-        days[package] = min(days.get(package, file.date_time[:3]), file.date_time[:3])
-    assert days == LIBRARIES
-    assert "4.1.91.Final" in netty
 
 
 @pytest.mark.parametrize(

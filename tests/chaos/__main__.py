@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import signal
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,8 +13,7 @@ from typing import Any
 from command import program
 from command.errors import Failed, Problem
 from command.options import option, seconds
-from tests.chaos.clients import PAUSE_S
-from tests.chaos.plan import KINDS, Fault, Plan
+from tests.chaos.plan import KINDS, Plan
 
 MIN_SOAK_MINUTES = 1.0  # six samples, one every 10 s, of which the sixths are compared
 _soak = partial(option, rich_help_panel="Soak and recovery")
@@ -26,12 +25,6 @@ class Chaos:
     minutes: float = option("1", "how long faults are injected", parser=seconds, metavar="M")
     every: float = option("5", "seconds between faults, on average", parser=seconds, metavar="S")
     clients: int = option(8, "concurrent clients", min=1, metavar="N")
-    pause: float = option(
-        str(PAUSE_S),
-        "a client's mean pause after each answer, in seconds",
-        parser=seconds,
-        metavar="S",
-    )
     only: str | None = option(None, "kinds of faults; an unknown one lists all", metavar="KIND,...")
     plan: Path | None = option(None, "repeat this plan instead of drawing one", metavar="FILE")
     image: str = option("", "run the server as a container of this image", metavar="NAME")
@@ -39,9 +32,7 @@ class Chaos:
         1.0, "a factor on recovery times, for a slow or busy machine", min=1, metavar="X"
     )
     out: Path = option(Path("chaos"), "for the plan, the history and the log", metavar="FOLDER")
-    shrink: int = option(8, "runs at most to find the shortest plan that fails", min=0, metavar="N")
     soak: bool = _soak(False, "run 100 models in memory for 20, and report what grows")
-    models: int = _soak(100, "models of the soak", min=10, metavar="N")
     recovery: int | None = _soak(
         None, "measure recovery: kill each kind of process N times", min=1, metavar="N"
     )
@@ -56,8 +47,7 @@ def run(options: Chaos) -> int:
     each request is answered once and before its deadline, with the text of the right model and
     version or with a justified error; loaded models are loaded and unloaded ones are not; all
     processes agree after the faults; no process, file or memory is left over. On a violation the
-    command prints the seed and the shortest plan that still fails, and ends with 1.
-    docs/develop/chaos.md has the rules.
+    command ends with 1. docs/develop/chaos.md has the rules.
 
     Faults that this machine does not allow are skipped and reported: full disks need mounts.
 
@@ -89,38 +79,20 @@ def run(options: Chaos) -> int:
 
 
 def inject(plan: Plan, options: Chaos) -> int:
-    """Runs the plan. Raises `Failed` on a violation, after the shortest plan was written."""
+    """Runs the plan. Raises `Failed` on a violation."""
     from tests.chaos import report
     from tests.chaos.run import Size
     from tests.chaos.run import run as run_plan
-    from tests.chaos.shrink import shortest
 
-    size = Size(options.clients, heal=options.heal, pause_s=options.pause, image=options.image)
-    first = run_plan(plan, size, _say)
-    report.write(options.out, plan, first)
-    print("\n".join(report.lines(first)))
-    if not first.violations:
-        return 0
-    runs_left = options.shrink
-
-    def fails(faults: list[Fault]) -> bool:
-        nonlocal runs_left
-        runs_left -= 1
-        if runs_left < 0:
-            return False
-        return bool(run_plan(replace(plan, faults=tuple(faults)), size, _say).violations)
-
-    faults = plan.faults if not runs_left else tuple(shortest(plan.faults, fails))
-    replace(plan, faults=faults).write(options.out / "shortest.json")
-    print(f"seed {plan.seed}; the shortest plan that fails ({options.out / 'shortest.json'}):")
-    for fault in faults:
-        print(f"  {fault.at_s:7.2f} s  {fault.kind}")
-    raise Failed(f"{len(first.violations)} violations of the rules in docs/develop/chaos.md")
+    result = run_plan(plan, Size(options.clients, heal=options.heal, image=options.image), _say)
+    report.write(options.out, plan, result)
+    print("\n".join(report.lines(result)))
+    if count := len(result.violations):
+        raise Failed(f"seed {plan.seed}: {count} violations of the rules in docs/develop/chaos.md")
+    return 0
 
 
 def soak(options: Chaos) -> int:
-    from testbed.machine import commit
-    from testbed.process import ROOT
     from tests.chaos import report, soak
     from tests.chaos.run import run as run_plan
     from tests.chaos.system import System
@@ -132,38 +104,30 @@ def soak(options: Chaos) -> int:
         return samples[0]
 
     plan = soak.plan(options.seed, options.minutes)
-    size = soak.size(options.clients, options.models, options.heal, options.pause)
-    result = run_plan(plan, size, _say, sampling)
+    result = run_plan(plan, soak.size(options.clients, options.heal), _say, sampling)
     report.write(options.out, plan, result)
     print("\n".join(report.lines(result)))
-    results = soak.results(samples[0], result, commit(ROOT))
-    print("\n".join(soak.lines(results)))
-    _write(options.out / "soak.json", results)
-    if grown := soak.grown(results["judged"]):
-        _say(f"grew too much: {', '.join(grown)}")
-    return 1 if result.violations or grown else 0
+    judged = soak.judged(samples[0].all, result.history)
+    print(soak.lines(judged))
+    _write(options.out / "soak.json", {"judged": judged, "samples": samples[0].all})
+    return 1 if result.violations or soak.grown(judged) else 0
 
 
 def measure_recovery(rounds: int, out: Path) -> int:
-    from testbed.machine import commit
-    from testbed.process import ROOT
     from tests.chaos import recovery
 
-    results = {"commit": commit(ROOT), **recovery.measure(rounds, _say)}
-    print(recovery.lines(results))
-    _write(out / "recovery.json", results)
+    found = recovery.measure(rounds, _say)
+    print(recovery.lines(found))
+    _write(out / "recovery.json", {"models": recovery.MODELS, "seconds": found})
     return 0
 
 
 def _write(file: Path, results: dict[str, Any]) -> None:
-    from benchmarks.contenders import peers
-    from testbed.process import ProgramError
+    from testbed import machine
+    from testbed.process import ROOT
 
-    file.write_text(json.dumps(results, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-    try:
-        peers.draw(file, file.with_suffix(".png"), file.with_suffix(".log"), "tests.chaos.plot")
-    except ProgramError as error:
-        _say(str(error))
+    described = {"commit": machine.commit(ROOT), "machine": machine.describe(), **results}
+    file.write_text(json.dumps(described, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def _say(text: str) -> None:

@@ -7,7 +7,6 @@ import json
 import math
 import socket
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 from urllib.parse import quote
@@ -31,16 +30,14 @@ class Received:
     """The answer so far."""
 
     status: int = 0
-    body: Any = None
     texts: list[str] = field(default_factory=list)
-    whole: str | None = None
     error: dict[str, Any] | None = None
     retry_after_s: float | None = None
     first_at: float | None = None
 
     @property
     def text(self) -> str:
-        return "".join(self.texts) if self.whole is None else self.whole
+        return "".join(self.texts)
 
 
 class HungUp(Exception):
@@ -128,8 +125,10 @@ def _receive(
     received.retry_after_s = float(retry_after) if retry_after else None
     if (answer.headers.get("Content-Type") or "").startswith("text/event-stream"):
         ended = False
-        for event in _events(answer):
-            ended = _take(event, received) or ended
+        for line in answer:
+            if not line.startswith(b"data: "):
+                continue
+            ended = _take(line[6:].decode("utf-8").strip(), received) or ended
             if received.first_at is None:
                 received.first_at = time.monotonic()
             if len(received.texts) >= most_tokens:
@@ -137,19 +136,13 @@ def _receive(
         if not ended and received.error is None:
             raise NoEnd("the stream ends without its last event")
         return
-    received.body = json.loads(answer.read())
+    value = json.loads(answer.read())
     if answer.status != 200:
-        received.error = received.body.get("error", received.body)
-    elif "generated_text" in received.body:
-        received.whole = received.body["generated_text"]
-    elif "choices" in received.body:
-        received.whole = received.body["choices"][0]["text"]
-
-
-def _events(answer: http.client.HTTPResponse) -> Iterator[str]:
-    for line in answer:
-        if line.startswith(b"data: "):
-            yield line[6:].decode("utf-8").strip()
+        received.error = value.get("error", value)
+    elif "generated_text" in value:
+        received.texts.append(value["generated_text"])
+    elif "choices" in value:
+        received.texts.append(value["choices"][0]["text"])
 
 
 def _take(event: str, received: Received) -> bool:

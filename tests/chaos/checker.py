@@ -9,7 +9,6 @@ and nothing is left over.
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -49,18 +48,6 @@ class Violation:
 def check(history: History, heal: float = 1.0) -> list[Violation]:
     """The violations. `heal` is a factor on the times that a slow or busy machine needs."""
     return list(_Checker(history, heal).violations())
-
-
-def explained(history: History, heal: float) -> Counter[tuple[int, str]]:
-    """How many 5xx answers each kind of fault explains; where several do, the last to begin."""
-    checker = _Checker(history, heal)
-    found: Counter[tuple[int, str]] = Counter()
-    for op in history.ops:
-        if op.status >= 500 and not op.hung_up:
-            faults = checker.explaining(op.status, op)
-            if last := max(faults, key=lambda fault: fault.begin, default=None):
-                found[op.status, last.kind] += 1
-    return found
 
 
 class _Checker:
@@ -159,11 +146,8 @@ class _Checker:
         request_s, load_s = self.history.request_s, self.history.load_s
         return {LOAD: load_s, UNLOAD: load_s + request_s}.get(op.kind, request_s)
 
-    def explaining(self, status: int, op: Op) -> Iterator[Done]:
-        return (fault for fault in self.faults if status in self._errors(fault, op))
-
     def _explained(self, status: int, op: Op) -> bool:
-        return any(self.explaining(status, op))
+        return any(status in self._errors(fault, op) for fault in self.faults)
 
     def _errors(self, fault: Done, op: Op) -> set[int]:
         healed_s = STORE_HEALED_S if fault.kind.startswith("store") else HEALED_S

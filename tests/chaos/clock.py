@@ -14,8 +14,6 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-# Debian's, of whichever release, and the wheel's.
-PLACES = ("/usr/lib/*-linux-gnu/faketime/libfaketimeMT.so.1",)
 IN_WHEEL = "vendor/libfaketime/src/libfaketime.so.1"
 SLEEPS = "import time; time.sleep(0.001)"
 
@@ -26,25 +24,17 @@ class Clock:
     def __init__(self, folder: Path) -> None:
         self._file = folder / "clock"
         self.set(0)
-        self.environment: dict[str, str] = next(
-            (
-                {**found, "WORKER_VARIABLES": "FAKETIME_*,NO_FAKE_STAT"}
-                for found in map(self._with, libraries())
-                if works(found)
-            ),
-            {},
-        )
-
-    def _with(self, library: Path) -> dict[str, str]:
-        return {
-            "LD_PRELOAD": str(library),
+        found = {
+            "LD_PRELOAD": str(library()),
             "FAKETIME_TIMESTAMP_FILE": str(self._file),
             "FAKETIME_CACHE_DURATION": "1",  # seconds
             "FAKETIME_DONT_FAKE_MONOTONIC": "1",
             # Otherwise waits on a monotonic clock end at once, and Java's threads spin.
             "FAKETIME_FORCE_MONOTONIC_FIX": "0",
             "NO_FAKE_STAT": "1",
+            "WORKER_VARIABLES": "FAKETIME_*,NO_FAKE_STAT",
         }
+        self.environment = found if works(found) else {}
 
     def set(self, ahead_s: int) -> None:
         new = self._file.with_suffix(".new")
@@ -52,12 +42,9 @@ class Clock:
         new.replace(self._file)
 
 
-def libraries() -> list[Path]:
-    found = [path for place in PLACES for path in Path("/").glob(place.lstrip("/"))]
+def library() -> Path:
     wheel = importlib.util.find_spec("libfaketime")
-    if wheel is not None and wheel.origin is not None:
-        found.insert(0, Path(wheel.origin).parent / IN_WHEEL)
-    return found
+    return Path(wheel.origin or "").parent / IN_WHEEL if wheel else Path(IN_WHEEL)
 
 
 def works(environment: Mapping[str, str]) -> bool:

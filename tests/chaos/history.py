@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
-from typing import Any
+from dataclasses import dataclass, field
 
 # Kinds of an `Op`. ROUTES are answered by a model.
 ROUTES = ("predictions", "predictions-stream", "completions", "completions-stream")
@@ -94,20 +91,7 @@ class History:
     faults: list[Done] = field(default_factory=list)
     views: list[View] = field(default_factory=list)
     left: list[str] = field(default_factory=list)  # leftovers after all was unloaded
-    # Counts and bytes of the server at its start, and after all was unloaded.
-    empty: list[dict[str, int]] = field(default_factory=list)
     lines: dict[str, int] = field(default_factory=dict)  # of the log, by request
-
-    def write(self, path: Path) -> None:
-        path.write_text(json.dumps(asdict(self), ensure_ascii=False), encoding="utf-8")
-
-    @classmethod
-    def read(cls, path: Path) -> History:
-        value: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        value["ops"] = [Op(**op) for op in value["ops"]]
-        value["faults"] = [Done(**fault) for fault in value["faults"]]
-        value["views"] = [View(**view) for view in value["views"]]
-        return cls(**value)
 
 
 def text_key(model: str, version: int, route: str, prompt: int) -> str:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
+from dataclasses import asdict
 from pathlib import Path
 
 from command.tables import table
@@ -16,7 +18,8 @@ SHOWN = 20
 def write(folder: Path, plan: Plan, result: Result) -> None:
     """plan.json, history.json, server.log."""
     plan.write(folder / "plan.json")
-    result.history.write(folder / "history.json")
+    history = json.dumps(asdict(result.history), ensure_ascii=False)
+    (folder / "history.json").write_text(history, encoding="utf-8")
     (folder / "server.log").write_text(result.log, encoding="utf-8")
 
 
@@ -27,37 +30,12 @@ def lines(result: Result) -> list[str]:
     found.append("faults: " + ", ".join(f"{n} {kind}" for kind, n in sorted(done.items())))
     skipped = Counter(fault.skipped for fault in history.faults if fault.skipped)
     found += [f"  {n} not done: {why}" for why, n in skipped.items()]
-    worked, count = retries(history)
-    if count:
-        found.append(f"503 with Retry-After: {count}, and {worked} of them worked after that time")
-    if result.explained:
-        found += ["", _reasons(result.explained)]
-    found.append("")
     for violation in result.violations[:SHOWN]:
         found.append(f"{violation.rule}: {violation.message}")
         if op := violation.op:
             at = f"{op.begin - history.began:.2f} to {op.end - history.began:.2f} s"
             found.append(f"    {op.kind} {op.model} {op.id}, {at}: {op.status} {op.text!r}")
-    found += [empty(history), f"{len(result.violations)} violations"]
-    return found
-
-
-def empty(history: History) -> str:
-    """Counts and bytes of the server at its start, and after all was unloaded."""
-    start, end = history.empty
-    rows = [
-        [name, f"{start.get(name, 0):,}", f"{end.get(name, 0):,}"]
-        for name in dict.fromkeys((*start, *end))
-    ]
-    return table(["", "at the start", "after all was unloaded"], rows)
-
-
-def _reasons(found: Counter[tuple[int, str]]) -> str:
-    """A table of faults by the 5xx answers that they explain."""
-    statuses = sorted({status for status, _ in found})
-    kinds = sorted({kind for _, kind in found})
-    rows = [[kind, *(str(found[status, kind] or "") for status in statuses)] for kind in kinds]
-    return table(["errors explained by", *map(str, statuses)], rows)
+    return [*found, f"{len(result.violations)} violations"]
 
 
 def _requests(history: History) -> str:
@@ -71,17 +49,3 @@ def _requests(history: History) -> str:
         rows.append([kind, *(str(counts[status] or "") for status in statuses), str(gone or "")])
     shown = [str(status) if status else "lost" for status in statuses]
     return table(["", *shown, "hung up"], rows)
-
-
-def retries(history: History) -> tuple[int, int]:
-    """Of the retried 503s with Retry-After, how many worked at once, and how many there are."""
-    by_id = {op.id: op for op in history.ops}
-    worked = count = 0
-    for op in history.ops:
-        begin, _, attempt = op.id.rpartition("-")
-        if op.status == 503 and op.retry_after_s and attempt.isdigit():
-            again = by_id.get(f"{begin}-{int(attempt) + 1}")
-            if again is not None:
-                count += 1
-                worked += 0 < again.status < 500
-    return worked, count

@@ -15,8 +15,8 @@ from command.errors import Failed
 from testbed import random_model
 from testbed.control_group import ControlGroup
 from testbed.process import ProgramError
-from tests.chaos.checker import AGREE_S, Violation, check, explained
-from tests.chaos.clients import MIX, PAUSE_S, PROMPTS, Clients, Models
+from tests.chaos.checker import AGREE_S, Violation, check
+from tests.chaos.clients import MIX, PROMPTS, Clients, Models
 from tests.chaos.clock import Clock
 from tests.chaos.faults import Injector
 from tests.chaos.history import LOAD, ROUTES, UNLOAD, History, Op, View, text_key
@@ -37,7 +37,6 @@ class Size:
     memory_mib: the engine's budget
     loaded: whether the steady models are loaded first, or on demand
     heal: a factor on recovery times, for a slow or busy machine
-    pause_s: a client's mean pause after each answer
     image: run the server as a container of this image; "" for processes
     request_s, load_s: REQUEST_TIMEOUT_S, LOAD_TIMEOUT_S
     """
@@ -48,7 +47,6 @@ class Size:
     memory_mib: int = 64
     loaded: bool = True
     heal: float = 1.0
-    pause_s: float = PAUSE_S
     image: str = ""
     request_s: int = 30
     load_s: int = 60
@@ -58,7 +56,6 @@ class Size:
 class Result:
     history: History
     violations: list[Violation]
-    explained: Counter[tuple[int, str]]  # answers of 5xx, by status and kind of fault
     log: str  # of the server
 
 
@@ -87,8 +84,7 @@ def run(
             say(system.log.read_text(encoding="utf-8", errors="replace")[-4000:])
             raise
         log = system.log.read_text(encoding="utf-8", errors="replace")
-    heal = size.heal
-    return Result(history, check(history, heal), explained(history, heal), log)
+    return Result(history, check(history, size.heal), log)
 
 
 def _limits(plan: Plan, size: Size) -> dict[str, str]:
@@ -127,8 +123,7 @@ class _Run:
             size.clients,
             self._put,
             size.mix,
-            size.pause_s,
-            size.load_s + LOST_S,
+            lost_s=size.load_s + LOST_S,
         )
         store.changing = self._change
         self.injector = Injector(system, store)
@@ -146,7 +141,6 @@ class _Run:
 
     def carry_out(self, beside: Beside) -> History:
         history, clients, system = self.history, self.clients, self.system
-        history.empty.append(system.held())
         history.texts = learn_texts(clients, self._put, [*self.archives])
         before, names = system.counted(), system.files("run")
         reserved = system.reserved_bytes()
@@ -166,7 +160,6 @@ class _Run:
             clients.stop()
         self._answers_again()
         history.left = list(self._left(before, names, reserved, files))
-        history.empty.append(system.held())
         history.ops = sorted(clients.ops, key=lambda op: op.begin)
         history.faults = sorted(self.injector.done, key=lambda fault: fault.begin)
         history.lines = dict(system.request_lines())

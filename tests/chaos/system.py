@@ -173,23 +173,6 @@ class System(Server):
             for name in names
         }
 
-    def held(self) -> dict[str, int]:
-        """Counts and bytes: of folders, of the engine's budget, and of each lasting process."""
-        found = dict(self.counted())
-        found["sockets"] = len(list(self.run_dir.glob(".mms.sock.*")))
-        for disk, name in DISKS.items():
-            sizes = list(_sizes(self.disks.folders[disk]))
-            found[f"{name} files"], found[f"{name} bytes"] = len(sizes), sum(sizes)
-        found["reserved bytes"] = self.reserved_bytes()
-        for kind in SETTLED:
-            for process in self.processes(kind):
-                with contextlib.suppress(psutil.Error):
-                    memory = process.memory_info()
-                    found[f"{kind} open files"] = process.num_fds()
-                    found[f"{kind} threads"] = process.num_threads()
-                    found[f"{kind} bytes"] = memory.rss - memory.shared
-        return found
-
     def reserved_bytes(self) -> int:
         """The reserved part of the engine's budget."""
         statistics = self.ask_engine("/statistics")
@@ -203,14 +186,6 @@ class System(Server):
                 with contextlib.suppress(ValueError):
                     found[json.loads(line)["request_id"]] += 1
         return found
-
-
-def _sizes(folder: Path) -> Iterator[int]:
-    """Allocated bytes: the engine's frames are sparse files."""
-    for path in folder.rglob("*"):
-        with contextlib.suppress(OSError):
-            if path.is_file() and not path.is_symlink():
-                yield 512 * path.stat().st_blocks
 
 
 def processes_of(pid: int, kind: str) -> list[psutil.Process]:

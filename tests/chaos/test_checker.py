@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.chaos.checker import check, explained
+from tests.chaos.checker import check
 from tests.chaos.histories import ask, fault, history, load, op, put, text, unload, view
 from tests.chaos.history import Done, History, Op
 
@@ -75,12 +75,6 @@ def test_a_503_has_retry_after_unless_it_ends_a_stream() -> None:
     assert rules(history(load(0), silent, faults=faults)) == ["true"]
     begun = op("predictions-stream", 2, 3, 503, retry_after_s=None, first_s=0.1)
     assert rules(history(load(0), begun, ask(2, 503), faults=faults)) == []
-
-
-def test_an_error_counts_for_the_last_fault_that_explains_it() -> None:
-    faults = (fault("kill worker", 1), fault("store 503", 3), fault("stop java", 5))
-    found = explained(history(load(0), ask(2, 503), ask(4, 503), ask(4.1, 500), faults=faults), 1)
-    assert found == {(503, "kill worker"): 1, (503, "store 503"): 1, (500, "kill worker"): 1}
 
 
 REASONS = [

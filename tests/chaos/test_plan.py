@@ -1,4 +1,4 @@
-"""A seed is a plan; a plan is a file; the shortest plan that still fails is found."""
+"""A seed is a plan; a plan is a file."""
 
 from __future__ import annotations
 
@@ -6,12 +6,9 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from command.errors import Problem
 from tests.chaos.plan import KINDS, Fault, Plan
-from tests.chaos.shrink import shortest
 
 
 def test_a_seed_is_always_the_same_plan_of_every_kind_of_fault(tmp_path: Path) -> None:
@@ -39,22 +36,3 @@ def test_a_plan_with_an_unknown_fault_is_refused(tmp_path: Path) -> None:
     Plan(0, 1, False, (Fault(0, "홍수"),)).write(tmp_path / "plan.json")
     with pytest.raises(Problem, match="unknown fault: 홍수"):
         Plan.read(tmp_path / "plan.json")
-
-
-@settings(deadline=None)
-@given(st.integers(1, 60).flatmap(lambda n: st.tuples(st.just(n), st.sets(st.integers(0, n - 1)))))
-def test_the_shortest_list_has_what_is_needed_and_nothing_else(case: tuple[int, set[int]]) -> None:
-    count, needed = case
-    calls = 0
-
-    def fails(part: list[int]) -> bool:
-        nonlocal calls
-        calls += 1
-        return needed <= set(part)
-
-    assert shortest(range(count), fails) == sorted(needed)
-    assert calls <= count * count + 4 * count + 2
-
-
-def test_of_several_reasons_one_is_left() -> None:
-    assert len(shortest(range(32), lambda part: bool({3, 17} & set(part)))) == 1

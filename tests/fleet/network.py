@@ -137,13 +137,9 @@ def remove_left() -> None:
     for pid in {int(path.name.removeprefix(PREFIX).partition("-")[0]) for path in found}:
         if not psutil.pid_exists(pid):
             _remove(pid)
-            for group in control_groups(pid):
-                group.rmdir()
-
-
-def control_groups(pid: int) -> list[Path]:
-    """The control groups of a process."""
-    return [*CONTROL_GROUPS.glob(f"*/{GROUP}{pid}-*"), *CONTROL_GROUPS.glob(f"{GROUP}{pid}-*")]
+            for place in (f"*/{GROUP}{pid}-*", f"{GROUP}{pid}-*"):
+                for group in CONTROL_GROUPS.glob(place):
+                    group.rmdir()
 
 
 def _remove(pid: int) -> None:

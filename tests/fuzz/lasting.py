@@ -29,7 +29,6 @@ class Lasting:
         self.server, self._folder = server, folder
         self.processes = self._processes()
         self._files = self._around()
-        self._grown = {"serving.gateway": 0, "-m engine ": 0}
         self._rss_bytes = self._memory()
 
     def _processes(self) -> dict[int, str]:
@@ -52,17 +51,16 @@ class Lasting:
     def _memory(self) -> dict[str, int]:
         return {
             words: sum(p.memory_info().rss for p in self.server.descendants(words))
-            for words in self._grown
+            for words in ("serving.gateway", "-m engine ")
         }
 
     def check_memory(self) -> None:
-        for words, now in self._memory().items():
-            self._grown[words] = max(self._grown[words], now - self._rss_bytes[words])
-        assert max(self._grown.values()) <= GROWTH_BYTES, self._grown
+        grown = {words: now - self._rss_bytes[words] for words, now in self._memory().items()}
+        assert max(grown.values()) <= GROWTH_BYTES, grown
 
-    def check(self, *, alone: bool = True) -> str:
-        """Checks all after the requests; returns the measurements. One of several clients (not
-        `alone`) unloads a model that another loads, which MMS and workers log as errors."""
+    def check(self, *, alone: bool = True) -> None:
+        """Checks all after the requests. One of several clients (not `alone`) unloads a model that
+        another loads, which MMS and workers log as errors."""
         living = {process.pid for process in self.server.descendants()}
         lost = {pid: line for pid, line in self.processes.items() if pid not in living}
         assert not lost, lost
@@ -77,9 +75,3 @@ class Lasting:
         self.check_memory()
         longest_s = statistics(self.server)["longest_step_s"]
         assert longest_s <= STEP_S, longest_s
-        gateway, engine = (grown >> 20 for grown in self._grown.values())
-        return (
-            f"longest step {longest_s * 1e3:.0f} ms;"
-            f" grown at most: gateway {gateway} MiB, engine {engine} MiB;"
-            f" {len(self.processes)} processes and {len(self._files)} files as they were"
-        )

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import io
 import json
-import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -73,30 +73,22 @@ class Worker:
 
 def _read(message: bytes) -> Reply:
     """Parses an answer as Multi Model Server's Java side does."""
-    at = 0
+    stream = io.BytesIO(message)
 
     def number() -> int:
-        nonlocal at
-        at += 4
-        return int(struct.unpack_from("!i", message, at - 4)[0])
+        return int.from_bytes(stream.read(4), "big", signed=True)
 
     def piece() -> bytes:
-        nonlocal at
-        size = number()
-        at += size
-        return bytes(message[at - size : at])
+        return stream.read(number())
 
-    assert number() == 200
-    assert piece().decode() == "Prediction success"
-    assert piece() == b"1"
+    assert (number(), piece(), piece()) == (200, b"Prediction success", b"1")
     headers = {"content-type": piece().decode("ascii")}
     status, phrase = number(), piece().decode("ascii")
     for _ in range(number()):
         name = piece().decode("ascii")
         headers[name] = piece().decode("ascii")
     body = piece()
-    assert number() == -1
-    assert at == len(message)
+    assert (number(), stream.read()) == (-1, b"")
     return Reply(status, phrase, headers, body)
 
 
@@ -155,7 +147,6 @@ def test_unusual_answers_reach_the_client(worker: Worker, code: str, expected: s
         ("raise SystemExit('\\ud800')", 500, "called sys.exit('\\ud800')"),
         ("return b'', '\\ud800'", 500, "must be printable ASCII"),
         ("context.set_response_header(0, 'x-봄', '1')\nreturn 'x'", 500, "'x-봄' is no header na"),
-        ("context.set_response_header(0, 'x y', '1')\nreturn 'x'", 500, "'x y' is no header name"),
         ("context.set_response_header(0, 'x', '봄')\nreturn 'x'", 500, "header x is '봄'"),
         ("context.set_response_header(0, 'x', 'a\\r\\ny: 1')\nreturn 'x'", 500, "header x is"),
         ("context.set_response_header(0, 'x', 'a' * 9000)\nreturn 'x'", 500, "at most 6000"),
@@ -164,14 +155,12 @@ def test_unusual_answers_reach_the_client(worker: Worker, code: str, expected: s
         ("def f(): f()\nf()", 500, "RecursionError"),
         ("return None", 500, "returned nothing (None)"),
         ("return object()", 500, "returned a object, must return bytes, text or JSON values"),
-        ("return {1, 2}", 500, "returned a set"),
         ("return b'a', 'b', 'c'", 500, "returned a tuple of 3"),
         ("return b'a', 7", 500, "the header content-type is 7, must be printable ASCII"),
         ("return b'a', 'text/plain\\nx-y: 1'", 500, "x-y: 1', must be printable ASCII"),
         ("return b'a', 'a' * 1_000_000", 500, "at most 6000 can be sent"),
         ("return b'x' * 120_000_000", 500, "the answer has 120000000 bytes, must be at most"),
         ("context.set_response_status(99, '', 0)\nreturn 'x'", 500, "status is 99"),
-        ("context.set_response_status('봄', '', 0)\nreturn 'x'", 500, "status is '봄'"),
     ],
 )
 def test_unusual_errors_reach_the_client(

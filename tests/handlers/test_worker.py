@@ -37,7 +37,7 @@ ALLOWED = ("reads its model", "reads the machine's state", "has threads")
 class Worker:
     """Started as Multi Model Server does."""
 
-    def __init__(self, folder: Path, never_connected_s: float, user: int = 0) -> None:
+    def __init__(self, folder: Path, never_connected_s: float = 60, user: int = 0) -> None:
         self.socket = folder / ".mms.sock.9000"
         command = [sys.executable, "-c", PROGRAM, str(never_connected_s), str(user)]
         command += worker_arguments(self.socket, "m", folder, "handlers.handler_service")
@@ -50,11 +50,17 @@ class Worker:
             text=True,
         )
         assert self.process.stdout is not None
-        assert self.process.stdout.readline() == f"[PID] {self.process.pid}\n"
-        assert self.process.stdout.readline() == "MMS worker started.\n"
+        self.output = self.process.stdout
+        assert self.output.readline() == f"[PID] {self.process.pid}\n"
+        assert self.output.readline() == "MMS worker started.\n"
 
     def children(self) -> list[psutil.Process]:
         return psutil.Process(self.process.pid).children()
+
+    def connect(self) -> socket.socket:
+        connection = socket.socket(socket.AF_UNIX)
+        connection.connect(str(self.socket))
+        return connection
 
 
 Start = Callable[..., Worker]
@@ -64,8 +70,8 @@ Start = Callable[..., Worker]
 def start() -> Iterator[Start]:
     started: list[Worker] = []
 
-    def start(*arguments: Any) -> Worker:
-        started.append(Worker(*arguments))
+    def start(*given: Any, **more: Any) -> Worker:
+        started.append(Worker(*given, **more))
         return started[-1]
 
     yield start
@@ -83,10 +89,9 @@ def test_a_worker_without_connections_ends(tmp_path: Path, start: Start) -> None
 def test_a_worker_with_an_open_connection_ends_with_its_watcher(
     tmp_path: Path, start: Start
 ) -> None:
-    worker = start(tmp_path, 60)
+    worker = start(tmp_path)
     (child,) = eventually(worker.children)
-    with socket.socket(socket.AF_UNIX) as connection:
-        connection.connect(str(worker.socket))
+    with worker.connect():
         eventually(lambda: child.num_threads() == 2)  # it serves the connection
         worker.process.kill()
         eventually(lambda: has_ended(child))
@@ -95,18 +100,17 @@ def test_a_worker_with_an_open_connection_ends_with_its_watcher(
 def test_a_thread_or_process_that_does_not_start_is_tried_again(
     tmp_path: Path, start: Start
 ) -> None:
-    worker = start(tmp_path, 60, A_USER)
-    assert (output := worker.process.stdout) is not None
+    worker = start(tmp_path, user=A_USER)
     (child,) = eventually(worker.children)
-    with socket.socket(socket.AF_UNIX) as connection:
-        with nothing_starts_in(child.pid):
-            connection.connect(str(worker.socket))
-            connection.sendall(load_message("글", tmp_path, "handlers.handler_service"))
-            assert any("can't start new thread" in line for line in output)
+    with nothing_starts_in(child.pid):
+        connection = worker.connect()
+        connection.sendall(load_message("글", tmp_path, "handlers.handler_service"))
+        assert any("can't start new thread" in line for line in worker.output)
+    with connection:
         assert b"loaded model" in connection.recv(1 << 16)
     with nothing_starts_in(worker.process.pid):
         child.kill()
-        assert any("does not start" in line for line in output)
+        assert any("does not start" in line for line in worker.output)
     eventually(worker.children)
 
 
@@ -123,9 +127,7 @@ def test_a_worker_of_tensors_is_confined(
     (tmp_path / "다른 모델").write_text("가중치", encoding="utf-8")
     (tmp_path / "weights").write_bytes(b"x")
     (model / "model.onnx").symlink_to(tmp_path / "weights")
-    worker = start(model, 60, user)
-    with socket.socket(socket.AF_UNIX) as connection:
-        connection.connect(str(worker.socket))
+    with start(model, user=user).connect() as connection:
         load = load_message("그래프", model, "tests.handlers.confined_service")
         assert b"loaded model" in ask(connection, load)
         answer = ask(connection, request_message(b"x"))

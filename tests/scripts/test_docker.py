@@ -74,13 +74,6 @@ def test_an_image_is_built_with_a_manifest_that_sagemaker_takes(
     assert words[-1] == "."
 
 
-def test_the_slim_image_is_built_for_arm64(ask: Ask) -> None:
-    words = ask("build", "slim", "--platform", "linux/arm64", "--sbom", "뜻.json")
-    assert values(words, "--platform") == 2 * ["linux/arm64"]  # the second is the SBOM's
-    assert values(words, "-t")[0] == "kogpt2-serving:slim-arm64"
-    assert values(ask("build", "slim"), "-t") == ["kogpt2-serving:slim"]
-
-
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
@@ -117,7 +110,10 @@ def test_an_image_that_cannot_be_built_is_refused(arguments: str, reason: str) -
 def test_bash_3_2_of_macos_without_mapfile_and_realpath_m_builds(ask: Ask, tmp_path: Path) -> None:
     old = tmp_path / "old"
     old.write_text("enable -n mapfile readarray\nrealpath() { return 1; }\n")
-    words = ask("build", "cpu", "--sbom", "뜻.json", BASH_ENV=str(old))
+    slim = ("slim", "--platform", "linux/arm64", "--sbom", "뜻.json")
+    words = ask("build", *slim, BASH_ENV=str(old))
+    assert values(words, "--platform") == 2 * ["linux/arm64"]  # the second is the SBOM's
+    assert values(words, "-t")[0] == "kogpt2-serving:slim-arm64"
     assert values(words, "--label")
     assert (tmp_path / "뜻.json").exists()
 

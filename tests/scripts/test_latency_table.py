@@ -24,11 +24,10 @@ def test_the_table_has_this_machine_and_every_published_one(
     assert done.returncode == 0, done.stderr
     calls = json.loads(file.read_text(encoding="utf-8"))["calls"]
     assert len(calls) == 19
-    for call in calls:
-        assert call["steps"] > 1
-        assert 0 < call["server_s"] < call["client_s"]
     steps = served.predict("m0", "나는 오늘").json()[1]
-    assert {call["steps"] for call in calls} == {steps}
+    for call in calls:
+        assert call["steps"] == steps > 1
+        assert 0 < call["server_s"] < call["client_s"]
     here = statistics.mean(call["server_s"] / call["steps"] for call in calls)
     client = statistics.mean(call["client_s"] / call["steps"] for call in calls)
     for where, seconds in (("server", here), ("client", client)):

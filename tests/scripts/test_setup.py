@@ -139,16 +139,15 @@ def ready(machine: Machine) -> Machine:
 # --- Python ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("version", ["3.9", "3.13"])
+@pytest.mark.parametrize("version", ["3.9", "3.13", ""])
 def test_another_python_is_refused_with_the_reason(machine: Machine, version: str) -> None:
-    machine.python("python3", version)
-    reasons = ("MXNet 1.9.1 works with numpy 1 only", f"python3 is {version}")
-    assert "\n" not in machine.fails("setup run", *reasons, PYTHON="python3")
+    if version:
+        machine.python("python3", version)
+        reasons = ("MXNet 1.9.1 works with numpy 1 only", f"python3 is {version}")
+        assert "\n" not in machine.fails("setup run", *reasons, PYTHON="python3")
+    else:
+        machine.fails("setup run", "no python3 here")
     assert not machine.venv.exists()
-
-
-def test_a_machine_without_python_is_refused(machine: Machine) -> None:
-    machine.fails("setup run", "no python3 here")
 
 
 @pytest.mark.parametrize(
@@ -158,22 +157,17 @@ def test_a_machine_without_python_is_refused(machine: Machine) -> None:
         (["python3 3.12 yes yes"], "python3 3.12"),
         (["python3.12 3.12 no no", "python3.10 3.10 yes yes"], "python3.10 3.10"),
         (["python3.12 3.12 yes yes", "mine 3.10 yes yes"], "mine 3.10"),
+        (["python3.11 3.11 yes yes"], "python3.11 3.11"),
     ],
-    ids=["oldest", "newest", "can make environments and build", "named by PYTHON"],
+    ids=["oldest", "newest", "can make environments and build", "named by PYTHON", "runs"],
 )
 def test_a_fitting_python_is_chosen(machine: Machine, pythons: list[str], chosen: str) -> None:
+    machine.command("python3.12", "exit 127")
     for python in pythons:
-        name, version, parts = python.split(" ", 2)
-        machine.python(name, version, parts)
+        machine.python(*python.split(" ", 2))
     named = {"PYTHON": "mine"} if chosen.startswith("mine") else {}
     expected = (0, f"/usr/bin/{chosen}", "")
     assert machine.run('choose_python; echo "$PY $PY_VERSION"', **named) == expected
-
-
-def test_a_python_that_does_not_run_is_passed_over(machine: Machine) -> None:
-    machine.command("python3.12", "exit 127")
-    machine.python("python3.11", "3.11")
-    assert machine.run('choose_python; echo "$PY"') == (0, "/usr/bin/python3.11", "")
 
 
 def test_a_real_python_answers_the_question_that_the_fakes_answer() -> None:
@@ -182,28 +176,21 @@ def test_a_real_python_answers_the_question_that_the_fakes_answer() -> None:
     assert re.fullmatch(r"3\.\d+ (yes|no) (yes|no) /\S+\n", out)
 
 
-def fetching(machine: Machine) -> Machine:
-    """Debian 13, whose only Python is 3.13."""
+def test_where_no_python_fits_uv_fetches_one(machine: Machine) -> None:
+    """On Debian 13, whose only Python is 3.13."""
     machine.system('ID=debian\nVERSION_ID="13"')
     machine.command("apt-get", "exit 1")
     machine.command("java", "echo 'openjdk version \"21.0.4\"' >&2")
     for name, version in [("python3", "3.13"), ("fetched", "3.12")]:
         machine.python(name, version, where=str(machine.bin / name))
     machine.environment["FETCHED_PYTHON"] = str(machine.bin / "fetched")
-    return machine
-
-
-def test_where_no_python_fits_uv_fetches_one(machine: Machine) -> None:
-    code, _, err = fetching(machine).run("setup run")
+    advice = "Install one of them, or name it: PYTHON="
+    machine.fails("setup run", advice, "python3 is 3.13", "uv said why", UV_STATUS="1")
+    assert not machine.venv.exists()
+    code, _, err = machine.run("setup run")
     assert code == 0, err
     assert "python3 is 3.13: uv fetches Python 3.12" in err
     assert f"making {machine.venv} with Python 3.12 ({machine.bin / 'fetched'})" in err
-
-
-def test_where_uv_cannot_fetch_a_python_the_error_says_what_to_do(machine: Machine) -> None:
-    advice = "Install one of them, or name it: PYTHON="
-    fetching(machine).fails("setup run", advice, "python3 is 3.13", "uv said why", UV_STATUS="1")
-    assert not machine.venv.exists()
 
 
 # --- What only the system can give ----------------------------------------------------------

@@ -46,16 +46,9 @@ class Handle:
 
 @pytest.fixture
 def handle(monkeypatch: pytest.MonkeyPatch) -> Handle:
-    made = Handle()
-    calls: list[tuple[str, str]] = []
-
-    def model_fn(model_dir: str, name: str) -> Handle:
-        calls.append((model_dir, name))
-        assert calls == [("/모델", "시")]
-        return made
-
-    monkeypatch.setattr(text_model, "model_fn", model_fn)
-    return made
+    made = {("/모델", "시"): Handle()}
+    monkeypatch.setattr(text_model, "model_fn", lambda *given: made[given])
+    return made["/모델", "시"]
 
 
 @pytest.fixture

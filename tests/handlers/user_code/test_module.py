@@ -20,25 +20,22 @@ OURS = ("common", "engine", "handlers")
 SAYS = f"import {', '.join(OURS)}\nprint({' + '.join(f'{name}.WORD' for name in OURS)})\n"
 
 
-@pytest.mark.parametrize(
-    ("source", "rows"), [(BLOCK, [[1.0, 2.0, 3.0]]), ("", np.ones((1, 3, 16, 16)).tolist())]
-)
+@pytest.mark.parametrize("has_block", [True, False])
 def test_a_script_may_have_modules_named_as_the_servers_packages(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     request: pytest.FixtureRequest,
-    source: str,
-    rows: object,
+    has_block: bool,
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", str(REPOSITORY))
-    model = tmp_path / "model"
     for name in OURS:
-        script(model, "WORD = '봄'", f"{name}.py")
-    if not source:
-        classifier(model)
-    worker = Worker(tmp_path, SAYS + source)
+        script(tmp_path / "model", "WORD = '봄'", f"{name}.py")
+    if not has_block:
+        classifier(tmp_path / "model")
+    worker = Worker(tmp_path, SAYS + BLOCK * has_block)
     request.addfinalizer(worker.stop)
     assert worker.handler.load_error is None
+    rows = [[1.0, 2.0, 3.0]] if has_block else np.ones((1, 3, 16, 16)).tolist()
     reply = worker.ask(json.dumps(rows), "application/json")
     assert reply.status == 200, reply.body.decode()
     assert len(json.loads(reply.body)) == 1

@@ -24,7 +24,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import botocore.loaders
+import botocore.session
 import pytest
 import requests
 import yaml
@@ -36,14 +36,13 @@ from moto.core.responses import ActionResult, BaseResponse
 from moto.ecr.models import ecr_backends
 from moto.sagemaker import responses
 from moto.sagemaker.models import FakeEndpoint, FakeEndpointConfig
-from moto.server import ThreadedMotoServer
 
 from scripts.aws.template import template
 from testbed.s3 import ACCESS
 from testbed.s3 import client as client_of
 from tests.scripts import command as in_process
+from tests.serving.store.s3 import s3_server
 
-ROOT = Path(__file__).resolve().parents[3]
 WIDE_S = 120.0  # for a script of its own, which takes some seconds
 REGION = ACCESS["AWS_REGION"]
 BUCKET = "fine-tunes"
@@ -158,22 +157,15 @@ class Cloud:
 
 @contextlib.contextmanager
 def cloud(folder: Path) -> Iterator[Cloud]:
-    server = ThreadedMotoServer("127.0.0.1", 0, verbose=False)
-    server.start()
-    try:
-        host, port = server.get_host_and_port()
-        made = Cloud(f"http://{host}:{port}", folder)
-        with pytest.MonkeyPatch.context() as patch:
-            fill_gaps(patch, made)
-            yield made
+    with s3_server() as s3, pytest.MonkeyPatch.context() as patch:  # moto has all services
+        made = Cloud(s3.url, folder)
+        fill_gaps(patch, made)
+        yield made
         made.close()
-    finally:
-        server.stop()
 
 
 def fill_gaps(patch: pytest.MonkeyPatch, made: Cloud) -> None:
-    loader = botocore.loaders.create_loader()
-    patch.setattr("botocore.session.create_loader", lambda *_: loader, raising=False)
+    loader = botocore.session.create_loader()  # the one of `s3_server`, for moto itself, too
     patch.setattr("botocore.loaders.create_loader", lambda *_: loader)
     yaml.CLoader.add_multi_constructor("", yaml_tag_constructor)
     patch.setattr("yaml.Loader", yaml.CLoader)  # moto reads a template several times for each call

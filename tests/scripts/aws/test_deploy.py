@@ -33,12 +33,13 @@ def parameters(aws: Cloud) -> dict[str, str]:
 
 
 def test_first_run_makes_a_multi_model_endpoint(ready: Cloud) -> None:
-    out = ready.run("deploy", *BASIC, "--env", "ENGINE_BACKEND=native", "--tag", "팀=시인")
+    out = ready.run("deploy", *BASIC, "--env", "HF_TOKEN=비밀", "--tag", "팀=시인")
+    assert "비밀" not in out
     endpoint = ready.endpoint("poems")
     container = endpoint["model"]["PrimaryContainer"]
     assert container["Mode"] == "MultiModel"
     assert container["ModelDataUrl"] == MODELS
-    assert container["Environment"] == {"ENGINE_BACKEND": "native"}
+    assert container["Environment"] == {"HF_TOKEN": "비밀"}
     assert re.search(r"/kogpt2-serving@sha256:[0-9a-f]{64}$", container["Image"])
     assert endpoint["variant"]["InstanceType"] == "ml.m5.large"
     assert ready.stack("poems").tags == {"kogpt2-serving": "poems", "팀": "시인"}

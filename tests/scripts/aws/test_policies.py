@@ -111,7 +111,7 @@ def test_the_deployer_may_do_what_the_commands_call_and_no_more(
     (tmp_path / "시").mkdir()
     model = make_artifact(tmp_path / "poems")
     large = tmp_path / "large"
-    make_artifact(large, units=512, layers=4)
+    make_artifact(large, units=512, layers=1)  # more than one part of an upload
     aws.run("push", "kogpt2-serving:cpu", **docker.environment)
     aws.run("upload", MODELS, str(model), str(large), "--create-bucket")
     aws.run("upload", MODELS, "--delete", "large.tar.gz", "--yes")
