@@ -111,9 +111,6 @@ def as_archive(path: Path, work: Path) -> Path:
         raise Problem(f"{path} is no gzipped tar archive ({error})") from None
     if not is_model(names):
         raise Problem(f"{path} holds no model (kogpt2 package FOLDER packs one, or says why not)")
-    if not re.fullmatch(r"[\x21-\x7e]+", path.name):
-        print(f"note: {path.name} is not ASCII: invoke-endpoint cannot name it (TargetModel is an"
-              " HTTP header), but MODEL_STORE=s3://... on a server of your own can")  # fmt: skip
     return path
 
 
@@ -121,6 +118,11 @@ def upload(account: Account, location: Location, archives: list[Path], dry_run: 
     sums = {path: digest(path) for path in archives}
     there = {path for path in archives if is_there(account, location, path, sums[path])}
     for path in archives:
+        if not re.fullmatch(r"[\x21-\x7e]+", path.name):
+            print(
+                f"note: {path.name} is not ASCII: invoke-endpoint cannot name it (TargetModel is an"
+                " HTTP header), but MODEL_STORE=s3://... on a server of your own can"
+            )
         if path not in there and dry_run:
             print(f"  send {path.name} ({mebibytes(path.stat().st_size)}) to {location}")
             continue

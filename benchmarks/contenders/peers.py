@@ -122,11 +122,11 @@ def export(name: str, artifact: Path, folder: Path, log: Path) -> Path:
     return target
 
 
-def draw(results: Path, plot: Path, log: Path, module: str = "benchmarks.report.plot") -> None:
+def draw(results: Path, plot: Path, log: Path) -> None:
     """Draws the plot with the peers' matplotlib."""
     if not PYTHON.exists():
         raise ProgramError(MISSING)
-    _run(log, PYTHON, "-m", module, results, plot)
+    _run(log, PYTHON, "-m", "benchmarks.report.plot", results, plot)
 
 
 def _run(log: Path, *command: str | Path) -> None:

@@ -103,9 +103,11 @@ def test_a_folder_is_packed_as_scripts_package_does(aws: Cloud, tmp_path: Path) 
 
 
 def test_a_dry_run_says_what_would_be_sent_and_sends_nothing(aws: Cloud, tmp_path: Path) -> None:
-    archive = model(tmp_path, "소월")
-    out = aws.run("upload", MODELS, str(archive), "--create-bucket", "--dry-run")
+    archive, folder = model(tmp_path, "소월"), tmp_path / "동주"
+    make_artifact(folder)
+    out = aws.run("upload", MODELS, str(archive), str(folder), "--create-bucket", "--dry-run")
     assert "note: 소월.tar.gz is not ASCII" in out
+    assert "note: 동주.tar.gz is not ASCII" in out
     assert f"make bucket {BUCKET}" in out
     assert "send 소월.tar.gz" in out
     assert aws.client("s3").list_buckets()["Buckets"] == []
