@@ -47,6 +47,7 @@ PROBE_TIMEOUT_S = 2.0
 # Longer than for other processes: a gateway that is slow under many clients must not be restarted.
 GATEWAY_TIMEOUT_S = 10.0
 HEALTH_S = 1.0  # between health checks of a process
+JAVA_S = 120.0  # for `java -version`: 0.1 s on an idle machine, above 20 s on a crowded one
 # Between polls of the gateway until it is ready. Longer: the server is ready later.
 PROGRESS_S = {Progress.STARTING: 0.05, Progress.LOADING: 0.2}
 
@@ -178,7 +179,7 @@ def check_java() -> None:
     home = os.environ.get("JAVA_HOME")
     java = str(Path(home) / "bin" / "java") if home else "java"
     try:
-        subprocess.run([java, "-version"], capture_output=True, check=True, timeout=20)
+        subprocess.run([java, "-version"], capture_output=True, check=True, timeout=JAVA_S)
     except (OSError, subprocess.SubprocessError):
         where = f"{java} (from JAVA_HOME)" if home else "java (from PATH)"
         raise StartError(
