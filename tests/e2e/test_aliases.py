@@ -1,4 +1,4 @@
-"""Aliases of a running server, on every API. From S3: test_on_demand.py."""
+"""Aliases of a running server, on every API. From S3, and preloaded: test_on_demand.py."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import json
 import re
 from collections import Counter
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
 
@@ -15,7 +14,7 @@ import requests
 import tritonclient.grpc as triton
 
 from tests.e2e.server import Server, eventually
-from tests.e2e.stores import SHORT, events, serving, small, text
+from tests.e2e.stores import SHORT, events, small, text
 from tests.e2e.test_triton import Stream, generated, prompt, refused
 from tests.scripts.command import run
 
@@ -180,13 +179,3 @@ def test_a_model_that_is_not_there_is_404_and_told_in_the_log(setup: Setup) -> N
 def test_a_gateway_that_is_started_again_has_the_aliases(setup: Setup) -> None:
     setup.server.kill_gateway()
     assert setup.served("시") == OLD
-
-
-def test_an_alias_is_preloaded_by_its_models(tmp_path: Path) -> None:
-    for seed, name in enumerate((OLD, NEW), 1):
-        small(tmp_path / "store" / name, seed)
-    (tmp_path / "store" / "aliases.json").write_text(json.dumps(SPLIT), encoding="utf-8")
-    with serving(tmp_path / "run", tmp_path / "store", PRELOAD_MODELS="상담") as server:
-        log = server.text()
-        assert log.index(f"loaded model {NEW}") < log.index('"ready after')
-        assert set(server.loaded()) == {OLD, NEW}
