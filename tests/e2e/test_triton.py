@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import queue
 import shutil
-import signal
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import grpc
@@ -21,8 +18,8 @@ from tritonclient.utils import InferenceServerException
 
 from serving.api.grpc.inference import SERVICE
 from serving.api.grpc.messages import message
-from tests.e2e.server import WIDE_S, Server, eventually, free_port
-from tests.e2e.stores import ENDLESS_TOKENS, endless, running, serving, slow, small, text
+from tests.e2e.server import WIDE_S, Server, eventually
+from tests.e2e.stores import ENDLESS_TOKENS, endless, running, small, text
 from tests.handlers.tensors.graphs import TinyLM, identity
 
 PROMPT = "나는 오늘"
@@ -374,22 +371,3 @@ def test_a_requests_own_timeout_ends_it(client: Any, server: Server) -> None:
     eventually(lambda: running(server) == 0)
     stream.ask("spring", max_new_tokens=4, content_type="str")  # the call goes on; a hint
     assert "".join(stream.texts(1)[""]) == whole(server, "spring", 4)
-
-
-@pytest.mark.slow
-def test_a_stop_waits_for_what_is_being_streamed(tmp_path: Path) -> None:
-    slow(tmp_path / "store" / "slow")
-    with (
-        serving(tmp_path / "run", tmp_path / "store", GRPC_PORT=str(free_port())) as server,
-        tritonclient.grpc.InferenceServerClient(server.grpc_address) as client,
-    ):
-        stream = Stream(client)
-        stream.ask("slow", id="1", max_new_tokens=300)
-        result, _ = stream.next()
-        server.process.send_signal(signal.SIGTERM)
-        with contextlib.suppress(InferenceServerException):  # it has ended already
-            eventually(lambda: not client.is_server_ready())
-        pieces = [generated(result), *stream.texts(1)["1"]]
-        assert len(pieces) == 300
-        client.stop_stream()
-        assert server.process.wait(WIDE_S) == 0
