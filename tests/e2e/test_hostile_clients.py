@@ -7,12 +7,14 @@ answers. `-s` prints how long the slowest of those took: under 1 s on a quiet ma
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import resource
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import grpc
@@ -33,14 +35,14 @@ LIMIT_S = 180  # of a request: the largest answer takes half a minute beside oth
 JSON = {"Content-Type": "application/json"}
 HEAD = b"POST /predictions/a HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
 # What each of its connections sends, which then neither sends nor reads anything.
-STALLS = {
-    "no-body": HEAD + b"Content-Length: 1000\r\n\r\n",
-    "no-head": HEAD,
-    "unread": b"GET /openapi.json HTTP/1.1\r\nHost: localhost\r\n\r\n" * 400,
-}
+STALLS = (
+    HEAD + b"Content-Length: 1000\r\n\r\n",
+    HEAD,
+    b"GET /openapi.json HTTP/1.1\r\nHost: localhost\r\n\r\n" * 400,
+)
 # As many as one answer may have: 16 MB of JSON.
 SCORES = {"model": "느린", "prompt": ["나"] * 16, "n": 16, "logprobs": 20, "max_tokens": 70}
-BODIES: dict[str, tuple[str, str, bytes]] = {
+BODIES: dict[str, tuple[str, str, bytes]] = {  # each is refused
     "values": ("/predictions/a", JSON["Content-Type"], b"[" + b"{}," * 2_140_000 + b"0]"),
     "streamed values": (
         "/predictions/a",
@@ -52,7 +54,6 @@ BODIES: dict[str, tuple[str, str, bytes]] = {
         JSON["Content-Type"],
         b'{"model": "a", "messages": [' + b"{}," * 2_140_000 + b"0]}",
     ),
-    "scores": ("/v1/completions", JSON["Content-Type"], json.dumps(SCORES).encode()),
     "heads of parts": (
         "/predictions/a",
         PARTS,
@@ -110,17 +111,17 @@ def many_files(count: int) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def attack(act: Callable[[], Any], clients: int) -> Iterator[threading.Semaphore]:
+def attack(*acts: Callable[[], Any]) -> Iterator[threading.Semaphore]:
     """Each client acts over and over; the semaphore counts how often they have."""
     stop, acted = threading.Event(), threading.Semaphore(0)
 
-    def run() -> None:
+    def run(act: Callable[[], Any]) -> None:
         while not stop.is_set():
             with contextlib.suppress(OSError, requests.RequestException):
                 act()
             acted.release()
 
-    threads = [threading.Thread(target=run) for _ in range(clients)]
+    threads = [threading.Thread(target=run, args=(act,)) for act in acts]
     for thread in threads:
         thread.start()
     try:
@@ -132,9 +133,10 @@ def attack(act: Callable[[], Any], clients: int) -> Iterator[threading.Semaphore
             assert not thread.is_alive()
 
 
-@pytest.mark.parametrize("stall", STALLS)
-def test_connections_that_stall_fail_nobody(server: Server, stall: str) -> None:
+def test_connections_that_stall_fail_nobody(server: Server) -> None:
+    """One kind by itself: serving/api/test_http_protocol.py."""
     address = "127.0.0.1", server.port
+    stalls = itertools.cycle(STALLS)
     with many_files(2 * CONNECTIONS), contextlib.ExitStack() as opened:
         held: list[socket.socket] = []
 
@@ -142,15 +144,15 @@ def test_connections_that_stall_fail_nobody(server: Server, stall: str) -> None:
             client = socket.socket()
             client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             client.connect(address)
-            client.sendall(STALLS[stall])
+            client.sendall(next(stalls))
             held.append(opened.enter_context(client))
             while len(held) > 2 * CONNECTIONS:
                 held.pop(0).close()
 
         for _ in range(CONNECTIONS):
             hold()
-        with attack(lambda: (hold(), time.sleep(0.01)), 1):
-            check(server, stall)
+        with attack(lambda: (hold(), time.sleep(0.01))):
+            check(server, "stalls")
 
 
 def memory(server: Server) -> dict[str, int]:
@@ -161,15 +163,17 @@ def memory(server: Server) -> dict[str, int]:
     return found
 
 
-@pytest.mark.parametrize("body", BODIES)
-def test_large_bodies_fail_nobody_and_take_no_memory(server: Server, body: str) -> None:
-    path, kind, content = BODIES[body]
-    statuses: set[int] = set()
+@pytest.mark.parametrize("scores", [False, True])
+def test_large_bodies_and_answers_fail_nobody_and_take_no_memory(
+    server: Server, scores: bool
+) -> None:
+    asked = {"scores": ("/v1/completions", JSON["Content-Type"], json.dumps(SCORES).encode())}
+    statuses: set[tuple[str, int]] = set()
 
-    def post() -> None:
+    def post(name: str, path: str, kind: str, content: bytes) -> None:
         headers = {"Content-Type": kind}
         answer = server.post(path, data=content, headers=headers, timeout=LIMIT_S + 30)
-        statuses.add(answer.status_code)
+        statuses.add((name, answer.status_code))
 
     before, most = memory(server), dict[str, int]()
     watched = threading.Event()
@@ -181,15 +185,17 @@ def test_large_bodies_fail_nobody_and_take_no_memory(server: Server, body: str) 
 
     watching = threading.Thread(target=watch)
     watching.start()
+    bodies = asked if scores else BODIES
     try:
-        with attack(post, 1 if body == "scores" else 4) as acted:
-            check(server, body)
-            assert acted.acquire(timeout=LIMIT_S + 60)
+        with attack(*(partial(post, name, *body) for name, body in bodies.items())) as acted:
+            check(server, " and ".join(bodies))
+            for _ in bodies:
+                assert acted.acquire(timeout=LIMIT_S + 60)
     finally:
         watched.set()
         watching.join()
-    print({name: f"{size / MIB:.0f} MiB" for name, size in most.items()}, statuses, end=" ")
-    assert statuses == {200 if body == "scores" else 400}
+    print({name: f"{size / MIB:.0f} MiB" for name, size in most.items()}, end=" ")
+    assert statuses == {(name, 200 if scores else 400) for name in bodies}
     assert max(most.values()) < 150 * MIB
 
 

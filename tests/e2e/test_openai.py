@@ -252,8 +252,10 @@ def test_best_of_gives_the_likeliest(complete: Any) -> None:
 
 
 def test_a_chat_is_asked_by_the_models_own_template(client: openai.OpenAI) -> None:
-    found = client.chat.completions.create(model="채팅", messages=CHAT, temperature=0, max_tokens=9)
-    made: ChatCompletion = checked(found)
+    asked: Any = {"model": "채팅", "messages": CHAT, "temperature": 0, "max_tokens": 9}
+    asked |= {"frequency_penalty": 0.0, "presence_penalty": 0.0, "logit_bias": {}}
+    extra = {"top_k": 0, "min_p": 0.0, "repeat_penalty": 1.0}  # as Open WebUI sends them
+    made: ChatCompletion = checked(client.chat.completions.create(**asked, extra_body=extra))
     (choice,) = made.choices
     assert choice.message.role == "assistant"
     assert (made.object, made.id[:9]) == ("chat.completion", "chatcmpl-")
