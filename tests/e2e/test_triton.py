@@ -13,7 +13,7 @@ import pytest
 import tritonclient.grpc
 import tritonclient.http
 from onnx import TensorProto
-from tritonclient.grpc import service_pb2, service_pb2_grpc
+from tritonclient.grpc import service_pb2
 from tritonclient.utils import InferenceServerException
 
 from serving.api.grpc.inference import SERVICE
@@ -285,19 +285,6 @@ def test_kserves_clients_name_a_model_elsewhere(server: Server) -> None:
         assert (unloaded.model_name, unloaded.isUnloaded) == ("시/봄", True)
 
 
-def test_typed_contents_are_taken_too(server: Server) -> None:
-    """As KServe's client sends them."""
-    texts = ["산에는 꽃 피네", "", "🌸"]
-    request = service_pb2.ModelInferRequest(model_name="texts")
-    tensor = request.inputs.add(name="x", datatype="BYTES", shape=[3])
-    tensor.contents.bytes_contents.extend(text.encode() for text in texts)
-    with grpc.insecure_channel(server.grpc_address) as channel:
-        stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
-        answer = stub.ModelInfer(request, timeout=WIDE_S)
-    found = tritonclient.grpc.InferResult(answer).as_numpy("y")
-    assert [text.decode() for text in found] == texts
-
-
 def test_a_stream_is_the_text_token_by_token(client: Any, server: Server) -> None:
     stream = Stream(client)
     stream.ask("시/봄", max_new_tokens=16)
@@ -313,46 +300,6 @@ def test_a_stream_is_the_text_token_by_token(client: Any, server: Server) -> Non
     stream.ask("시/봄", max_new_tokens=16, stream=False)
     result, error = stream.next()
     assert generated(result) == "".join(pieces)
-
-
-def test_a_stream_of_what_is_no_text_has_one_response(client: Any) -> None:
-    stream = Stream(client)
-    for _ in range(3):
-        stream.ask("texts", given(np.array(["봄".encode(), b"x"], object), "x"))
-    for _ in range(3):
-        result, error = stream.next()
-        assert error is None
-        assert result.as_numpy("y").tolist() == ["봄".encode(), b"x"]
-
-
-def test_an_error_in_a_stream_is_one_of_its_responses(client: Any) -> None:
-    stream = Stream(client)
-    for name, parameters in (
-        ("없음", {}),
-        ("spring", {"top_p": 2.0}),
-        ("spring", {"온도": 1}),
-        ("spring", {}),
-    ):
-        stream.ask(name, max_new_tokens=1, **parameters)
-    said = [str(error) for _, error in (stream.next() for _ in range(4)) if error]
-    assert len(said) == 3
-    for words in ("there is no model 없음", "top_p", "온도 is not known"):
-        assert any(words in message for message in said)
-
-
-@pytest.mark.parametrize(
-    ("text", "parameters", "said"),
-    [
-        ("가" * 3000, {}, "context"),
-        (" ", {}, "empty"),
-        (PROMPT, {"max_new_tokens": -1}, "max_new_tokens"),
-        (PROMPT, {"온도": 1}, "온도 is not known"),
-    ],
-)
-def test_what_is_wrong_is_said(client: Any, text: str, parameters: Any, said: str) -> None:
-    found = refused(lambda: client.infer("spring", [prompt(text)], parameters=parameters))
-    assert found[0] == "INVALID_ARGUMENT"
-    assert said in found[1]
 
 
 def test_a_requests_own_timeout_ends_it(client: Any, server: Server) -> None:
