@@ -4,7 +4,6 @@ S3: test_on_demand.py."""
 from __future__ import annotations
 
 import json
-import shutil
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -110,24 +109,6 @@ def test_an_adapter_is_loaded_for_the_base_that_a_request_names(server: Server) 
     refused = server.load("새", "전체-0", base="바탕")
     assert error(refused)[0] == 400
     assert "no adapter" in refused.json()["message"]
-
-
-def test_a_wrong_base_or_none_is_told_and_leaves_nothing(
-    server: Server, store: Path, tmp_path: Path
-) -> None:
-    base = small(tmp_path / "skt" / "ko-gpt", 5)
-    orphan = make_adapter(store / "고아", base)
-    refused = server.predict("고아", SHORT)
-    assert refused.status_code == 400
-    assert "adapter of 'ko-gpt', which is not in the store" in refused.json()["message"]
-    (orphan / "serving.json").write_text(json.dumps({"base": ADAPTERS[0]}), encoding="utf-8")
-    refused = server.predict("고아", SHORT)
-    assert refused.status_code == 400
-    assert "adapter" in refused.json()["message"]
-    shutil.rmtree(orphan)
-    assert "고아" not in listed(server)
-    held = {model["name"].partition("#")[0] for model in statistics(server)["models"]}
-    assert "고아" not in held
 
 
 def test_adapters_outlive_the_gateway_and_the_engine(server: Server, texts: dict[str, str]) -> None:
