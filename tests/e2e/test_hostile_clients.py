@@ -1,4 +1,5 @@
-"""Clients that mean harm beside clients that do not: of the others' requests none fails.
+"""Clients that mean harm: of the others' requests beside them none fails, and they reach nothing
+that has advisories of Multi Model Server's jar, whose Netty and Log4j are of 2023.
 
 Each attack goes on, and begins anew where the server ends it, until the others have had their
 answers. `-s` prints how long the slowest of those took: under 1 s on a quiet machine.
@@ -9,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import re
 import resource
 import socket
 import threading
@@ -16,15 +18,17 @@ import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
+from urllib.parse import quote
 
 import grpc
 import pytest
 import requests
 
-from tests.e2e.server import Server, free_port
-from tests.e2e.stores import SHORT, serving, small
+from tests.e2e.scripts import transform
+from tests.e2e.server import Server, eventually, free_port
+from tests.e2e.stores import SHORT, error, serving, small, text
 from tests.engine.models import make_artifact
-from tests.serving.api.test_forms import NAMED, PARTS, part
+from tests.serving.api.test_forms import NAMED, PARTS, RIGHT, part
 
 pytestmark = pytest.mark.slow
 
@@ -62,6 +66,21 @@ BODIES: dict[str, tuple[str, str, bytes]] = {  # each is refused
     "parts of parts": ("/predictions/a", PARTS, b"--x\r\n\r\n" * 900_000),
 }
 
+# What has advisories in the jar and no bound of ours (docs/develop/dependencies.md):
+# Netty's TLS, HTTP/2, compression, other protocols and requests of its own; Java's JNDI,
+# Log4j's sockets; Commons IO's reader of XML and its names of files.
+OUT_OF_REACH = re.compile(
+    r"io\.netty\.handler\.(ssl\.|codec\.(http2|compression|haproxy|redis|mqtt|smtp|dns|stomp|socks))"
+    r"|io\.netty\.handler\.codec\.http\.(HttpRequestEncoder|HttpClientCodec)"
+    r"|log4j\.core\.net\.(SslSocketManager|TcpSocketManager)|com\.sun\.jndi\."
+    r"|commons\.io\.(input\.XmlStreamReader|FilenameUtils)"
+)
+PRINTS = """
+text = body.decode('utf-8', 'replace') if isinstance(body, (bytes, bytearray)) else str(body)
+print(text, flush=True)
+return text, 'text/plain'
+"""
+
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
@@ -71,6 +90,10 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     make_artifact(folder / "store" / "느린", vocab=160, max_length=128)
     settings = {"MAX_CONNECTIONS": str(CONNECTIONS), "GRPC_PORT": str(free_port())}
     settings["REQUEST_TIMEOUT_S"] = str(LIMIT_S)
+    transform(folder / "store" / "script", PRINTS)
+    options = "-Xmx256m -XX:+UseSerialGC -XX:+ExitOnOutOfMemoryError -XX:TieredStopAtLevel=1"
+    options += f" -Xlog:class+load:file={folder / 'classes'}"
+    settings["SAGEMAKER_MODEL_SERVER_VMARGS"] = options
     with serving(folder / "run", folder / "store", **settings) as running:
         for name in ("a", "봄", "느린"):
             assert running.load(name).status_code == 200
@@ -213,3 +236,70 @@ def test_watches_over_grpc_fail_nobody(server: Server) -> None:
         check(server, "watches")
         for call in calls:
             call.cancel()
+
+
+# In Java
+
+
+def java(server: Server) -> set[int]:
+    return {p.pid for p in server.descendants("ModelServer") if "java" in p.cmdline()[0]}
+
+
+FORM = "application/x-www-form-urlencoded"
+EMPTY = b'--x\r\nContent-Disposition: form-data; name="%d"\r\n\r\n\r\n'
+FORMS = {
+    "fields": (FORM, b"a&" * 3_000_000),
+    "names": (FORM, b"&".join(b"%x=1" % i for i in range(700_000))),
+    "parts": (PARTS, b"".join(EMPTY % i for i in range(90_000)) + b"--x--\r\n"),
+    "no-byte": (FORM, b"%zz=%"),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_no_form_ends_the_jvm(server: Server, form: str) -> None:
+    kind, body = FORMS[form]
+    before = java(server)
+    for name in ("봄", "script"):
+        answer = server.predict(name, body, **{"Content-Type": kind})
+        assert error(answer) == (400, "BadRequestException")
+    assert java(server) == before
+    assert text(server.predict("봄", SHORT))
+
+
+@pytest.mark.parametrize("form", RIGHT)
+def test_netty_takes_what_is_sent_on(server: Server, form: str) -> None:
+    kind, body = RIGHT[form]
+    answer = server.predict("script", body, **{"Content-Type": kind})
+    assert answer.status_code == 200, answer.text
+
+
+def test_strings_that_log4j_once_looked_up_are_strings(server: Server) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        listener.setblocking(False)
+        port = listener.getsockname()[1]
+        hook = f"${{jndi:ldap://127.0.0.1:{port}/a}}"
+        hidden = f"${{${{lower:j}}ndi:rmi://127.0.0.1:{port}/가}}"
+        names = ("Accept", "X-Amzn-SageMaker-Custom-Attributes", "X-Request-Id", "User-Agent")
+        headers = {**dict.fromkeys(names, hook), "X-Amzn-SageMaker-Target-Model": hook}
+        for name in ("봄", "script", hook):
+            for kind in ("text/plain", hook, FORM, PARTS):
+                disposition = f'form-data; name="{hook}"; filename="{hook}"'
+                part = f"--x\r\nContent-Disposition: {disposition}\r\n\r\n{hook}\r\n--x--"
+                body = (hidden if kind == "text/plain" else part).encode()
+                path = f"{quote(name, safe='')}?{hook}={hook}"
+                server.predict(path, body, **headers, **{"Content-Type": kind})
+        server.load(hook, "봄")
+        server.load("봄", hook, handler=hook)
+        # The script has printed it, and so Log4j was given it.
+        eventually(lambda: "ndi:rmi://127.0.0.1" in server.text())
+        with pytest.raises(BlockingIOError):
+            listener.accept()
+
+
+def test_a_clients_bytes_reach_none_of_what_has_advisories(server: Server) -> None:
+    """After the tests above; Netty's form decoder is reached, which is why forms are bounded."""
+    server.predict("script", b"a=b", **{"Content-Type": FORM})
+    classes = (server.store.parent / "classes").read_text()
+    loaded = set(re.findall(r"(?:io|org|com)\.[\w.$]+", classes))
+    assert any("HttpPostRequestDecoder" in name for name in loaded)
+    assert not {name for name in loaded if OUT_OF_REACH.search(name)}

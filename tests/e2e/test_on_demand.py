@@ -9,6 +9,7 @@ import shutil
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -51,13 +52,53 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "store"
 
 
+SIGNATURE = "X-Amz-Signature=0123456789abcdef"
+
+
+class Bucket(ThreadingHTTPServer):
+    """Gives `archive` to whoever has the signature, while `is_open`."""
+
+    archive = b""
+    is_open = True
+
+    def handle_error(self, *arguments: object) -> None:
+        """Clients may hang up: that is how one asks for the beginning only."""
+
+
+class Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+
+    def do_GET(self) -> None:
+        assert isinstance(self.server, Bucket)
+        allowed = self.server.is_open and self.path.endswith(f"?{SIGNATURE}")
+        data = self.server.archive if allowed else b""
+        self.send_response(200 if allowed else 403)
+        self.send_header("ETag", '"v1"')
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, *arguments: object) -> None:
+        pass
+
+
 @pytest.fixture(scope="module")
-def few(store: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def bucket(store: Path) -> Iterator[Bucket]:
+    with Bucket(("127.0.0.1", 0), Handler) as bucket:
+        bucket.archive = (store / "m1.tar.gz").read_bytes()
+        thread = threading.Thread(target=bucket.serve_forever)
+        thread.start()
+        yield bucket
+        bucket.shutdown()
+        thread.join()
+
+
+@pytest.fixture(scope="module")
+def few(store: Path, bucket: Bucket, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """A server with room for two small models, which has loaded what an alias stands for."""
-    room = {"ENGINE_MEMORY_MIB": "4", "ENGINE_OVERCOMMIT": "1"}
-    with serving(
-        tmp_path_factory.mktemp("few"), store, **room, PRELOAD_MODELS="별칭,없음"
-    ) as server:
+    settings = {"ENGINE_MEMORY_MIB": "4", "ENGINE_OVERCOMMIT": "1", "PRELOAD_MODELS": "별칭,없음"}
+    settings["HTTPS_HOSTS"] = f"127.0.0.1:{bucket.server_port}"
+    with serving(tmp_path_factory.mktemp("few"), store, **settings) as server:
         yield server
 
 
@@ -175,6 +216,40 @@ def test_a_cold_model_gets_in_although_all_others_are_busy(fresh: Server) -> Non
         finally:
             stop.set()
         assert [b.result() for b in busy] == [{200}] * 8
+
+
+# From a pre-signed url: what signs it is nowhere but in the gateway's memory
+
+
+def written(server: Server) -> list[Path]:
+    """The files of the server that have the signature in them."""
+    found = []
+    for path in (*server.run_dir.rglob("*"), server.log):
+        with contextlib.suppress(FileNotFoundError):  # the server removes what MMS leaves
+            if path.is_file() and SIGNATURE.encode() in path.read_bytes():
+                found.append(path)
+    return found
+
+
+@pytest.mark.slow
+def test_a_signature_is_shown_and_written_nowhere_and_the_model_outlives_its_gateway(
+    fresh: Server, bucket: Bucket
+) -> None:
+    url = f"http://127.0.0.1:{bucket.server_port}/시.tar.gz"
+    refused = fresh.load("시", f"{url}?X-Amz-Signature=wrong")
+    assert refused.status_code == 403
+    assert "wrong" not in refused.text
+    assert fresh.load("시", f"{url}?{SIGNATURE}").status_code == 200
+    before = text(fresh.predict("시", SHORT))
+    for path in ("/models", "/models/시"):
+        shown = fresh.get(path).text
+        assert url in shown
+        assert "Signature" not in shown
+    assert written(fresh) == []
+    bucket.is_open = False
+    fresh.kill_gateway()
+    assert text(fresh.predict("시", SHORT)) == before
+    assert written(fresh) == []
 
 
 # From S3
