@@ -18,8 +18,8 @@ import requests
 
 from tests.e2e.scripts import script
 from tests.e2e.server import REPOSITORY, START_S, Server, eventually, free_port
-from tests.e2e.stores import FAST, SHORT, bearer, error, serving, small, statistics, text
-from tests.processes import has_ended
+from tests.e2e.stores import FAST, SHORT, bearer, error, small, statistics, text
+from tests.processes import has_ended, kill_at_once
 
 pytestmark = pytest.mark.slow
 
@@ -62,50 +62,40 @@ def test_what_stands_in_the_way_of_a_start_is_told_at_once(clean: Server) -> Non
     assert clean.is_ready()
 
 
-def test_what_a_killed_server_left_does_not_matter_to_the_next(tmp_path: Path) -> None:
-    small(tmp_path / "store" / "a")
-    server = Server(tmp_path, tmp_path / "store", FAST).wait_until_ready()
-    assert '"warning", "process": "gateway"' not in server.text()
-    assert server.run_dir.stat().st_mode & 0o777 == 0o700
-    server.load("a")
-    below = server.descendants()
-    for process in [psutil.Process(server.process.pid), *below]:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            process.kill()
-    server.process.wait()
+def test_a_server_that_is_killed_and_the_next_whose_output_nobody_reads(tmp_path: Path) -> None:
+    """The token for management alone leaves calls open, and no proxy is asked."""
+    small(tmp_path / "store" / "봄")
+    environment = {**FAST, "MANAGEMENT_TOKEN": "b"}
+    environment |= dict.fromkeys(("HTTP_PROXY", "http_proxy", "ALL_PROXY"), "http://127.0.0.1:9")
+    server = Server(tmp_path, tmp_path / "store", environment).wait_until_ready()
     run_dir = server.run_dir
+    assert run_dir.stat().st_mode & 0o777 == 0o700
+    assert "INFERENCE_TOKEN is not" in server.text()
+    assert '"warning", "process": "gateway"' not in server.text()
+    assert server.load("봄").status_code == 401
+    loaded = server.post("/models?url=봄", management=True, headers=bearer("b"))
+    assert loaded.status_code == 200
+    kill_at_once(server.process.pid)
+    server.process.wait()
     assert list(run_dir.glob("workers/*"))
     (run_dir / ".model_server.pid").write_text(str(os.getpid()))  # a living process
     (run_dir / ".mms.sock.9999").write_text("")
-    # Beside them it is told that the token for management alone leaves calls open (that for calls
-    # alone: serving/test_settings.py), and no proxy is asked.
-    proxies = dict.fromkeys(("HTTP_PROXY", "http_proxy", "ALL_PROXY"), "http://127.0.0.1:9")
-    with serving(tmp_path, tmp_path / "store", **proxies, MANAGEMENT_TOKEN="b") as server:  # noqa: S106
-        assert server.get("/models", headers=bearer("b")).json() == {"models": []}
-        assert not list(run_dir.glob("workers/*"))
-        assert server.load("a").status_code == 401
-        loaded = server.post("/models?url=a", management=True, headers=bearer("b"))
-        assert loaded.status_code == 200
-        assert text(server.predict("a", SHORT))
-        assert "INFERENCE_TOKEN is not" in server.text()
-        assert server.stop() == 0
 
-
-def test_an_output_that_is_not_read_holds_up_no_process(tmp_path: Path) -> None:
-    """`serve | sleep 999`: requests, a restart, and a stop."""
-    small(tmp_path / "store" / "봄")
-    (tmp_path / "server.log").unlink(missing_ok=True)
-    os.mkfifo(tmp_path / "server.log")
-    output = os.open(tmp_path / "server.log", os.O_RDONLY | os.O_NONBLOCK)
-    server = Server(tmp_path, tmp_path / "store", FAST)
+    # `serve | sleep 999`: requests, a restart, and a stop.
+    server.log.unlink()
+    os.mkfifo(server.log)
+    output = os.open(server.log, os.O_RDONLY | os.O_NONBLOCK)
+    server = Server(tmp_path, tmp_path / "store", environment)
     below: list[psutil.Process] = []
     try:
         eventually(server.is_ready, START_S)
         below = server.descendants()
+        assert not list(run_dir.glob("workers/*"))  # what the first has left does not matter
         with requests.Session() as session:
             for _ in range(500):  # with the pipes, more than 1 MiB of lines
-                path = f"/models/{'x' * 4000}"
-                assert session.get(server.url(path), timeout=30).status_code in (400, 404)
+                url = server.url(f"/models/{'x' * 4000}")
+                answer = session.get(url, headers=bearer("b"), timeout=30)
+                assert answer.status_code in (400, 404)
         (gateway,) = server.descendants("serving.gateway")
         gateway.kill()
         eventually(lambda: has_ended(gateway))
