@@ -147,6 +147,7 @@ def test_functions_may_take_the_context_as_one_more(model: Model) -> None:
 
 
 def test_a_script_around_the_built_in_model(model: Model) -> None:
+    """Its handle, in a transform_fn: test_script_isolation.py."""
     small(model.folder)
     assert model.server.load("plain").status_code in (200, 409)
     expected = text(model.server.predict("plain", SHORT))
@@ -173,18 +174,9 @@ def test_a_script_around_the_built_in_model(model: Model) -> None:
     assert model.predict("나는").json()[:2] == model.server.predict("plain", "나는").json()[:2]
     plain = model.predict("나는".encode(), Content_Type="text/plain")
     assert plain.headers["content-type"] == "text/plain; charset=utf-8"
-    # The handle of the built-in model, in a transform_fn.
     model.unload()
     assert statistics(model.server)["models"][0]["name"].startswith("plain")
     assert len(statistics(model.server)["models"]) == 1
-    source = """
-        def transform_fn(model, body, content_type, accept):
-            answer = model.generate(body.decode(), {"max_new_tokens": 16}, 10)
-            return answer["completions"][0]["text"]
-    """
-    model.load(source, "code/inference.py")
-    answer = model.predict(SHORT["inputs"].encode(), Content_Type="text/plain")
-    assert answer.content.decode() == expected
 
 
 # Where scripts are, and what they import
