@@ -59,11 +59,11 @@ def test_nobody_is_answered_after_its_deadline_and_nothing_is_worked_on_after_it
 def test_sixteen_clients_of_a_default_server_share_a_step(server: Server) -> None:
     # Steps that take longer than a client of this process needs to ask again.
     assert server.load("열여섯", "느린").status_code == 200
-    body = {"inputs": "나는 오늘", "parameters": {"max_new_tokens": 400, "temperature": 0.01}}
+    body = {"inputs": "나는 오늘", "parameters": {"max_new_tokens": 300, "temperature": 0.01}}
     assert text(server.predict("열여섯", body))
     before = [count(server, what, "열여섯") for what in ("rows", "steps")]
     with ThreadPoolExecutor(16) as pool:
-        for answer in pool.map(lambda _: server.predict("열여섯", body), range(48)):
+        for answer in pool.map(lambda _: server.predict("열여섯", body), range(32)):
             assert text(answer)
     after = [count(server, what, "열여섯") for what in ("rows", "steps")]
     rows, steps = (a - b for a, b in zip(after, before, strict=True))
