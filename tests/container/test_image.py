@@ -5,14 +5,11 @@ from __future__ import annotations
 import json
 import subprocess
 from contextlib import closing
-from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 from urllib.parse import quote
 
 import pytest
 
-import engine.settings
 import serving.settings
 from tests.container.containers import HARDENED, TEXT, Container, docker
 
@@ -46,35 +43,6 @@ def test_it_says_what_it_can_do(image: str) -> None:
     assert config["User"] not in ("", "0", "root")
     assert config["Entrypoint"] == ["dockerd-entrypoint.py"]
     assert config["Cmd"] == ["serve"]
-
-
-@pytest.mark.parametrize(
-    ("read", "default", "own"),
-    [
-        (
-            "serving.settings import Settings; s = Settings.read()",
-            serving.settings,
-            {"run_dir", "run_as_user"},
-        ),
-        (
-            "engine.settings import Settings; from common.settings import read_settings;"
-            " s = read_settings(Settings)",
-            engine.settings,
-            set(),
-        ),
-    ],
-    ids=["the server's", "the engine's"],
-)
-def test_its_settings_are_those_that_were_measured(
-    image: str, read: str, default: Any, own: set[str]
-) -> None:
-    """The defaults of the code: it sets nothing but what only an image can know."""
-    show = f"import json; from dataclasses import asdict; from {read}; print(json.dumps(asdict(s)))"
-    found = json.loads(inside(image, "python", "-c", show))
-    expected = asdict(default.Settings())
-    if "model_store" in expected:
-        expected["model_store"] = "/opt/kogpt2/model_store"
-    assert {name for name in found if found[name] != expected[name]} == own
 
 
 def test_java_gets_the_options_that_were_measured(shared: Container) -> None:

@@ -111,7 +111,6 @@ def test_help_shows_examples(name: str) -> None:
         (["build"], 2, "say cpu, slim or gpu"),
         (["build", "tpu"], 2, "tpu is not known"),
         (["build", "cpu", "--tag"], 2, "--tag needs a name"),
-        (["build", "gpu", "--backends", "tpu"], 2, "must be onnxruntime, mxnet or both"),
         (["run", "--prot", "1"], 2, "--prot is not known"),
         (["run", "--port"], 2, "--port needs a value"),
         (["run", "--image", "not:there"], 1, "make it with scripts/build cpu"),

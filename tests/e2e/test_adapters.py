@@ -1,18 +1,17 @@
-"""Adapters (LoRA) are models of their own to every client, and share the base of the store."""
+"""Adapters (LoRA) are models of their own to every client, and share the base of the store. From
+S3: test_on_demand.py."""
 
 from __future__ import annotations
 
 import json
-import shutil
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from tests.e2e.server import Server, eventually
-from tests.e2e.stores import SHORT, error, packed, serving, small, statistics, text
+from tests.e2e.stores import SHORT, error, packed, small, statistics, text
 from tests.engine.adapters import make_adapter, merged
-from tests.serving.store.s3 import BUCKET, s3_server
 
 pytestmark = pytest.mark.slow
 
@@ -112,24 +111,6 @@ def test_an_adapter_is_loaded_for_the_base_that_a_request_names(server: Server) 
     assert "no adapter" in refused.json()["message"]
 
 
-def test_a_wrong_base_or_none_is_told_and_leaves_nothing(
-    server: Server, store: Path, tmp_path: Path
-) -> None:
-    base = small(tmp_path / "skt" / "ko-gpt", 5)
-    orphan = make_adapter(store / "고아", base)
-    refused = server.predict("고아", SHORT)
-    assert refused.status_code == 400
-    assert "adapter of 'ko-gpt', which is not in the store" in refused.json()["message"]
-    (orphan / "serving.json").write_text(json.dumps({"base": ADAPTERS[0]}), encoding="utf-8")
-    refused = server.predict("고아", SHORT)
-    assert refused.status_code == 400
-    assert "adapter" in refused.json()["message"]
-    shutil.rmtree(orphan)
-    assert "고아" not in listed(server)
-    held = {model["name"].partition("#")[0] for model in statistics(server)["models"]}
-    assert "고아" not in held
-
-
 def test_adapters_outlive_the_gateway_and_the_engine(server: Server, texts: dict[str, str]) -> None:
     name = ADAPTERS[1]
     assert text(server.predict(name, SHORT)) == texts[name]
@@ -140,22 +121,3 @@ def test_adapters_outlive_the_gateway_and_the_engine(server: Server, texts: dict
     eventually(lambda: server.predict(name, SHORT).status_code == 200)
     assert text(server.predict(name, SHORT)) == texts[name]
     assert listed(server)[name] == "바탕"
-
-
-def test_adapters_come_from_s3_with_their_base(
-    store: Path, texts: dict[str, str], tmp_path: Path
-) -> None:
-    with s3_server() as s3:
-        base = packed(store / "바탕", tmp_path / "바탕.tar.gz").read_bytes()
-        s3.put("prefix/팀/바탕.tar.gz", base)
-        for name in ADAPTERS[1::2]:
-            s3.put(f"prefix/{name}.tar.gz", (store / f"{name}.tar.gz").read_bytes())
-        environment = {
-            **s3.environment,
-            "MODEL_STORE": f"s3://{BUCKET}/prefix/",
-            "ADAPTER_BASES": "바탕=팀/바탕",
-        }
-        with serving(tmp_path / "s3", None, **environment) as server:
-            for name in ADAPTERS[1::2]:
-                assert text(server.predict(name, SHORT)) == texts[name]
-            assert listed(server) == dict.fromkeys(ADAPTERS[1::2], "팀/바탕")

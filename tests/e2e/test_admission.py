@@ -59,32 +59,20 @@ def test_nobody_is_answered_after_its_deadline_and_nothing_is_worked_on_after_it
 def test_sixteen_clients_of_a_default_server_share_a_step(server: Server) -> None:
     # Steps that take longer than a client of this process needs to ask again.
     assert server.load("열여섯", "느린").status_code == 200
-    body = {"inputs": "나는 오늘", "parameters": {"max_new_tokens": 400, "temperature": 0.01}}
+    body = {"inputs": "나는 오늘", "parameters": {"max_new_tokens": 300, "temperature": 0.01}}
     assert text(server.predict("열여섯", body))
     before = [count(server, what, "열여섯") for what in ("rows", "steps")]
     with ThreadPoolExecutor(16) as pool:
-        for answer in pool.map(lambda _: server.predict("열여섯", body), range(48)):
+        for answer in pool.map(lambda _: server.predict("열여섯", body), range(32)):
             assert text(answer)
     after = [count(server, what, "열여섯") for what in ("rows", "steps")]
     rows, steps = (a - b for a, b in zip(after, before, strict=True))
     assert rows / steps > 8  # with eight workers it cannot be
 
 
-def test_a_full_line_is_told_and_the_other_model_answers(server: Server) -> None:
-    assert server.load("좁은", "느린", initial_workers=1, queue=2).status_code == 200
-    body = {**ENDLESS, "stream": True}
-    with ThreadPoolExecutor(2) as pool:
-        with server.post("/predictions/좁은", json=body, stream=True) as first:
-            eventually(lambda: running(server) == 2)
-            answers = [pool.submit(server.predict, "좁은", SHORT) for _ in range(2)]
-            waiting = 'kogpt2_model_waiting{model="좁은"} 2.0'
-            eventually(lambda: waiting in server.get("/metrics").text)
-            assert text(server.predict("빠른", SHORT))
-            refused = [server.predict("좁은", SHORT) for _ in range(3)]
-            assert first.status_code == 200
-        assert [answer.result().status_code for answer in answers] == [200] * 2
-    for answer in refused:
-        assert answer.status_code == 429
-        assert error(answer)[1] == "TooManyRequestsException"
-        assert "2 requests to this model are waiting" in answer.json()["message"]
-    assert count(server, "requests", "좁은") == 3
+def test_a_models_own_queue_is_its_bound_and_the_other_model_answers(server: Server) -> None:
+    assert server.load("좁은", "느린", initial_workers=1, queue=0).status_code == 200
+    with server.post("/predictions/좁은", json={**ENDLESS, "stream": True}, stream=True):
+        eventually(lambda: running(server) == 2)
+        assert error(server.predict("좁은", SHORT)) == (429, "TooManyRequestsException")
+        assert text(server.predict("빠른", SHORT))

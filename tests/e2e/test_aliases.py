@@ -1,4 +1,4 @@
-"""Aliases of a running server, on every API. From S3: test_on_demand.py."""
+"""Aliases of a running server, on every API. From S3, and preloaded: test_on_demand.py."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import json
 import re
 from collections import Counter
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
 
@@ -15,7 +14,7 @@ import requests
 import tritonclient.grpc as triton
 
 from tests.e2e.server import Server, eventually
-from tests.e2e.stores import SHORT, events, serving, small, text
+from tests.e2e.stores import events, small, text
 from tests.e2e.test_triton import Stream, generated, prompt, refused
 from tests.scripts.command import run
 
@@ -88,38 +87,24 @@ def test_a_change_of_the_file_needs_no_restart_and_a_wrong_one_changes_nothing(
 
 
 def test_every_api_takes_an_alias_and_says_which_model_it_was(setup: Setup) -> None:
+    """Every way to name a model: serving/api/test_naming.py."""
     wanted = {model: text for text, model in setup.texts.items()}[OLD]
-    target = {"X_Amzn_SageMaker_Target_Model": "시.tar.gz"}
-    for path, headers in (("/predictions/시", {}), ("/invocations", target)):
-        answer = setup.post(path, BODY, **headers)
-        assert text(answer) == wanted
-        assert unquote(answer.headers["x-served-model"]) == OLD
+    answer = setup.post("/invocations", BODY, X_Amzn_SageMaker_Target_Model="시.tar.gz")
+    assert (text(answer), unquote(answer.headers["x-served-model"])) == (wanted, OLD)
     named = {**COMPLETION, "model": "시"}
-    for path in ("/v1/completions", "/invocations"):
-        answer = setup.post(path, named)
-        assert answer.json()["choices"][0]["text"] == wanted
-        assert answer.json()["model"] == OLD
+    answer = setup.post("/v1/completions", named)
+    assert answer.json()["choices"][0]["text"] == wanted
+    assert answer.json()["model"] == OLD
     *streamed, _ = events(setup.post("/v1/completions", {**named, "stream": True}))
     chunks = [json.loads(event) for event in streamed]
     assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == wanted
     assert {chunk["model"] for chunk in chunks} == {OLD}
-    generate = {"text_input": "나는 오늘", "max_tokens": TOKENS}
-    answer = setup.post("/v2/models/시/generate", generate)
+    answer = setup.post("/v2/models/시/generate", {"text_input": "나는 오늘", "max_tokens": TOKENS})
     assert answer.json() == {"model_name": OLD, "model_version": "1", "text_output": wanted}
-    tgi = {"inputs": "나는 오늘", "parameters": {"max_new_tokens": TOKENS, "details": True}}
-    assert setup.post("/predictions/시", tgi).json()["generated_text"] == wanted
-    tgi["parameters"]["adapter_id"] = "시"
-    for path in ("/generate", f"/predictions/{NEW}"):
-        answer = setup.post(path, tgi)
-        assert answer.json()["generated_text"] == wanted
-        assert unquote(answer.headers["x-served-model"]) == OLD
-    tensor = {"name": "text", "shape": [1], "datatype": "BYTES", "data": ["나는 오늘"]}
-    infer = {"inputs": [tensor], "parameters": {"max_new_tokens": TOKENS}}
-    answer = setup.post("/v2/models/시/infer", infer)
-    assert answer.json()["model_name"] == OLD
-    assert answer.json()["outputs"][0]["data"] == [wanted]
-    ids = setup.post("/tokenize", {"model": "시", "prompt": "나는 오늘"}).json()["tokens"]
-    assert ids
+    tgi = {"max_new_tokens": TOKENS, "details": True, "adapter_id": "시"}
+    answer = setup.post("/generate", {"inputs": "나는 오늘", "parameters": tgi})
+    assert answer.json()["generated_text"] == wanted
+    assert setup.post("/tokenize", {"model": "시", "prompt": "나는 오늘"}).json()["tokens"]
     lines = setup.server.text().splitlines()
     told = [json.loads(line) for line in lines if '"alias": "시"' in line]
     assert {line["model"] for line in told} == {OLD}
@@ -160,33 +145,11 @@ def test_one_user_stays_with_one_model_on_all_apis(setup: Setup, client: Any) ->
     assert models == {OLD, NEW}
 
 
-def test_the_command_lists_aliases_and_managing_by_their_names_is_refused(setup: Setup) -> None:
+def test_the_command_lists_aliases(setup: Setup) -> None:
     told = run("models", "--url", setup.server.management("")).stdout
     assert re.search(rf"^상담 +alias of {OLD}, {NEW}$", told, re.MULTILINE)
-    for answer in (setup.server.unload("시"), setup.server.load("다른", "시")):
-        assert answer.status_code == 409
-        assert answer.json()["message"].endswith(f"name the model, {OLD}")
-
-
-def test_a_model_that_is_not_there_is_404_and_told_in_the_log(setup: Setup) -> None:
-    setup.write({"없는시": "없음"}, "that the store does not have: 없음 (없는시)")
-    answer = setup.server.predict("없는시", SHORT)
-    assert answer.status_code == 404
-    assert "없음" in answer.json()["message"]
-    assert unquote(answer.headers["x-served-model"]) == "없음"
-    setup.write(SPLIT)
 
 
 def test_a_gateway_that_is_started_again_has_the_aliases(setup: Setup) -> None:
     setup.server.kill_gateway()
     assert setup.served("시") == OLD
-
-
-def test_an_alias_is_preloaded_by_its_models(tmp_path: Path) -> None:
-    for seed, name in enumerate((OLD, NEW), 1):
-        small(tmp_path / "store" / name, seed)
-    (tmp_path / "store" / "aliases.json").write_text(json.dumps(SPLIT), encoding="utf-8")
-    with serving(tmp_path / "run", tmp_path / "store", PRELOAD_MODELS="상담") as server:
-        log = server.text()
-        assert log.index(f"loaded model {NEW}") < log.index('"ready after')
-        assert set(server.loaded()) == {OLD, NEW}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 
 import numpy as np
@@ -18,8 +17,7 @@ from tests.handlers.tensors.graphs import TinyLM
 pytestmark = pytest.mark.slow
 
 LM = TinyLM(vocab=50_000)
-PAGES_IN = REPOSITORY / "docs" / "models"
-PAGES = ("tensors.md", "tensors.ko.md")
+PAGE, KOREAN = (REPOSITORY / "docs" / "models" / f"tensors{end}" for end in (".md", ".ko.md"))
 
 
 def sums(folder: Path) -> Path:
@@ -42,9 +40,9 @@ def server(clean: Server, tmp_path_factory: pytest.TempPathFactory) -> Server:
     return clean
 
 
-@pytest.mark.parametrize("name", PAGES)
-def test_the_pages_commands_answer_as_it_shows(server: Server, name: str) -> None:
-    commands = session(PAGES_IN / name)
+def test_the_pages_commands_answer_as_it_shows(server: Server) -> None:
+    commands = session(PAGE)
+    assert commands == session(KOREAN)
     assert len(commands) == 5
     for command, shown in commands:
         shown, cut, _ = shown.partition("...")
@@ -52,9 +50,9 @@ def test_the_pages_commands_answer_as_it_shows(server: Server, name: str) -> Non
         assert (answer[: len(shown)] if cut else answer) == shown, command
 
 
-@pytest.mark.parametrize("name", PAGES)
-def test_the_pages_programs_run(server: Server, name: str) -> None:
-    programs = [block for block in blocks(PAGES_IN / name, "python") if "localhost" in block]
+def test_the_pages_programs_run(server: Server) -> None:
+    programs = [block for block in blocks(PAGE, "python") if "localhost" in block]
+    assert programs == [block for block in blocks(KOREAN, "python") if "localhost" in block]
     answers = [json.loads(ran(server, program)) for program in programs]
     likeliest = LM.logits(np.array([[5, 6, 7]]))[0, -1].argmax()
     assert answers == [likeliest, [[3.0, -1.0], [7.5, -1.5]]]
@@ -69,66 +67,27 @@ def test_a_text_model_beside_them_is_as_before(server: Server) -> None:
     assert host.memory_full_info().uss < 40 << 20
 
 
-SCRIPTS = {
-    "own-input": """
-def input_fn(body, content_type):
-    import numpy
-    return numpy.array([[float(n) for n in body.split()]])
-""",
-    "own-predict": """
+OWN = """
 import mxnet as mx
 
 def predict_fn(data, model):
     assert isinstance(model, mx.mod.Module) and isinstance(data, mx.io.NDArrayIter)
     return model.predict(data) * 2
-""",
-    "own-output": """
-def output_fn(prediction, accept):
-    return "합 " + str(prediction.asnumpy()[0, 0]), "text/plain; charset=utf-8"
-""",
-    "own-transform": """
-import mxnet as mx
-
-def transform_fn(model, body, content_type, accept):
-    model.forward(mx.io.DataBatch([mx.nd.array([[1, 2]])]), is_train=False)
-    return str(model.get_outputs()[0].asnumpy().tolist()), "text/plain"
-""",
-}
+"""
 
 
-@pytest.mark.parametrize(
-    ("name", "body", "kind", "wanted"),
-    [
-        ("own-input", b"1 2", "text/plain", "[[3.0,-1.0]]"),
-        ("own-predict", b"1,2", "text/csv", "[[6.0,-2.0]]"),
-        ("own-predict", b"[[1,2],[3,4.5]]", "application/json", "[[6.0,-2.0],[15.0,-3.0]]"),
-        ("own-output", b"[[1,2]]", "application/json", "합 3.0"),
-        ("own-transform", b"", "text/plain", "[[3.0, -1.0]]"),
-    ],
-)
-def test_a_script_around_a_checkpoint_may_leave_functions_out(
-    server: Server, name: str, body: bytes, kind: str, wanted: str
-) -> None:
-    folder = server.store / name
-    if not folder.exists():
-        sums(folder)
-        (folder / "code").mkdir()
-        (folder / "code" / "inference.py").write_text(SCRIPTS[name], encoding="utf-8")
-    answer = server.predict(name, body, **{"Content-Type": kind})
-    assert (answer.status_code, answer.text) == (200, wanted)
-    if name == "own-predict":
-        assert error(server.predict(name, [[1, 2, 3]]))[0] == 400
-        told = server.get(f"/v2/models/{name}").json()
-        assert told == {
-            "name": name, "versions": ["1"], "platform": "", "inputs": [], "outputs": [],
-        }  # fmt: skip
-
-
-def test_a_model_that_does_not_fit_is_507_with_the_numbers(server: Server) -> None:
-    folder = server.store / "huge"
-    LM.save(folder / "model.onnx")
-    with (folder / "weights.bin").open("wb") as file:
-        file.truncate(1 << 42)  # takes no room on disk
-    answer = server.load("huge")
-    assert error(answer) == (507, "NeverFits")
-    assert re.search(r"needs about \d+ MiB, but of the container's \d+ MiB", answer.text)
+def test_a_script_around_a_checkpoint_may_leave_functions_out(server: Server) -> None:
+    """What it gets: handlers/tensors/test_symbol.py."""
+    (sums(server.store / "own") / "code").mkdir()
+    (server.store / "own" / "code" / "inference.py").write_text(OWN, encoding="utf-8")
+    for kind, body, wanted in (
+        ("text/csv", b"1,2", "[[6.0,-2.0]]"),
+        ("application/json", b"[[1,2],[3,4.5]]", "[[6.0,-2.0],[15.0,-3.0]]"),
+    ):
+        answer = server.predict("own", body, **{"Content-Type": kind})
+        assert (answer.status_code, answer.text) == (200, wanted)
+    assert error(server.predict("own", [[1, 2, 3]]))[0] == 400
+    told = server.get("/v2/models/own").json()
+    assert told == {
+        "name": "own", "versions": ["1"], "platform": "", "inputs": [], "outputs": [],
+    }  # fmt: skip

@@ -1,4 +1,5 @@
-"""Clients that mean harm beside clients that do not: of the others' requests none fails.
+"""Clients that mean harm: of the others' requests beside them none fails, and they reach nothing
+that has advisories of Multi Model Server's jar, whose Netty and Log4j are of 2023.
 
 Each attack goes on, and begins anew where the server ends it, until the others have had their
 answers. `-s` prints how long the slowest of those took: under 1 s on a quiet machine.
@@ -7,22 +8,27 @@ answers. `-s` prints how long the slowest of those took: under 1 s on a quiet ma
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
+import re
 import resource
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
+from urllib.parse import quote
 
 import grpc
 import pytest
 import requests
 
-from tests.e2e.server import Server, free_port
-from tests.e2e.stores import SHORT, serving, small
+from tests.e2e.scripts import transform
+from tests.e2e.server import Server, eventually, free_port
+from tests.e2e.stores import SHORT, error, serving, small, text
 from tests.engine.models import make_artifact
-from tests.serving.api.test_forms import NAMED, PARTS, part
+from tests.serving.api.test_forms import NAMED, PARTS, RIGHT, part
 
 pytestmark = pytest.mark.slow
 
@@ -33,14 +39,14 @@ LIMIT_S = 180  # of a request: the largest answer takes half a minute beside oth
 JSON = {"Content-Type": "application/json"}
 HEAD = b"POST /predictions/a HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
 # What each of its connections sends, which then neither sends nor reads anything.
-STALLS = {
-    "no-body": HEAD + b"Content-Length: 1000\r\n\r\n",
-    "no-head": HEAD,
-    "unread": b"GET /openapi.json HTTP/1.1\r\nHost: localhost\r\n\r\n" * 400,
-}
+STALLS = (
+    HEAD + b"Content-Length: 1000\r\n\r\n",
+    HEAD,
+    b"GET /openapi.json HTTP/1.1\r\nHost: localhost\r\n\r\n" * 400,
+)
 # As many as one answer may have: 16 MB of JSON.
 SCORES = {"model": "느린", "prompt": ["나"] * 16, "n": 16, "logprobs": 20, "max_tokens": 70}
-BODIES: dict[str, tuple[str, str, bytes]] = {
+BODIES: dict[str, tuple[str, str, bytes]] = {  # each is refused
     "values": ("/predictions/a", JSON["Content-Type"], b"[" + b"{}," * 2_140_000 + b"0]"),
     "streamed values": (
         "/predictions/a",
@@ -52,7 +58,6 @@ BODIES: dict[str, tuple[str, str, bytes]] = {
         JSON["Content-Type"],
         b'{"model": "a", "messages": [' + b"{}," * 2_140_000 + b"0]}",
     ),
-    "scores": ("/v1/completions", JSON["Content-Type"], json.dumps(SCORES).encode()),
     "heads of parts": (
         "/predictions/a",
         PARTS,
@@ -60,6 +65,21 @@ BODIES: dict[str, tuple[str, str, bytes]] = {
     ),
     "parts of parts": ("/predictions/a", PARTS, b"--x\r\n\r\n" * 900_000),
 }
+
+# What has advisories in the jar and no bound of ours (docs/develop/dependencies.md):
+# Netty's TLS, HTTP/2, compression, other protocols and requests of its own; Java's JNDI,
+# Log4j's sockets; Commons IO's reader of XML and its names of files.
+OUT_OF_REACH = re.compile(
+    r"io\.netty\.handler\.(ssl\.|codec\.(http2|compression|haproxy|redis|mqtt|smtp|dns|stomp|socks))"
+    r"|io\.netty\.handler\.codec\.http\.(HttpRequestEncoder|HttpClientCodec)"
+    r"|log4j\.core\.net\.(SslSocketManager|TcpSocketManager)|com\.sun\.jndi\."
+    r"|commons\.io\.(input\.XmlStreamReader|FilenameUtils)"
+)
+PRINTS = """
+text = body.decode('utf-8', 'replace') if isinstance(body, (bytes, bytearray)) else str(body)
+print(text, flush=True)
+return text, 'text/plain'
+"""
 
 
 @pytest.fixture(scope="module")
@@ -70,6 +90,10 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     make_artifact(folder / "store" / "느린", vocab=160, max_length=128)
     settings = {"MAX_CONNECTIONS": str(CONNECTIONS), "GRPC_PORT": str(free_port())}
     settings["REQUEST_TIMEOUT_S"] = str(LIMIT_S)
+    transform(folder / "store" / "script", PRINTS)
+    options = "-Xmx256m -XX:+UseSerialGC -XX:+ExitOnOutOfMemoryError -XX:TieredStopAtLevel=1"
+    options += f" -Xlog:class+load:file={folder / 'classes'}"
+    settings["SAGEMAKER_MODEL_SERVER_VMARGS"] = options
     with serving(folder / "run", folder / "store", **settings) as running:
         for name in ("a", "봄", "느린"):
             assert running.load(name).status_code == 200
@@ -110,17 +134,17 @@ def many_files(count: int) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def attack(act: Callable[[], Any], clients: int) -> Iterator[threading.Semaphore]:
+def attack(*acts: Callable[[], Any]) -> Iterator[threading.Semaphore]:
     """Each client acts over and over; the semaphore counts how often they have."""
     stop, acted = threading.Event(), threading.Semaphore(0)
 
-    def run() -> None:
+    def run(act: Callable[[], Any]) -> None:
         while not stop.is_set():
             with contextlib.suppress(OSError, requests.RequestException):
                 act()
             acted.release()
 
-    threads = [threading.Thread(target=run) for _ in range(clients)]
+    threads = [threading.Thread(target=run, args=(act,)) for act in acts]
     for thread in threads:
         thread.start()
     try:
@@ -132,9 +156,10 @@ def attack(act: Callable[[], Any], clients: int) -> Iterator[threading.Semaphore
             assert not thread.is_alive()
 
 
-@pytest.mark.parametrize("stall", STALLS)
-def test_connections_that_stall_fail_nobody(server: Server, stall: str) -> None:
+def test_connections_that_stall_fail_nobody(server: Server) -> None:
+    """One kind by itself: serving/api/test_http_protocol.py."""
     address = "127.0.0.1", server.port
+    stalls = itertools.cycle(STALLS)
     with many_files(2 * CONNECTIONS), contextlib.ExitStack() as opened:
         held: list[socket.socket] = []
 
@@ -142,15 +167,15 @@ def test_connections_that_stall_fail_nobody(server: Server, stall: str) -> None:
             client = socket.socket()
             client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             client.connect(address)
-            client.sendall(STALLS[stall])
+            client.sendall(next(stalls))
             held.append(opened.enter_context(client))
             while len(held) > 2 * CONNECTIONS:
                 held.pop(0).close()
 
         for _ in range(CONNECTIONS):
             hold()
-        with attack(lambda: (hold(), time.sleep(0.01)), 1):
-            check(server, stall)
+        with attack(lambda: (hold(), time.sleep(0.01))):
+            check(server, "stalls")
 
 
 def memory(server: Server) -> dict[str, int]:
@@ -161,15 +186,17 @@ def memory(server: Server) -> dict[str, int]:
     return found
 
 
-@pytest.mark.parametrize("body", BODIES)
-def test_large_bodies_fail_nobody_and_take_no_memory(server: Server, body: str) -> None:
-    path, kind, content = BODIES[body]
-    statuses: set[int] = set()
+@pytest.mark.parametrize("scores", [False, True])
+def test_large_bodies_and_answers_fail_nobody_and_take_no_memory(
+    server: Server, scores: bool
+) -> None:
+    asked = {"scores": ("/v1/completions", JSON["Content-Type"], json.dumps(SCORES).encode())}
+    statuses: set[tuple[str, int]] = set()
 
-    def post() -> None:
+    def post(name: str, path: str, kind: str, content: bytes) -> None:
         headers = {"Content-Type": kind}
         answer = server.post(path, data=content, headers=headers, timeout=LIMIT_S + 30)
-        statuses.add(answer.status_code)
+        statuses.add((name, answer.status_code))
 
     before, most = memory(server), dict[str, int]()
     watched = threading.Event()
@@ -181,15 +208,17 @@ def test_large_bodies_fail_nobody_and_take_no_memory(server: Server, body: str) 
 
     watching = threading.Thread(target=watch)
     watching.start()
+    bodies = asked if scores else BODIES
     try:
-        with attack(post, 1 if body == "scores" else 4) as acted:
-            check(server, body)
-            assert acted.acquire(timeout=LIMIT_S + 60)
+        with attack(*(partial(post, name, *body) for name, body in bodies.items())) as acted:
+            check(server, " and ".join(bodies))
+            for _ in bodies:
+                assert acted.acquire(timeout=LIMIT_S + 60)
     finally:
         watched.set()
         watching.join()
-    print({name: f"{size / MIB:.0f} MiB" for name, size in most.items()}, statuses, end=" ")
-    assert statuses == {200 if body == "scores" else 400}
+    print({name: f"{size / MIB:.0f} MiB" for name, size in most.items()}, end=" ")
+    assert statuses == {(name, 200 if scores else 400) for name in bodies}
     assert max(most.values()) < 150 * MIB
 
 
@@ -207,3 +236,70 @@ def test_watches_over_grpc_fail_nobody(server: Server) -> None:
         check(server, "watches")
         for call in calls:
             call.cancel()
+
+
+# In Java
+
+
+def java(server: Server) -> set[int]:
+    return {p.pid for p in server.descendants("ModelServer") if "java" in p.cmdline()[0]}
+
+
+FORM = "application/x-www-form-urlencoded"
+EMPTY = b'--x\r\nContent-Disposition: form-data; name="%d"\r\n\r\n\r\n'
+FORMS = {
+    "fields": (FORM, b"a&" * 3_000_000),
+    "names": (FORM, b"&".join(b"%x=1" % i for i in range(700_000))),
+    "parts": (PARTS, b"".join(EMPTY % i for i in range(90_000)) + b"--x--\r\n"),
+    "no-byte": (FORM, b"%zz=%"),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_no_form_ends_the_jvm(server: Server, form: str) -> None:
+    kind, body = FORMS[form]
+    before = java(server)
+    for name in ("봄", "script"):
+        answer = server.predict(name, body, **{"Content-Type": kind})
+        assert error(answer) == (400, "BadRequestException")
+    assert java(server) == before
+    assert text(server.predict("봄", SHORT))
+
+
+@pytest.mark.parametrize("form", RIGHT)
+def test_netty_takes_what_is_sent_on(server: Server, form: str) -> None:
+    kind, body = RIGHT[form]
+    answer = server.predict("script", body, **{"Content-Type": kind})
+    assert answer.status_code == 200, answer.text
+
+
+def test_strings_that_log4j_once_looked_up_are_strings(server: Server) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        listener.setblocking(False)
+        port = listener.getsockname()[1]
+        hook = f"${{jndi:ldap://127.0.0.1:{port}/a}}"
+        hidden = f"${{${{lower:j}}ndi:rmi://127.0.0.1:{port}/가}}"
+        names = ("Accept", "X-Amzn-SageMaker-Custom-Attributes", "X-Request-Id", "User-Agent")
+        headers = {**dict.fromkeys(names, hook), "X-Amzn-SageMaker-Target-Model": hook}
+        for name in ("봄", "script", hook):
+            for kind in ("text/plain", hook, FORM, PARTS):
+                disposition = f'form-data; name="{hook}"; filename="{hook}"'
+                part = f"--x\r\nContent-Disposition: {disposition}\r\n\r\n{hook}\r\n--x--"
+                body = (hidden if kind == "text/plain" else part).encode()
+                path = f"{quote(name, safe='')}?{hook}={hook}"
+                server.predict(path, body, **headers, **{"Content-Type": kind})
+        server.load(hook, "봄")
+        server.load("봄", hook, handler=hook)
+        # The script has printed it, and so Log4j was given it.
+        eventually(lambda: "ndi:rmi://127.0.0.1" in server.text())
+        with pytest.raises(BlockingIOError):
+            listener.accept()
+
+
+def test_a_clients_bytes_reach_none_of_what_has_advisories(server: Server) -> None:
+    """After the tests above; Netty's form decoder is reached, which is why forms are bounded."""
+    server.predict("script", b"a=b", **{"Content-Type": FORM})
+    classes = (server.store.parent / "classes").read_text()
+    loaded = set(re.findall(r"(?:io|org|com)\.[\w.$]+", classes))
+    assert any("HttpPostRequestDecoder" in name for name in loaded)
+    assert not {name for name in loaded if OUT_OF_REACH.search(name)}

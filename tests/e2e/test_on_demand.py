@@ -9,6 +9,7 @@ import shutil
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -25,6 +26,7 @@ from tests.e2e.stores import (
     text,
 )
 from tests.e2e.test_metrics import metrics
+from tests.engine.adapters import make_adapter
 from tests.serving.store.s3 import BUCKET, S3Server, s3_server
 
 NAMES = [f"m{i}" for i in range(6)]
@@ -32,7 +34,7 @@ NAMES = [f"m{i}" for i in range(6)]
 
 @pytest.fixture(scope="module")
 def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Six small models, some packed, one below a folder, and a slow one."""
+    """Six small models, some packed, one below a folder, a slow one, and an adapter."""
     folder = tmp_path_factory.mktemp("on-demand")
     for seed, name in enumerate(NAMES):
         if seed % 2:
@@ -42,16 +44,72 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
     packed(small(folder / "unpacked" / "봄", 9), folder / "store" / "시" / "봄.tar.gz")
     small(folder / "store" / "broken").joinpath("kogpt2.params").write_bytes(b"nothing")
     slow(folder / "store" / "slow")
+    base = small(folder / "store" / "바탕", 3)
+    adapter = make_adapter(folder / "unpacked" / "어댑터", base)
+    packed(adapter, folder / "store" / "어댑터.tar.gz")
+    aliases = json.dumps({"별칭": {"m0": 3, "m2": 1}})
+    (folder / "store" / "aliases.json").write_text(aliases, encoding="utf-8")
     return folder / "store"
 
 
+SIGNATURE = "X-Amz-Signature=0123456789abcdef"
+
+
+class Bucket(ThreadingHTTPServer):
+    """Gives `archive` to whoever has the signature, while `is_open`."""
+
+    archive = b""
+    is_open = True
+
+    def handle_error(self, *arguments: object) -> None:
+        """Clients may hang up: that is how one asks for the beginning only."""
+
+
+class Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+
+    def do_GET(self) -> None:
+        assert isinstance(self.server, Bucket)
+        allowed = self.server.is_open and self.path.endswith(f"?{SIGNATURE}")
+        data = self.server.archive if allowed else b""
+        self.send_response(200 if allowed else 403)
+        self.send_header("ETag", '"v1"')
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, *arguments: object) -> None:
+        pass
+
+
 @pytest.fixture(scope="module")
-def few(store: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A server with room for two small models."""
-    with serving(
-        tmp_path_factory.mktemp("few"), store, ENGINE_MEMORY_MIB="4", ENGINE_OVERCOMMIT="1"
-    ) as server:
+def bucket(store: Path) -> Iterator[Bucket]:
+    with Bucket(("127.0.0.1", 0), Handler) as bucket:
+        bucket.archive = (store / "m1.tar.gz").read_bytes()
+        thread = threading.Thread(target=bucket.serve_forever)
+        thread.start()
+        yield bucket
+        bucket.shutdown()
+        thread.join()
+
+
+@pytest.fixture(scope="module")
+def few(store: Path, bucket: Bucket, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A server with room for two small models, which has loaded what an alias stands for."""
+    settings = {"ENGINE_MEMORY_MIB": "4", "ENGINE_OVERCOMMIT": "1", "PRELOAD_MODELS": "별칭,없음"}
+    settings["HTTPS_HOSTS"] = f"127.0.0.1:{bucket.server_port}"
+    with serving(tmp_path_factory.mktemp("few"), store, **settings) as server:
         yield server
+
+
+def test_models_are_preloaded_before_the_server_is_ready_and_one_that_cannot_be_is_told(
+    few: Server,
+) -> None:
+    assert few.loaded() == ["m0", "m2"]
+    before, ready, _ = few.text().partition('"ready after')
+    assert ready
+    for said in ("loaded model m0 ", "loaded model m2 ", "model 없음 is not preloaded"):
+        assert said in before
 
 
 @pytest.fixture
@@ -88,13 +146,11 @@ def test_many_clients_of_one_cold_model_load_it_once(many: Server) -> None:
     assert many.text().count("loaded model m4 ") == 1
 
 
-def test_unknown_and_broken_models_say_so_to_everyone(many: Server) -> None:
-    with ThreadPoolExecutor(4) as pool:
-        unknown = list(pool.map(lambda _: many.predict("없음", SHORT), range(4)))
-        broken = list(pool.map(lambda _: many.predict("broken", SHORT), range(4)))
-    assert {error(answer) for answer in unknown} == {(404, "ModelNotFoundException")}
-    assert {error(answer)[0] for answer in broken} == {400}
-    assert all("params" in answer.json()["message"] for answer in broken)
+def test_unknown_and_broken_models_say_so(many: Server) -> None:
+    assert error(many.predict("없음", SHORT)) == (404, "ModelNotFoundException")
+    broken = many.predict("broken", SHORT)
+    assert error(broken)[0] == 400
+    assert "params" in broken.json()["message"]
     assert error(many.predict("%2e%2e/store/m0", SHORT))[0] in (400, 404)
 
 
@@ -111,22 +167,12 @@ def test_what_the_store_offers_is_listed(many: Server) -> None:
 def test_a_model_that_can_never_fit_is_507_at_once_and_evicts_nothing(fresh: Server) -> None:
     for name in ("m0", "m1"):
         text(fresh.predict(name, SHORT))
-    answer = fresh.predict("slow", SHORT)
-    assert error(answer) == (507, "NeverFits")
-    assert "4 MiB in all" in answer.json()["message"]
+    for answer in (fresh.predict("slow", SHORT), fresh.load("slow")):
+        assert error(answer) == (507, "NeverFits")
+        assert re.search(r"\d+ MiB.* 4 MiB in all", answer.json()["message"])
+    assert error(fresh.load("c", "m0"))[0] == 507  # an explicit load evicts nothing
     assert fresh.loaded() == ["m0", "m1"]
-    assert "is evicted for slow" not in fresh.text()
-
-
-def test_an_explicit_load_evicts_nothing_and_says_what_does_not_fit(fresh: Server) -> None:
-    answer = fresh.load("slow")
-    assert error(answer)[0] == 507
-    assert re.search(r"\d+ MiB.* 4 MiB", answer.json()["message"])
-    eventually(lambda: not fresh.descendants("model_service_worker"))
-    assert fresh.load("a", "m0").status_code == 200
-    assert fresh.load("b", "m0").status_code == 200
-    assert error(fresh.load("c", "m0"))[0] == 507
-    assert fresh.loaded() == ["a", "b"]
+    assert "is evicted for" not in fresh.text()
 
 
 def test_loads_and_evictions_and_the_engines_memory_are_measured(fresh: Server) -> None:
@@ -172,6 +218,40 @@ def test_a_cold_model_gets_in_although_all_others_are_busy(fresh: Server) -> Non
         assert [b.result() for b in busy] == [{200}] * 8
 
 
+# From a pre-signed url: what signs it is nowhere but in the gateway's memory
+
+
+def written(server: Server) -> list[Path]:
+    """The files of the server that have the signature in them."""
+    found = []
+    for path in (*server.run_dir.rglob("*"), server.log):
+        with contextlib.suppress(FileNotFoundError):  # the server removes what MMS leaves
+            if path.is_file() and SIGNATURE.encode() in path.read_bytes():
+                found.append(path)
+    return found
+
+
+@pytest.mark.slow
+def test_a_signature_is_shown_and_written_nowhere_and_the_model_outlives_its_gateway(
+    fresh: Server, bucket: Bucket
+) -> None:
+    url = f"http://127.0.0.1:{bucket.server_port}/시.tar.gz"
+    refused = fresh.load("시", f"{url}?X-Amz-Signature=wrong")
+    assert refused.status_code == 403
+    assert "wrong" not in refused.text
+    assert fresh.load("시", f"{url}?{SIGNATURE}").status_code == 200
+    before = text(fresh.predict("시", SHORT))
+    for path in ("/models", "/models/시"):
+        shown = fresh.get(path).text
+        assert url in shown
+        assert "Signature" not in shown
+    assert written(fresh) == []
+    bucket.is_open = False
+    fresh.kill_gateway()
+    assert text(fresh.predict("시", SHORT)) == before
+    assert written(fresh) == []
+
+
 # From S3
 
 
@@ -184,6 +264,8 @@ def s3(store: Path) -> Iterator[S3Server]:
             s3.put(f"prefix/{path.relative_to(store)}", path.read_bytes())
         for path in [p for p in (store / "m0").iterdir() if p.is_file()]:
             s3.put(f"prefix/m0/{path.name}", path.read_bytes())
+        base = packed(store / "바탕", store.parent / "바탕.tar.gz")
+        s3.put("prefix/팀/바탕.tar.gz", base.read_bytes())
         s3.put("elsewhere/m9.tar.gz", b"x")
         yield s3
 
@@ -191,7 +273,7 @@ def s3(store: Path) -> Iterator[S3Server]:
 @pytest.fixture(scope="module")
 def from_s3(s3: S3Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     environment = {**s3.environment, "MODEL_STORE": f"s3://{BUCKET}/prefix/"}
-    environment["AWS_MAX_ATTEMPTS"] = "1"
+    environment |= {"AWS_MAX_ATTEMPTS": "1", "ADAPTER_BASES": "바탕=팀/바탕"}
     with serving(tmp_path_factory.mktemp("s3"), None, **environment) as server:
         yield server
 
@@ -199,9 +281,11 @@ def from_s3(s3: S3Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
 @pytest.mark.slow
 def test_models_come_from_s3(from_s3: Server, many: Server) -> None:
     assert from_s3.loaded() == []
-    for name in ("m0", "m1", "시/봄"):  # a folder, archives
+    for name in ("m0", "m1", "시/봄", "어댑터"):  # a folder, archives, one with its base
         assert text(from_s3.predict(name, SHORT)) == text(many.predict(name, SHORT))
-    assert from_s3.loaded() == ["m0", "m1", "시/봄"]
+    models = from_s3.get("/models").json()["models"]
+    bases = {model["modelName"]: model.get("baseModel") for model in models}
+    assert bases == {**dict.fromkeys(("m0", "m1", "시/봄")), "어댑터": "팀/바탕"}
     answer = from_s3.get("/models?available=true").json()["models"]
     assert {"m0", "m1", "m3", "시/봄"} <= {model["modelName"] for model in answer}
 

@@ -18,8 +18,8 @@ import requests
 
 from tests.e2e.scripts import script
 from tests.e2e.server import REPOSITORY, START_S, Server, eventually, free_port
-from tests.e2e.stores import FAST, SHORT, error, serving, small, statistics, text
-from tests.processes import has_ended
+from tests.e2e.stores import FAST, SHORT, bearer, error, small, statistics, text
+from tests.processes import has_ended, kill_at_once
 
 pytestmark = pytest.mark.slow
 
@@ -45,94 +45,57 @@ def test_another_command_is_run_as_it_is() -> None:
     assert run_entrypoint("no-such-command").returncode == 127
 
 
-@pytest.mark.parametrize("option", ["--port", "--management-port"])
-def test_a_taken_port_is_reported_at_once(option: str) -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
+def test_what_stands_in_the_way_of_a_start_is_told_at_once(clean: Server) -> None:
+    """Settings that are wrong by themselves: serving/test_settings.py."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
-        done = run_entrypoint("serve", "--host", "127.0.0.1", option, port)
-    assert done.returncode == 1
-    assert port in done.stderr
-    assert "Traceback" not in done.stderr
-
-
-def test_no_java_is_reported_at_once() -> None:
-    done = run_entrypoint("serve", "--host", "127.0.0.1", JAVA_HOME="/nowhere")
-    assert done.returncode == 1
-    assert "Java" in done.stderr
-
-
-@pytest.mark.parametrize(
-    ("variable", "value"),
-    [("SAGEMAKER_BIND_TO_PORT", "http"), ("MANAGEMENT_PORT", "70000"), ("MODEL_STORE", "/nowhere")],
-)
-def test_a_bad_setting_is_named(variable: str, value: str) -> None:
-    done = run_entrypoint("serve", "--host", "127.0.0.1", **{variable: value})
-    assert done.returncode == 1
-    assert variable in done.stdout + done.stderr  # of the gateway, in the log
-    assert "Traceback" not in done.stdout + done.stderr
-
-
-def test_the_token_for_management_alone_leaves_calls_open_and_proxies_are_not_asked(
-    tmp_path: Path,
-) -> None:
-    """Which the log says. The token for calls alone: serving/test_settings.py."""
-    small(tmp_path / "store" / "봄")
-    proxies = dict.fromkeys(("HTTP_PROXY", "http_proxy", "ALL_PROXY"), "http://127.0.0.1:9")
-    with serving(tmp_path, tmp_path / "store", **proxies, MANAGEMENT_TOKEN="b") as server:  # noqa: S106
-        token = {"Authorization": "Bearer b"}
-        assert server.load("봄").status_code == server.unload("봄").status_code == 401
-        answer = server.post("/models?url=봄", management=True, headers=token)
-        assert answer.status_code == 200
-        assert text(server.predict("봄", SHORT))
-        assert "INFERENCE_TOKEN is not" in server.text()
-
-
-def test_what_a_killed_server_left_does_not_matter_to_the_next(tmp_path: Path) -> None:
-    small(tmp_path / "store" / "a")
-    server = Server(tmp_path, tmp_path / "store", FAST).wait_until_ready()
-    assert '"warning", "process": "gateway"' not in server.text()
-    assert server.run_dir.stat().st_mode & 0o777 == 0o700
-    server.load("a")
-    below = server.descendants()
-    for process in [psutil.Process(server.process.pid), *below]:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            process.kill()
-    server.process.wait()
-    run_dir = server.run_dir
-    assert list(run_dir.glob("workers/*"))
-    (run_dir / ".model_server.pid").write_text(str(os.getpid()))  # a living process
-    (run_dir / ".mms.sock.9999").write_text("")
-    with serving(tmp_path, tmp_path / "store") as server:
-        assert server.get("/models").json() == {"models": []}
-        assert not list(run_dir.glob("workers/*"))
-        assert server.load("a").status_code == 200
-        assert server.stop() == 0
-
-
-def test_a_second_server_in_the_same_folder_is_refused(clean: Server) -> None:
-    second = run_entrypoint("serve", "--host", "127.0.0.1", RUN_DIR=str(clean.run_dir))
-    assert second.returncode == 1
-    assert "another server" in second.stderr
+        for options, environment, said in (
+            (["--management-port", port], {}, port),
+            ([], {"JAVA_HOME": "/nowhere"}, "Java"),
+            ([], {"MODEL_STORE": "/nowhere"}, "MODEL_STORE"),  # by the gateway, in the log
+            ([], {"RUN_DIR": str(clean.run_dir)}, "another server"),
+        ):
+            done = run_entrypoint("serve", "--host", "127.0.0.1", *options, **environment)
+            assert done.returncode == 1
+            assert said in done.stdout + done.stderr
+            assert "Traceback" not in done.stdout + done.stderr
     assert clean.is_ready()
 
 
-def test_an_output_that_is_not_read_holds_up_no_process(tmp_path: Path) -> None:
-    """`serve | sleep 999`: requests, a restart, and a stop."""
+def test_a_server_that_is_killed_and_the_next_whose_output_nobody_reads(tmp_path: Path) -> None:
+    """The token for management alone leaves calls open, and no proxy is asked."""
     small(tmp_path / "store" / "봄")
-    (tmp_path / "server.log").unlink(missing_ok=True)
-    os.mkfifo(tmp_path / "server.log")
-    output = os.open(tmp_path / "server.log", os.O_RDONLY | os.O_NONBLOCK)
-    server = Server(tmp_path, tmp_path / "store", FAST)
+    environment = {**FAST, "MANAGEMENT_TOKEN": "b"}
+    environment |= dict.fromkeys(("HTTP_PROXY", "http_proxy", "ALL_PROXY"), "http://127.0.0.1:9")
+    server = Server(tmp_path, tmp_path / "store", environment).wait_until_ready()
+    run_dir = server.run_dir
+    assert run_dir.stat().st_mode & 0o777 == 0o700
+    assert "INFERENCE_TOKEN is not" in server.text()
+    assert '"warning", "process": "gateway"' not in server.text()
+    assert server.load("봄").status_code == 401
+    loaded = server.post("/models?url=봄", management=True, headers=bearer("b"))
+    assert loaded.status_code == 200
+    kill_at_once(server.process.pid)
+    server.process.wait()
+    assert list(run_dir.glob("workers/*"))
+    (run_dir / ".model_server.pid").write_text(str(os.getpid()))  # a living process
+    (run_dir / ".mms.sock.9999").write_text("")
+
+    # `serve | sleep 999`: requests, a restart, and a stop.
+    server.log.unlink()
+    os.mkfifo(server.log)
+    output = os.open(server.log, os.O_RDONLY | os.O_NONBLOCK)
+    server = Server(tmp_path, tmp_path / "store", environment)
     below: list[psutil.Process] = []
     try:
         eventually(server.is_ready, START_S)
         below = server.descendants()
+        assert not list(run_dir.glob("workers/*"))  # what the first has left does not matter
         with requests.Session() as session:
             for _ in range(500):  # with the pipes, more than 1 MiB of lines
-                path = f"/models/{'x' * 4000}"
-                assert session.get(server.url(path), timeout=30).status_code in (400, 404)
+                url = server.url(f"/models/{'x' * 4000}")
+                answer = session.get(url, headers=bearer("b"), timeout=30)
+                assert answer.status_code in (400, 404)
         (gateway,) = server.descendants("serving.gateway")
         gateway.kill()
         eventually(lambda: has_ended(gateway))
@@ -191,24 +154,6 @@ def test_an_unload_ends_a_load_that_hangs(server: Server) -> None:
         eventually(lambda: not server.descendants("user_code/child.py"))
     assert error(server.unload("hangs"))[0] == 404
     assert text(server.predict("a", SHORT))
-
-
-def test_a_stop_is_bounded_while_a_worker_and_a_fetch_hang(server: Server, tmp_path: Path) -> None:
-    small(server.store / "pipe")
-    os.mkfifo(server.store / "pipe" / "generation.json")
-    with serving(tmp_path, server.store, DRAIN_S="2") as other, ThreadPoolExecutor(4) as pool:
-        loads = [pool.submit(quietly, other, name) for name in ("hangs", "pipe") * 2]
-        eventually(lambda: other.descendants(WORKER))
-        below = other.descendants()
-        assert other.stop() == 0
-        assert not [p for p in below if not has_ended(p)]
-        for load in loads:
-            load.result()
-
-
-def quietly(server: Server, name: str) -> None:
-    with contextlib.suppress(requests.RequestException):
-        server.predict(name, SHORT)
 
 
 def test_processes_that_hang_are_started_again(server: Server) -> None:

@@ -151,11 +151,11 @@ def test_what_is_no_adapter_is_not_unloaded(server: Server, name: str) -> None:
 
 
 def test_a_session_is_used_outlives_the_gateway_and_is_closed(server: Server) -> None:
-    """`test_session`; and `test_use_after_close_fails` of AWS's
-    `test_sagemaker_sessions_integration.py`. Those of what is refused, where a close without an id
-    is 400 and not vLLM's 424: serving/api/test_sessions.py."""
+    """`test_session`; `test_framework_default_handlers`, without a script; of AWS's
+    `test_sagemaker_sessions_integration.py`, `test_use_after_close_fails`. What is refused,
+    where a close without an id is 400 and not vLLM's 424: serving/api/test_sessions.py."""
     id = open_session(server)
-    for body in (COMPLETION, CHAT):
+    for body in (COMPLETION, {"model": "any/name", **CHAT}):
         answer = in_session(server, body, id)
         assert answer.status_code == 200, answer.text
         assert answer.json()["choices"]
@@ -167,14 +167,3 @@ def test_a_session_is_used_outlives_the_gateway_and_is_closed(server: Server) ->
         refused = in_session(server, body, id)
         assert error(refused)[0] == 400
         assert "session not found" in refused.json()["message"]
-
-
-# test_sagemaker_handler_overrides.py
-
-
-def test_without_a_script_the_server_answers_itself(server: Server) -> None:
-    """`test_framework_default_handlers`."""
-    assert server.get("/ping").status_code == 200
-    answer = invoke(server, {"model": "any/name", **CHAT})
-    assert answer.status_code == 200, answer.text
-    assert answer.json()["choices"]

@@ -63,13 +63,6 @@ def test_each_token_is_an_event_and_the_last_has_the_whole_text(server: Server, 
     assert len(tokens) == whole["tokens"]
 
 
-def test_json_lines_where_the_client_prefers_them(server: Server, ask: Ask) -> None:
-    answer = ask("봄", SHORT, Accept="application/x-ndjson")
-    assert answer.headers["content-type"].startswith("application/x-ndjson")
-    lines = [json.loads(line) for line in answer.content.splitlines()]
-    assert lines[-1]["generated_text"] == text(server.predict("봄", SHORT))
-
-
 def test_several_sequences_are_told_apart(server: Server, ask: Ask) -> None:
     parameters = {"max_new_tokens": 6, "num_return_sequences": 2, "seed": 7}
     body = {"inputs": "나는 오늘", "parameters": parameters}
@@ -93,12 +86,8 @@ def test_a_client_that_goes_away_frees_its_place_and_the_model(server: Server, a
 
 
 def test_a_wrong_request_has_its_status_and_no_stream(server: Server, ask: Ask) -> None:
-    for body, status in (
-        ({"inputs": ""}, 400),
-        ({"inputs": "가" * 3000}, 413),
-        ({"inputs": "가", "parameters": {"\ud800": 1}}, 400),
-    ):
-        assert error(ask("봄", body))[0] == status
+    assert error(ask("봄", {"inputs": ""}))[0] == 400
+    assert error(ask("봄", {"inputs": "가" * 3000}))[0] == 413
     wrong = server.post("/predictions/봄", json={**SHORT, "stream": "yes"})
     assert error(wrong) == (400, "InvalidRequest")
     assert error(ask("봄", SHORT, Accept="image/png")) == (406, "NotAcceptable")

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import queue
 import shutil
-import signal
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import grpc
@@ -16,13 +13,13 @@ import pytest
 import tritonclient.grpc
 import tritonclient.http
 from onnx import TensorProto
-from tritonclient.grpc import service_pb2, service_pb2_grpc
+from tritonclient.grpc import service_pb2
 from tritonclient.utils import InferenceServerException
 
 from serving.api.grpc.inference import SERVICE
 from serving.api.grpc.messages import message
-from tests.e2e.server import WIDE_S, Server, eventually, free_port
-from tests.e2e.stores import ENDLESS_TOKENS, endless, running, serving, slow, small, text
+from tests.e2e.server import WIDE_S, Server, eventually
+from tests.e2e.stores import ENDLESS_TOKENS, endless, running, small, text
 from tests.handlers.tensors.graphs import TinyLM, identity
 
 PROMPT = "나는 오늘"
@@ -288,19 +285,6 @@ def test_kserves_clients_name_a_model_elsewhere(server: Server) -> None:
         assert (unloaded.model_name, unloaded.isUnloaded) == ("시/봄", True)
 
 
-def test_typed_contents_are_taken_too(server: Server) -> None:
-    """As KServe's client sends them."""
-    texts = ["산에는 꽃 피네", "", "🌸"]
-    request = service_pb2.ModelInferRequest(model_name="texts")
-    tensor = request.inputs.add(name="x", datatype="BYTES", shape=[3])
-    tensor.contents.bytes_contents.extend(text.encode() for text in texts)
-    with grpc.insecure_channel(server.grpc_address) as channel:
-        stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
-        answer = stub.ModelInfer(request, timeout=WIDE_S)
-    found = tritonclient.grpc.InferResult(answer).as_numpy("y")
-    assert [text.decode() for text in found] == texts
-
-
 def test_a_stream_is_the_text_token_by_token(client: Any, server: Server) -> None:
     stream = Stream(client)
     stream.ask("시/봄", max_new_tokens=16)
@@ -316,46 +300,6 @@ def test_a_stream_is_the_text_token_by_token(client: Any, server: Server) -> Non
     stream.ask("시/봄", max_new_tokens=16, stream=False)
     result, error = stream.next()
     assert generated(result) == "".join(pieces)
-
-
-def test_a_stream_of_what_is_no_text_has_one_response(client: Any) -> None:
-    stream = Stream(client)
-    for _ in range(3):
-        stream.ask("texts", given(np.array(["봄".encode(), b"x"], object), "x"))
-    for _ in range(3):
-        result, error = stream.next()
-        assert error is None
-        assert result.as_numpy("y").tolist() == ["봄".encode(), b"x"]
-
-
-def test_an_error_in_a_stream_is_one_of_its_responses(client: Any) -> None:
-    stream = Stream(client)
-    for name, parameters in (
-        ("없음", {}),
-        ("spring", {"top_p": 2.0}),
-        ("spring", {"온도": 1}),
-        ("spring", {}),
-    ):
-        stream.ask(name, max_new_tokens=1, **parameters)
-    said = [str(error) for _, error in (stream.next() for _ in range(4)) if error]
-    assert len(said) == 3
-    for words in ("there is no model 없음", "top_p", "온도 is not known"):
-        assert any(words in message for message in said)
-
-
-@pytest.mark.parametrize(
-    ("text", "parameters", "said"),
-    [
-        ("가" * 3000, {}, "context"),
-        (" ", {}, "empty"),
-        (PROMPT, {"max_new_tokens": -1}, "max_new_tokens"),
-        (PROMPT, {"온도": 1}, "온도 is not known"),
-    ],
-)
-def test_what_is_wrong_is_said(client: Any, text: str, parameters: Any, said: str) -> None:
-    found = refused(lambda: client.infer("spring", [prompt(text)], parameters=parameters))
-    assert found[0] == "INVALID_ARGUMENT"
-    assert said in found[1]
 
 
 def test_a_requests_own_timeout_ends_it(client: Any, server: Server) -> None:
@@ -374,22 +318,3 @@ def test_a_requests_own_timeout_ends_it(client: Any, server: Server) -> None:
     eventually(lambda: running(server) == 0)
     stream.ask("spring", max_new_tokens=4, content_type="str")  # the call goes on; a hint
     assert "".join(stream.texts(1)[""]) == whole(server, "spring", 4)
-
-
-@pytest.mark.slow
-def test_a_stop_waits_for_what_is_being_streamed(tmp_path: Path) -> None:
-    slow(tmp_path / "store" / "slow")
-    with (
-        serving(tmp_path / "run", tmp_path / "store", GRPC_PORT=str(free_port())) as server,
-        tritonclient.grpc.InferenceServerClient(server.grpc_address) as client,
-    ):
-        stream = Stream(client)
-        stream.ask("slow", id="1", max_new_tokens=300)
-        result, _ = stream.next()
-        server.process.send_signal(signal.SIGTERM)
-        with contextlib.suppress(InferenceServerException):  # it has ended already
-            eventually(lambda: not client.is_server_ready())
-        pieces = [generated(result), *stream.texts(1)["1"]]
-        assert len(pieces) == 300
-        client.stop_stream()
-        assert server.process.wait(WIDE_S) == 0

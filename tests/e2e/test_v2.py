@@ -15,7 +15,7 @@ import tritonclient.http as triton
 from onnx import TensorProto
 
 from tests.e2e.server import Server
-from tests.e2e.stores import SHORT, small, text
+from tests.e2e.stores import SHORT, events, small, text
 from tests.e2e.test_triton import given
 from tests.handlers.tensors.graphs import TinyLM, identity
 
@@ -64,15 +64,9 @@ def error(answer: requests.Response) -> tuple[int, str]:
     return answer.status_code, answer.json()["error"]
 
 
-def test_the_server_tells_that_it_lives_and_is_ready(server: Server) -> None:
-    told = server.get("/v2").json()
-    assert told["name"] == "kogpt2-serving"
-    assert "binary_tensor_data" in told["extensions"]
+def test_a_model_is_ready_once_a_request_has_loaded_it(server: Server) -> None:
     assert server.get("/v2/health/live").json() == {"live": True}
     assert server.get("/v2/health/ready").json() == {"ready": True}
-
-
-def test_a_model_is_ready_once_a_request_has_loaded_it(server: Server) -> None:
     server.unload(quote("봄"))
     path = f"/v2/models/{quote('봄')}"
     status, message = error(server.get(f"{path}/ready"))
@@ -88,17 +82,6 @@ def test_a_model_is_ready_once_a_request_has_loaded_it(server: Server) -> None:
         "outputs": [{"name": "logits", "datatype": "FP32", "shape": [-1, -1, LM.vocab]}],
     }
     assert server.get(f"{path}/ready").json() == {"name": "봄", "ready": True}
-
-
-def test_logits_are_what_the_model_computes(server: Server) -> None:
-    answer = infer(server, "봄", feed(id="요청 1", outputs=[{"name": "logits"}]))
-    assert answer.headers["content-type"] == "application/json"
-    body = answer.json()
-    assert (body["model_name"], body["model_version"], body["id"]) == ("봄", "1", "요청 1")
-    (logits,) = body["outputs"]
-    assert (logits["name"], logits["datatype"]) == ("logits", "FP32")
-    found = np.array(logits["data"], np.float32).reshape(logits["shape"])
-    np.testing.assert_allclose(found, LM.logits(IDS), atol=1e-4)
 
 
 @pytest.mark.parametrize("route", ["/v2/models/{}/infer", "/models/{}/invoke", "/predictions/{}"])
@@ -134,30 +117,14 @@ def test_tensors_may_be_sent_as_bytes_the_way_sagemaker_does(server: Server) -> 
     np.testing.assert_allclose(found.as_numpy("logits"), LM.logits(IDS), atol=1e-4)
 
 
-def test_the_highest_version_is_served_and_no_other(server: Server) -> None:
-    assert server.get("/v2/models/two").json()["versions"] == ["10"]
-    assert server.get("/v2/models/two/versions/10").status_code == 200
-    assert server.get("/v2/models/two/versions/10/ready").status_code == 200
-    answer = server.post("/v2/models/two/versions/10/infer", json=feed()).json()
-    assert answer["model_version"] == "10"
-    np.testing.assert_allclose(answer["outputs"][0]["data"], LM.logits(IDS).ravel(), atol=1e-4)
-    for path in ("", "/ready"):
-        status, message = error(server.get(f"/v2/models/two/versions/1{path}"))
-        assert (status, message) == (404, "Model two has version 10, not 1")
-    assert error(server.post("/v2/models/two/versions/1/infer", json=feed()))[0] == 404
-
-
-def test_texts_go_in_and_out(server: Server) -> None:
-    texts = ["산에는 꽃 피네", "", "🌸"]
-    answer = infer(server, "texts", {"inputs": [tensor("x", texts)]}).json()
-    assert answer["outputs"] == [{"name": "y", "datatype": "BYTES", "shape": [3], "data": texts}]
-
-
 def test_a_text_model_takes_a_text(server: Server) -> None:
+    """With the protocol's own hints, and the name that KServe's client repeats in the body."""
     said = tensor("text", ["나는 오늘"])
     wanted = text(server.predict("text-model", SHORT))
-    answer = infer(server, "text-model", {"inputs": [said], "parameters": SHORT["parameters"]})
-    body = answer.json()
+    hints = {"timeout": 60_000_000, "priority": 1, "content_type": "str"}
+    parameters = {**SHORT["parameters"], **hints}
+    asked = {"inputs": [said], "model_name": "text-model", "parameters": parameters}
+    body = infer(server, "text-model", asked).json()
     assert (body["model_name"], body["model_version"]) == ("text-model", "1")
     outputs = {output["name"]: output["data"] for output in body["outputs"]}
     assert outputs == {"generated_text": [wanted], "tokens": [16], "finish_reason": ["length"]}
@@ -214,16 +181,6 @@ def test_bytes_whose_shape_is_not_known_are_refused(
     assert (status, said in message) == (400, True), message
 
 
-def test_a_text_model_takes_the_protocols_own_hints(server: Server) -> None:
-    """And the name that KServe's client repeats in the body."""
-    hints = {"timeout": 60_000_000, "priority": 1, "content_type": "str"}
-    body = {"inputs": [tensor("text", ["나는 오늘"])], "model_name": "text-model"}
-    answer = infer(server, "text-model", {**body, "parameters": {**SHORT["parameters"], **hints}})
-    assert answer.status_code == 200, answer.text
-    (made, *_) = answer.json()["outputs"]
-    assert made["data"] == [text(server.predict("text-model", SHORT))]
-
-
 @pytest.mark.parametrize("route", ["infer", "generate", "generate_stream"])
 def test_a_request_has_no_longer_than_its_own_timeout(server: Server, route: str) -> None:
     """In microseconds, as Triton counts it."""
@@ -273,7 +230,6 @@ def test_a_wrong_method_or_path_is_said_in_the_protocols_shape(
         ({"parameters": {"온도": 1}}, "parameters.온도 is not known"),
         ({"모름": 1}, "모름 is not known"),
         ({"id": "\ud800"}, "half a surrogate pair"),
-        ({"parameters": {"\ud800": 1}}, "half a surrogate pair"),
     ],
 )
 def test_a_text_model_tells_what_is_wrong(
@@ -299,3 +255,103 @@ def test_errors_say_what_is_right(
     answer = infer(server, name, body)
     assert error(answer)[0] == status
     assert said in error(answer)[1]
+
+
+# Triton's generate routes, as its LLM backends' quick starts use them
+
+PROMPT = "나는 오늘"
+ASKED = {"text_input": PROMPT, "max_tokens": 9}
+
+
+def post(server: Server, route: str, body: Any, name: str = "text-model") -> requests.Response:
+    """As curl sends it: no content type that says JSON."""
+    return server.post(f"/v2/models/{name}/{route}", data=json.dumps(body).encode())
+
+
+def generate(server: Server, **more: Any) -> Any:
+    return post(server, "generate", {**ASKED, **more}).json()["text_output"]
+
+
+def test_a_text_is_generated_as_the_servers_own_route_does_it(server: Server) -> None:
+    asked = {"inputs": PROMPT, "parameters": {"max_new_tokens": 16}}
+    wanted = text(server.predict("text-model", asked))
+    body = {"id": "요청 1", "text_input": PROMPT, "parameters": {"max_tokens": 16}}
+    head = {"id": "요청 1", "model_name": "text-model", "model_version": "1"}
+    for path in ("generate", "versions/1/generate"):
+        answer = post(server, path, body)
+        assert answer.json() == {**head, "text_output": wanted}
+    beside = {"text_input": PROMPT, "max_new_tokens": 16, "exclude_input_in_output": False}
+    assert post(server, "generate", beside).json()["text_output"] == PROMPT + wanted
+    assert len(generate(server, num_return_sequences=3, seed=4)) == 3
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"bad_words": "", "stop_words": ""},  # TensorRT-LLM's
+        {"bad_words": [], "stop_words": [], "timeout": 60_000_000, "priority": 0},
+        {"parameters": {"stream": False, "exclude_input_in_output": True}},  # vLLM's
+        {"text_input": [PROMPT], "stream": False},
+    ],
+)
+def test_the_quick_starts_of_llm_backends_are_answered(
+    server: Server, more: dict[str, Any]
+) -> None:
+    assert generate(server, **more) == generate(server)
+
+
+def test_stop_words_end_a_text(server: Server) -> None:
+    whole = generate(server)
+    for words in (whole[4:6], [whole[4:6]]):
+        assert generate(server, stop_words=words) == whole[: whole.index(whole[4:6])]
+
+
+@pytest.mark.parametrize(
+    ("route", "more", "is_cut"),
+    [
+        ("generate", {"stream": True}, True),
+        ("generate_stream", {"stream": True, "exclude_input_in_output": False}, True),
+        ("generate_stream", {"parameters": {"stream": False}}, False),
+    ],
+)
+def test_a_stream_is_the_text_in_events(
+    server: Server, route: str, more: dict[str, Any], is_cut: bool
+) -> None:
+    wanted = ("exclude_input_in_output" in more) * PROMPT + generate(server)
+    values = [json.loads(e) for e in events(post(server, route, {**ASKED, **more}))]
+    assert "".join(value["text_output"] for value in values) == wanted
+    assert (len(values) > 1) == is_cut
+    assert set(values[0]) == {"model_name", "model_version", "text_output"}
+
+
+@pytest.mark.parametrize(
+    ("route", "body", "status", "said"),
+    [
+        ("generate", {}, 400, "text_input"),
+        ("generate", {"text_input": 1}, 400, "text_input"),
+        ("generate", {"text_input": PROMPT, "id": 1}, 400, "id must be"),
+        ("generate", {"text_input": PROMPT, "온도": 1}, 400, "온도 is not known"),
+        ("generate", {"text_input": [PROMPT, PROMPT]}, 400, "text_input"),
+        ("generate", {"text_input": PROMPT, "stream": "아니"}, 400, "stream must be"),
+        ("generate", {"text_input": PROMPT, "bad_words": [1]}, 400, "bad_words must be a string"),
+        ("generate", {"text_input": PROMPT, "stop_words": [1]}, 400, "stop"),
+        ("generate_stream", {"text_input": PROMPT, "parameters": {"top_p": 2}}, 400, "top_p"),
+        ("generate_stream", {**ASKED, "num_return_sequences": 2, "seed": 1}, 400, "one"),
+        ("generate", [], 400, "must be a JSON object"),
+        ("generate_stream", {"text_input": "가" * 3000}, 413, "context"),
+        ("versions/7/generate", {"text_input": PROMPT}, 404, "version"),
+        ("trace/setting", {}, 404, "no traces here"),
+    ],
+)
+def test_what_is_wrong_is_said_in_the_protocols_shape(
+    server: Server, route: str, body: Any, status: int, said: str
+) -> None:
+    answer = post(server, route, body)
+    assert error(answer)[0] == status
+    assert said in error(answer)[1]
+
+
+def test_a_model_of_tensors_generates_no_text(server: Server) -> None:
+    answer = post(server, "generate", {"text_input": PROMPT}, "texts")
+    assert error(answer)[0] == 400
+    assert "/predictions/texts" in error(answer)[1]

@@ -10,9 +10,9 @@ from __future__ import annotations
 import hashlib
 import threading
 import time
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 from urllib.parse import quote
@@ -53,32 +53,13 @@ class Answer:
     body: bytes
 
 
-@dataclass
-class Seen:
-    """What an agent has counted. `slowest`: seconds by `load`, `unload`, `invoke`."""
-
-    counts: Counter[str] = field(default_factory=Counter)
-    slowest: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
-    most_loaded: int = 0
-
-
 class Agent:
     """`url`: the container's. `inside`: the folder of `disk` in the container."""
 
-    def __init__(
-        self,
-        url: str,
-        disk: Disk,
-        inside: str = "/opt/ml/models",
-        *,
-        limits: Limits | None = None,
-        cached: bool = True,
-    ) -> None:
-        """`cached=False` is `ModelCacheSetting=Disabled`."""
+    def __init__(self, url: str, disk: Disk, inside: str) -> None:
         self.url, self.disk, self.inside = url, disk, inside
-        self.limits = limits or Limits()
-        self.cached = cached
-        self.seen = Seen()
+        self.limits = Limits()
+        self.counts: Counter[str] = Counter()
         self._models: dict[str, Held] = {}
         self._changed = threading.Condition()
         self._fetching = threading.Lock()
@@ -107,11 +88,6 @@ class Agent:
         answer = requests.request(method, self.url + path, timeout=timeout, **options)
         return Answer(answer.status_code, answer.headers, answer.content)
 
-    def _timed(self, what: str, started: float) -> None:
-        with self._changed:
-            seconds = time.monotonic() - started
-            self.seen.slowest[what] = max(self.seen.slowest[what], seconds)
-
     # Invoking
 
     def requests_of(self, target: str) -> int:
@@ -128,7 +104,6 @@ class Agent:
         passed: dict[str, str | bytes] = {**headers, TARGET: target.encode()}
         while True:
             self._use(held, ready_by)
-            started = time.monotonic()
             try:
                 path, timeout_s = f"/models/{held.name}/invoke", self.limits.answer_s
                 answer = self._call("POST", path, timeout_s=timeout_s, data=body, headers=passed)
@@ -136,7 +111,6 @@ class Agent:
                 raise platform.timed_out() from None
             finally:
                 self._release(held)
-            self._timed("invoke", started)
             if answer.status != 404:
                 break
             self._forget(held)  # the container has been started again
@@ -164,7 +138,7 @@ class Agent:
                     self._changed.wait(left)
                 held.in_flight += 1
                 held.last_used = time.monotonic()
-                self.seen.counts["hits" if hit else "misses"] += 1
+                self.counts["hits" if hit else "misses"] += 1
             finally:
                 held.waiting -= 1
 
@@ -172,19 +146,12 @@ class Agent:
         with self._changed:
             held.in_flight -= 1
             held.last_used = time.monotonic()
-            idle = not (held.in_flight or held.waiting) and held.state is State.READY
-            drop = idle and not self.cached
-            if drop:
-                held.state = State.UNLOADING
             self._changed.notify_all()
-        if drop:
-            self._unload(held, delete=True)
 
     def _forget(self, held: Held) -> None:
         with self._changed:
             if held.state is State.READY:
                 held.state = State.ABSENT
-                self.seen.counts["lost"] += 1
             self._changed.notify_all()
 
     def forget_all(self) -> None:
@@ -210,8 +177,6 @@ class Agent:
             held.error = error
             held.state = State.ABSENT if error else State.READY
             held.last_used = time.monotonic()
-            ready = sum(m.state is State.READY for m in self._models.values())
-            self.seen.most_loaded = max(self.seen.most_loaded, ready)
             self._changed.notify_all()
         if error is not None:
             time.sleep(0.05)  # for the waiting requests; later ones try again
@@ -223,14 +188,11 @@ class Agent:
         body = {"model_name": held.name, "url": f"{self.inside}/{held.name}/model"}
         headers = {TARGET: held.target.encode()}
         while (left := end - time.monotonic()) > 0:
-            started = time.monotonic()
             answer = self._call("POST", "/models", json=body, headers=headers, timeout_s=left)
-            self._timed("load", started)
             if answer.status == 507 and self._evict(held, end):
-                self.seen.counts["no room"] += 1
+                self.counts["no room"] += 1
                 continue
             if answer.status == 409 or answer.status < 300:
-                self.seen.counts["loads" if answer.status < 300 else "taken over"] += 1
                 return
             raise platform.model_error(answer.status, answer.body)
         raise platform.model_error(0, b"Timed out while loading the model")
@@ -243,7 +205,6 @@ class Agent:
                 ready = [m for m in others if m.state is State.READY]
                 if ready:
                     victim = min(ready, key=lambda m: (m.in_flight > 0, m.last_used))
-                    self.seen.counts["busy" if victim.in_flight else "idle"] += 1
                     victim.state = State.UNLOADING
                     break
                 if not any(m.state in (State.LOADING, State.UNLOADING) for m in others):
@@ -254,19 +215,15 @@ class Agent:
         self._unload(victim)
         return True
 
-    def _unload(self, held: Held, *, delete: bool = False) -> None:
-        started = time.monotonic()
+    def _unload(self, held: Held) -> None:
         try:
             path = f"/models/{held.name}"
             answer = self._call("DELETE", path, timeout_s=self.limits.unload_s)
             outcome = "unloads" if answer.status in (200, 404) else "failed unloads"
         except requests.RequestException:
             outcome = "failed unloads"
-        self._timed("unload", started)
-        if delete:
-            self.disk.delete(held.name)
         with self._changed:
-            self.seen.counts[outcome] += 1
+            self.counts[outcome] += 1
             held.state = State.ABSENT
             self._changed.notify_all()
 

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import sys
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -33,18 +30,13 @@ class Container:
     read the models. `base_dir` stands for /opt/ml, so that no root path is needed.
     """
 
-    def __init__(
-        self, folder: Path, s3: S3Server, memory_mib: str = MEMORY_MIB, **options: Any
-    ) -> None:
-        self._folder, self._memory_mib, self._s3 = folder, memory_mib, s3
+    def __init__(self, folder: Path, s3: S3Server) -> None:
+        self._folder = folder
         self._starts = 0
         self.server = self.start()
-        self.agent = self._new_agent(**options)
-
-    def _new_agent(self, **options: Any) -> Agent:
-        models = self._folder / "ml" / "models"
-        disk = Disk(models, self._s3.client, BUCKET, PREFIX, closed=IS_ROOT)
-        return Agent(self.server.url(""), disk, str(models), **options)
+        models = folder / "ml" / "models"
+        disk = Disk(models, s3.client, BUCKET, PREFIX, closed=IS_ROOT)
+        self.agent = Agent(self.server.url(""), disk, str(models))
 
     def start(self) -> Server:
         self._starts += 1
@@ -52,7 +44,7 @@ class Container:
         folder.mkdir(parents=True)
         environment = {
             **FAST,
-            "ENGINE_MEMORY_MIB": self._memory_mib,
+            "ENGINE_MEMORY_MIB": MEMORY_MIB,
             "ENGINE_OVERCOMMIT": "1",
             "SAGEMAKER_MULTI_MODEL": "true",
             "SAGEMAKER_BASE_DIR": str(self._folder / "ml"),
@@ -69,23 +61,6 @@ class Container:
         self.server.wait_until_ready()
         self.agent.forget_all()
 
-    @contextlib.contextmanager
-    def afresh(self, **options: Any) -> Iterator[Agent]:
-        """Another agent; nothing is on its disk or loaded before and after."""
-        self._empty()
-        self.agent = self._new_agent(**options)
-        try:
-            yield self.agent
-        finally:
-            self._empty()
-            self.agent = self._new_agent()
-
-    def _empty(self) -> None:
-        for name in self.agent.loaded():
-            assert self.server.unload(name).status_code == 200
-        for folder in self.agent.disk.folder.iterdir():
-            self.agent.disk.delete(folder.name)
-
     def kill(self) -> None:
         """Ends everything, as when the container's first process ends."""
         kill_at_once(self.server.process.pid)
@@ -94,21 +69,6 @@ class Container:
     def stop(self) -> None:
         if self.server.process.poll() is None:
             self.server.stop()
-
-
-@contextlib.contextmanager
-def containers(s3: S3Server, count: int, **options: Any) -> Iterator[list[Container]]:
-    """Ready containers."""
-    with tempfile.TemporaryDirectory() as folder:
-        Path(folder).chmod(0o711)  # pytest's folders are closed to other users
-        started = [Container(Path(folder) / str(i), s3, **options) for i in range(count)]
-        try:
-            for container in started:
-                container.server.wait_until_ready()
-            yield started
-        finally:
-            for container in started:
-                container.stop()
 
 
 @pytest.fixture(scope="session")

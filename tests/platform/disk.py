@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import io
 import os
-import shutil
 import tarfile
 import threading
 from pathlib import Path
@@ -55,14 +53,3 @@ class Disk:
         os.replace(fresh.parent, self.folder / name)
         with self._lock:
             self.downloads += 1
-
-    def delete(self, name: str) -> None:
-        shutil.rmtree(self.folder / name, ignore_errors=True)
-
-    def bytes(self) -> int:
-        total = 0
-        for folder, _, files in os.walk(self.folder):  # which changes meanwhile
-            for file in files:
-                with contextlib.suppress(FileNotFoundError):
-                    total += os.stat(os.path.join(folder, file)).st_size
-        return total

@@ -132,13 +132,3 @@ class SingleModel:
             if answer.status_code >= 400:
                 raise model_error(answer.status_code, answer.content)
             yield answer
-
-
-class Components:
-    """An endpoint of inference components: by name, containers of one model each."""
-
-    def __init__(self, name: str, components: Mapping[str, SingleModel]) -> None:
-        self.name, self._components = name, components
-
-    def find(self, component: str) -> SingleModel:
-        return self._components[component]

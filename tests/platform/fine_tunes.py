@@ -19,11 +19,7 @@ from engine.engine import Engine
 from engine.settings import Settings
 from tests.e2e.stores import SHORT, packed, small
 from tests.engine.engines import Request
-from tests.platform.agent import Agent
-from tests.platform.disk import Disk
-from tests.platform.endpoint import Endpoint
-from tests.platform.runtime import client_of
-from tests.serving.store.s3 import BUCKET, S3Server
+from tests.serving.store.s3 import S3Server
 
 PREFIX = "fine-tunes/"
 
@@ -94,22 +90,3 @@ def invoke_all(
     with ThreadPoolExecutor(clients) as pool:
         list(pool.map(call, plan))
     return seen
-
-
-def check_container(
-    url: str,
-    mounted: Path,
-    s3: S3Server,
-    texts: Mapping[str, str],
-    inside: str = "/opt/ml/models",
-) -> Agent:
-    """Calls all models through an endpoint of any container with `mounted` as its `inside`.
-
-    It runs with SAGEMAKER_MULTI_MODEL=true and in fp32. Returns the agent.
-    """
-    agent = Agent(url, Disk(mounted, s3.client, BUCKET, PREFIX), inside)
-    with client_of(Endpoint("container", [agent])) as client:
-        calls = 2 * len(texts)
-        seen = invoke_all(client, "container", texts, calls=calls, clients=4)
-    assert seen == {"right": calls}, seen
-    return agent

@@ -1,9 +1,8 @@
 """The sagemaker-runtime HTTP API on loopback, for an unmodified boto3 client.
 
 POST /endpoints/{name}/invocations                  with X-Amzn-SageMaker-Target-Model,
-                                                    X-Amzn-SageMaker-Inference-Component, or
-                                                    X-Amzn-SageMaker-Session-Id of a single model
-POST /endpoints/{name}/invocations-response-stream  of a single model or a component
+                                                    or X-Amzn-SageMaker-Session-Id of a single model
+POST /endpoints/{name}/invocations-response-stream  of a single model
 """
 
 from __future__ import annotations
@@ -27,14 +26,12 @@ from tests.platform.endpoint import (
     CLOSED_SESSION_ID,
     NEW_SESSION_ID,
     SESSION_ID,
-    Components,
     Endpoint,
     SingleModel,
 )
 from tests.platform.limits import PlatformError, validation_error
 
 MAX_BODY_BYTES = 6 << 20
-COMPONENT = "X-Amzn-SageMaker-Inference-Component"
 ATTRIBUTES = "X-Amzn-SageMaker-Custom-Attributes"
 STREAM_TYPE = "application/vnd.amazon.eventstream"
 
@@ -57,7 +54,7 @@ class Runtime:
 
 
 @contextlib.contextmanager
-def runtime(*endpoints: Endpoint | Components) -> Iterator[Runtime]:
+def runtime(*endpoints: Endpoint) -> Iterator[Runtime]:
     """The API of an account with these endpoints."""
     server = _Server(("127.0.0.1", 0), _Handler)
     server.endpoints = {endpoint.name: endpoint for endpoint in endpoints}
@@ -72,7 +69,7 @@ def runtime(*endpoints: Endpoint | Components) -> Iterator[Runtime]:
 
 
 @contextlib.contextmanager
-def client_of(endpoint: Endpoint | Components, timeout_s: float = 70) -> Iterator[Any]:
+def client_of(endpoint: Endpoint, timeout_s: float = 70) -> Iterator[Any]:
     """boto3's client of an account with one endpoint."""
     with runtime(endpoint) as api, contextlib.closing(api.client(timeout_s=timeout_s)) as made:
         yield made
@@ -81,7 +78,7 @@ def client_of(endpoint: Endpoint | Components, timeout_s: float = 70) -> Iterato
 class _Server(ThreadingHTTPServer):
     daemon_threads = True
     request_queue_size = 128
-    endpoints: dict[str, Endpoint | Components]
+    endpoints: dict[str, Endpoint]
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -112,24 +109,13 @@ class _Handler(BaseHTTPRequestHandler):
         endpoint = self.server.endpoints.get(unquote(parts[2]))
         if endpoint is None:
             raise validation_error(f"Endpoint {unquote(parts[2])} of account test not found.")
-        component, target = (
-            self.headers.get(name, "").encode("latin-1").decode("utf-8")
-            for name in (COMPONENT, TARGET)
-        )
-        if isinstance(endpoint, Components):
-            place: Endpoint | SingleModel = endpoint.find(component)
-        elif component:
-            raise validation_error(f"endpoint {endpoint.name} has no inference components")
-        else:
-            place = endpoint
         if parts[3] == "invocations-response-stream":
-            self._stream(place, body)
+            self._stream(endpoint, body)
             return
-        if isinstance(place, Endpoint) and not (
-            target or isinstance(place.instances[0], SingleModel)
-        ):
+        target = self.headers.get(TARGET, "").encode("latin-1").decode("utf-8")
+        if not target and not isinstance(endpoint.instances[0], SingleModel):
             raise validation_error("TargetModel is needed: this is a multi-model endpoint")
-        answer = place.invoke(target, body, self._passed("Accept"))
+        answer = endpoint.invoke(target, body, self._passed("Accept"))
         self._send(answer.status, _returned(answer.headers), answer.body)
 
     def _passed(self, accept: str) -> dict[str, str]:
@@ -148,8 +134,8 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(body)
 
-    def _stream(self, place: Endpoint | SingleModel, body: bytes) -> None:
-        single = place.instances[0] if isinstance(place, Endpoint) else place
+    def _stream(self, endpoint: Endpoint, body: bytes) -> None:
+        single = endpoint.instances[0]
         if not isinstance(single, SingleModel):
             raise validation_error("multi-model endpoints have no response stream")
         with single.stream(body, self._passed("x-amzn-sagemaker-accept")) as answer:

@@ -1,5 +1,5 @@
-"""The server as containers of one model: of inference components, and of stateful sessions, whose
-requests are all at one of two containers."""
+"""The server as containers of one model, with stateful sessions, whose requests are all at one of
+two containers."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import json
 import re
 import sys
 import tempfile
+import unicodedata
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from testbed import s3
 from tests.e2e.server import Server
 from tests.e2e.stores import FAST, SHORT, small, statistics, text
 from tests.platform.conftest import A_USER, IS_ROOT
-from tests.platform.endpoint import NEW_SESSION, Components, Endpoint, SingleModel
+from tests.platform.endpoint import NEW_SESSION, Endpoint, SingleModel
 from tests.platform.runtime import client_of
 from tests.processes import readable_by_all
 
@@ -42,59 +43,38 @@ def pair() -> Iterator[list[Server]]:
                 **FAST,
                 "SAGEMAKER_BASE_DIR": str(folder / "ml"),
                 "SAGEMAKER_ENABLE_STATEFUL_SESSIONS": "true",
+                "SAGEMAKER_MODEL_NAME": unicodedata.normalize("NFD", "봄노래"),
+                "MODEL_STORE": str(small(folder / "store" / "시", 2).parent),
                 **({"RUN_AS_USER": str(A_USER)} if IS_ROOT else {}),
             }
             if IS_ROOT:
                 for path in (model.parent, model, *model.iterdir()):
                     path.chmod(0o700 if path.is_dir() else 0o600)
             prefix = readable_by_all(sys.executable) if IS_ROOT else ()
-            servers.append(Server(folder, None, environment, prefix=prefix))
+            options: Any = {"prefix": prefix, "options": False, "one_port": True}
+            servers.append(Server(folder, None, environment, **options))
             started.callback(servers[-1].stop)
         yield [server.wait_until_ready() for server in servers]
         assert [server.stop() for server in servers] == [0, 0]
 
 
-# Inference components
-
-
-@pytest.fixture
-def poets(pair: list[Server]) -> Iterator[Any]:
-    """boto3's client of an endpoint with a component for each container."""
-    named = zip(("sowol", "dongju"), pair, strict=True)
-    components = {name: SingleModel(server.url("")) for name, server in named}
-    with client_of(Components("poets", components)) as client:
-        yield client
-
-
-def request(component: str, body: dict[str, Any]) -> dict[str, Any]:
-    named = {"InferenceComponentName": component} if component else {}
-    data = json.dumps(body).encode()
-    return {"EndpointName": "poets", "ContentType": "application/json", "Body": data, **named}
+def test_the_model_is_loaded_at_the_start_on_the_port_that_sagemaker_names(
+    pair: list[Server],
+) -> None:
+    server = pair[0]
+    assert f"port {server.port} serves both requests and management" in server.text()
+    before = own(server)
+    assert server.loaded() == ["봄노래"]
+    assert text(server.predict("봄노래", SHORT)) == before
+    assert text(server.predict("시", SHORT)) != before  # the store is MODEL_STORE's
+    assert server.unload("시").status_code == 200
+    server.kill_gateway()
+    assert own(server) == before
 
 
 def own(server: Server) -> str:
     """What its one model says."""
     return text(server.post("/invocations", json=SHORT))
-
-
-def test_a_name_reaches_the_container_of_its_component(poets: Any, pair: list[Server]) -> None:
-    said = [
-        json.load(poets.invoke_endpoint(**request(name, SHORT))["Body"])["generated_text"]
-        for name in ("sowol", "dongju")
-    ]
-    assert said == [own(server) for server in pair]
-    assert said[0] != said[1]
-
-
-def test_a_component_streams_token_by_token(poets: Any, pair: list[Server]) -> None:
-    answer = poets.invoke_endpoint_with_response_stream(
-        **request("sowol", {**SHORT, "stream": True}), Accept="application/x-ndjson"
-    )
-    with contextlib.closing(answer["Body"]) as events:
-        parts = [event["PayloadPart"]["Bytes"] for event in events]
-    *tokens, end = [json.loads(line) for line in b"".join(parts).splitlines()]
-    assert end["generated_text"] == own(pair[0])
-    assert "".join(token["text"] for token in tokens) == end["generated_text"]
 
 
 # Sessions
@@ -154,20 +134,12 @@ def test_a_session_stays_with_the_container_that_opened_it(pair: list[Server]) -
         assert [endpoint.sessions(number) for number in range(2)] == [0, 0]
 
 
-def test_what_the_container_refuses_is_a_model_error(pair: list[Server]) -> None:
-    endpoint = Endpoint("poets", [SingleModel(pair[0].url(""))])
-    with client_of(endpoint) as client:
-        id = opened(client)
-        with pytest.raises(client.exceptions.ModelError, match="the only field") as caught:
-            invoke(client, {**CLOSE, "inputs": "나는"}, id)
-        assert caught.value.response["OriginalStatusCode"] == 400
-        assert closed(client, id)
-
-
 def test_boto3_has_sessions_of_a_server_without_the_platform(pair: list[Server]) -> None:
     with contextlib.closing(s3.client(pair[0].url(""), "sagemaker-runtime")) as client:
         id = opened(client)
         assert json.loads(invoke(client, SHORT, id)["Body"])["generated_text"]
+        with pytest.raises(ClientError, match="the only field"):
+            invoke(client, {**CLOSE, "inputs": "나는"}, id)
         assert closed(client, id)
         with pytest.raises(ClientError, match="session not found"):
             invoke(client, SHORT, id)
