@@ -15,7 +15,7 @@ import requests
 
 from tests.e2e.clients import CHAT, FORMED, PROMPT, QUESTION, TEXT, TOKENS
 from tests.e2e.server import REPOSITORY, Server, free_port
-from tests.e2e.stores import serving, small, text
+from tests.e2e.stores import events, serving, small, text
 from tests.e2e.test_openai import TEMPLATE
 from tests.engine.hugging_face import make_hugging_face
 
@@ -179,3 +179,67 @@ def test_lm_eval_scores_and_continues_texts(server: Server, found: dict[str, Any
         assert found["lm_eval"][way]["completion"] == [written["text"]]
         assert found["lm_eval"][way]["scores"][0][0] == pytest.approx(wanted, abs=1e-3)
     assert found["lm_eval"]["ids"]["scores"] == found["lm_eval"]["texts"]["scores"]
+
+
+# Those that cannot be had here, by their calls: guidellm needs torch, Open WebUI is a server.
+
+
+def usages(answer: requests.Response) -> tuple[str, list[dict[str, int] | None]]:
+    """The text of a stream and the `usage` of each chunk."""
+    *found, done = events(answer)
+    assert done == "[DONE]"
+    chunks = [json.loads(event) for event in found]
+    choices = [choice for chunk in chunks for choice in chunk["choices"]]
+    pieces = [c["text"] if "text" in c else c["delta"].get("content") or "" for c in choices]
+    return "".join(pieces), [chunk.get("usage") for chunk in chunks]
+
+
+@pytest.mark.parametrize(
+    ("route", "body", "limit"),
+    [
+        ("completions", {"model": TEXT, "prompt": PROMPT}, "max_tokens"),
+        ("chat/completions", {"model": CHAT, "messages": MESSAGES}, "max_completion_tokens"),
+    ],
+)
+def test_guidellm_counts_the_tokens_of_its_streams(
+    server: Server, route: str, body: dict[str, Any], limit: str
+) -> None:
+    for path in ("/health", "/v1/models"):
+        assert server.get(path, headers=AUTHORIZATION).ok
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    asked = {**body, "stream": True, "stream_options": options, limit: TOKENS}
+    asked |= {"stop": None, "ignore_eos": True}
+    answer = server.post(f"/v1/{route}", json=asked, headers=AUTHORIZATION)
+    assert answer.ok, answer.text
+    counted = [usage["completion_tokens"] for usage in usages(answer)[1] if usage]
+    assert counted == sorted(counted)
+    assert counted[-1] == TOKENS
+
+
+def test_open_webui_chats_and_titles_them(server: Server, expected: dict[str, Any]) -> None:
+    """With what its advanced parameters send, and the prompts for a title and for tags, from whose
+    answers it cuts the JSON: with a model's `response_format` there is some."""
+    listed = server.get("/v1/models", headers=AUTHORIZATION).json()
+    assert {model["id"] for model in listed["data"]} == {TEXT, CHAT, FORMED}
+    asked: dict[str, Any] = {"model": CHAT, "messages": MESSAGES}
+    advanced = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repeat_penalty": 1.0, "seed": 1}
+    advanced |= {"frequency_penalty": 0.0, "presence_penalty": 0.0, "logit_bias": {}}
+    options = {"stream": True, "stream_options": {"include_usage": True}}
+    said, counted = usages(post(server, "chat/completions", {**asked, **advanced, **options}))
+    assert said == expected["chat"]
+    assert counted[-1] is not None
+
+    history = f"USER: {QUESTION}\nASSISTANT: {said}"
+    text: dict[str, Any] = {"type": "string", "maxLength": 20}
+    shapes = {"title": text, "tags": {"type": "array", "items": text, "maxItems": 3}}
+    for task, limit in (("title", 1000), ("tags", None)):
+        prompt = f'### Output:\nJSON format: {{ "{task}": ... }}\n<chat_history>\n{history}'
+        asked = {"model": FORMED, "messages": [{"role": "user", "content": prompt}]}
+        asked |= {"stream": False, "max_tokens": None, "max_completion_tokens": limit, "seed": 1}
+        plain = post(server, "chat/completions", asked)
+        assert plain.json()["choices"][0]["message"]["content"]
+        schema = {"type": "object", "properties": {task: shapes[task]}, "required": [task]}
+        shape = {"name": task, "schema": {**schema, "additionalProperties": False}}
+        asked["response_format"] = {"type": "json_schema", "json_schema": shape}
+        made = post(server, "chat/completions", asked).json()["choices"][0]["message"]["content"]
+        assert list(json.loads(made[made.index("{") : made.rindex("}") + 1])) == [task]
