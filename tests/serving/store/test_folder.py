@@ -119,6 +119,7 @@ FOREIGN = [
 def foreign(server: S3Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Any]]:
     """A folder and a bucket with all of them, each under a number of its own."""
     folder = tmp_path_factory.mktemp("foreign")
+    server.empty()
     with pytest.MonkeyPatch.context() as patch:
         for name, value in server.environment.items():
             patch.setenv(name, value)
