@@ -206,25 +206,26 @@ async def refused(call: Any) -> tuple[Any, str, dict[str, str]]:
 INFER = {"model_name": "봄"}
 
 
-@pytest.mark.parametrize(
-    ("status", "code"),
-    [
-        (400, grpc.StatusCode.INVALID_ARGUMENT),
-        (413, grpc.StatusCode.INVALID_ARGUMENT),
-        (409, grpc.StatusCode.ABORTED),
-        (429, grpc.StatusCode.RESOURCE_EXHAUSTED),
-        (500, grpc.StatusCode.INTERNAL),
-        (504, grpc.StatusCode.DEADLINE_EXCEEDED),
-        (507, grpc.StatusCode.RESOURCE_EXHAUSTED),
-    ],
-)
-async def test_an_error_has_its_code_and_its_words(status: int, code: Any) -> None:
+CODES = {
+    400: grpc.StatusCode.INVALID_ARGUMENT,
+    413: grpc.StatusCode.INVALID_ARGUMENT,
+    409: grpc.StatusCode.ABORTED,
+    429: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    500: grpc.StatusCode.INTERNAL,
+    504: grpc.StatusCode.DEADLINE_EXCEEDED,
+    507: grpc.StatusCode.RESOURCE_EXHAUSTED,
+}
+
+
+async def test_an_error_has_its_code_and_its_words() -> None:
     async with served(None) as (client, world):
-        world.mms.answer = always(answered(status, json.dumps({"message": "가" * 2000}).encode()))
-        found, said, _ = await refused(client("ModelInfer", INFER))
-        assert found == code
-        assert said.startswith("가가가")
-        assert said.endswith("가가가")
+        for status, code in CODES.items():
+            body = json.dumps({"message": "가" * 2000}).encode()
+            world.mms.answer = always(answered(status, body))
+            found, said, _ = await refused(client("ModelInfer", INFER))
+            assert found == code
+            assert said.startswith("가가가")
+            assert said.endswith("가가가")
 
 
 async def test_who_comes_too_early_is_told_when_to_come_back() -> None:
@@ -237,10 +238,13 @@ async def test_who_comes_too_early_is_told_when_to_come_back() -> None:
         assert (await client("ServerLive")).live
 
 
-async def test_a_script_that_answers_something_else_is_at_fault() -> None:
-    async with served(None) as (client, _):
-        code, said, _ = await refused(client("ModelInfer", INFER))
+async def test_a_script_gets_the_traceparent_and_is_at_fault_if_it_answers_something_else() -> None:
+    sent = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+    async with served(None) as (client, world):
+        call = client("ModelInfer", INFER, metadata=(("traceparent", sent),))
+        code, said, _ = await refused(call)
         assert (code, "none of the Open Inference" in said) == (grpc.StatusCode.INTERNAL, True)
+        assert [headers["traceparent"] for headers in world.mms.headers] == [sent]
 
 
 async def test_a_token_is_asked_for_and_ids_are_kept() -> None:
@@ -257,14 +261,6 @@ async def test_a_token_is_asked_for_and_ids_are_kept() -> None:
         assert "Authorization: Bearer" in error.error_message
         code, _, _ = await refused(client("RepositoryModelLoad", INFER, metadata=right))
         assert code == grpc.StatusCode.UNAUTHENTICATED
-
-
-async def test_the_traceparent_of_a_call_reaches_the_worker() -> None:
-    async with served(None) as (client, world):
-        sent = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
-        with contextlib.suppress(grpc.aio.AioRpcError):  # the text is no answer of tensors
-            await client("ModelInfer", INFER, metadata=(("traceparent", sent),))
-        assert [headers["traceparent"] for headers in world.mms.headers] == [sent]
 
 
 async def test_a_client_that_gives_up_calls_its_request_off() -> None:
