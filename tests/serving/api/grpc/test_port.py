@@ -69,7 +69,8 @@ async def responses(client: Client, *requests: Any) -> list[Any]:
 
 async def test_each_token_is_a_response_and_the_last_one_says_so() -> None:
     async with served(streaming()) as (client, world):
-        made = await responses(client, asked(id="요청 1", max_new_tokens=9, stream=True))
+        request = asked(id="요청 1", max_new_tokens=9, stream=True)
+        made = await responses(client, request)
         assert [values(r) for r in made] == [
             {"generated_text": "나가실 ", "tokens": 1, "finish_reason": ""},
             {"generated_text": "나때", "tokens": 1, "finish_reason": ""},
@@ -80,6 +81,12 @@ async def test_each_token_is_a_response_and_the_last_one_says_so() -> None:
             ("요청 1", "봄")
         }
         assert [call[1:3] for call in world.engine.asked] == [(PROMPT, {"max_new_tokens": 9})]
+        request.outputs.add(name="generated_text")
+        made = await responses(client, request)
+        assert [list(values(r)) for r in made] == [["generated_text"]] * 3
+        request.outputs[0].name = "로짓"
+        (refused,) = await responses(client, request)
+        assert "로짓 is not known; known are generated_text" in refused.error_message
 
 
 async def test_several_sequences_have_their_index_and_one_end() -> None:
@@ -93,17 +100,6 @@ async def test_several_sequences_have_their_index_and_one_end() -> None:
             texts[index] += values(response)["generated_text"]
         assert set(texts.values()) == {f"{PROMPT}나가실 나때나에는"}
         assert [final(r) for r in made] == [False] * 5 + [True]
-
-
-async def test_only_the_outputs_that_are_asked_for_come() -> None:
-    async with served(streaming()) as (client, _):
-        request = asked()
-        request.outputs.add(name="generated_text")
-        made = await responses(client, request)
-        assert [list(values(r)) for r in made] == [["generated_text"]] * 3
-        request.outputs[0].name = "로짓"
-        (refused,) = await responses(client, request)
-        assert "로짓 is not known; known are generated_text" in refused.error_message
 
 
 async def test_requests_of_one_call_are_worked_on_at_once_and_not_mixed_up() -> None:
@@ -296,11 +292,16 @@ async def test_health_is_told_and_told_again_when_it_changes() -> None:
         assert (await watch.read()).status == SERVING
 
 
-async def test_a_port_that_is_taken_is_an_error_of_the_start() -> None:
-    async with served(streaming()) as (_, world):
+async def test_a_port_that_is_taken_is_an_error_of_the_start_and_a_large_message_of_its_call() -> (
+    None
+):
+    async with served(streaming(), max_request_bytes=1000) as (client, world):
         with pytest.raises(StartError, match="GRPC_PORT"):
             async with grpc_port(world.gateway, world.app, 1):
                 pass
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await client("ModelInfer", {**INFER, "raw_input_contents": [bytes(1 << 20)]})
+        assert caught.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
 
 
 @pytest.mark.parametrize(
@@ -410,10 +411,3 @@ async def test_streams_without_requests_do_not_shut_the_port(
         world.engine.go.set()  # the call that is being answered was not the one to go
         while not final(await busy.read()):
             pass
-
-
-async def test_a_message_that_is_too_large_is_not_taken() -> None:
-    async with served(streaming(), max_request_bytes=1000) as (client, _):
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await client("ModelInfer", {**INFER, "raw_input_contents": [bytes(1 << 20)]})
-        assert caught.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
