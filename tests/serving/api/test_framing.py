@@ -119,19 +119,16 @@ def test_what_ends_in_one_way_is_answered_and_so_is_the_next(served: Served, cas
     assert answer.count(b"HTTP/1.1 200 OK") == 2
 
 
-def test_requests_behind_each_other_are_answered_in_turn(served: Served) -> None:
+def test_requests_behind_each_other_are_answered_in_turn_and_chunks_are_one_body(
+    served: Served,
+) -> None:
     texts = [f"{i}: 나 보기가".encode() for i in range(200)]
     sent = b"".join(post(b"Content-Length: %d\r\n" % len(t), t) for t in texts)
-    answer = served.ask(sent + LAST)
-    assert answer.count(b"HTTP/1.1 200 OK") == 201
-    found = [answer.index(text) for text in texts]
-    assert found == sorted(found)
-
-
-def test_a_body_in_a_thousand_chunks_is_one_body(served: Served) -> None:
     chunks = b"".join(b"1;" + b"x" * 50 + b"\r\n%d\r\n" % (i % 10) for i in range(1000))
-    answer = served.ask(post(CHUNKED, chunks + NO_CHUNKS) + LAST)
-    assert b"0123456789" * 100 in answer
+    answer = served.ask(sent + post(CHUNKED, chunks + NO_CHUNKS) + LAST)
+    assert answer.count(b"HTTP/1.1 200 OK") == 202
+    found = [answer.index(text) for text in (*texts, b"0123456789" * 100)]
+    assert found == sorted(found)
 
 
 @pytest.mark.parametrize("name", ["소월", unicodedata.normalize("NFD", "소월"), "봄 날", "%"])
