@@ -52,9 +52,10 @@ def body(error: openai.APIStatusError) -> dict[str, Any]:
     return found
 
 
-async def test_a_client_comes_again_when_it_was_told_to() -> None:
+async def test_a_client_comes_again_when_it_was_told_to_and_an_engine_is_asked_again() -> None:
     full = TooManyRequests("256 requests to this model are waiting already", retry_after_s=3)
-    engine = FakeEngine(full, full, Overloaded("256 requests wait already", retry_after_s=3))
+    again = [Overloaded("256 requests wait already", retry_after_s=3)]
+    engine = FakeEngine(full, full, *again, EngineUnavailable("the engine is not there"))
     async with served(engine) as (client, _):
         with pytest.raises(openai.RateLimitError) as caught:
             await client.with_options(max_retries=0).completions.create(**ASKED)
@@ -64,15 +65,7 @@ async def test_a_client_comes_again_when_it_was_told_to() -> None:
         made = await client.completions.create(**ASKED)
         assert made.choices[0].text == TEXT
         assert asyncio.get_running_loop().time() - began >= 6
-    assert len(engine.asked) == 4
-
-
-async def test_an_engine_that_is_started_again_is_asked_again() -> None:
-    engine = FakeEngine(EngineUnavailable("the engine is not there"))
-    async with served(engine, max_retries=0) as (client, _):
-        made = await client.completions.create(**ASKED)
-        assert made.choices[0].text == TEXT
-    assert len(engine.asked) == 2
+    assert len(engine.asked) == 5
 
 
 async def test_the_engine_is_asked_for_what_the_client_wants() -> None:
