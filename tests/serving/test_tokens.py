@@ -18,7 +18,7 @@ import pytest
 
 from common.errors import SettingError
 from serving.errors import Forbidden, TooManyRequests
-from serving.tokens import Token, Tokens, read
+from serving.tokens import Token, Tokens, Usage, read
 from tests.processes import REPOSITORY
 
 SECRET = "비밀-하나"  # noqa: S105
@@ -282,3 +282,10 @@ async def test_without_a_file_nothing_is_watched() -> None:
     await tokens.watch()  # ends
     assert not tokens.exist
     assert tokens.find(b"") is None
+
+
+def test_usage_is_counted() -> None:
+    usage = Usage()
+    usage.count(3, 5)
+    usage.count(4, 1)
+    assert (usage.prompt_tokens, usage.completion_tokens) == (7, 6)
