@@ -13,7 +13,7 @@ from common.trees import remove
 from tests.serving import virtual_time
 from tests.serving.fakes import Parts
 
-DEPTH = 1500
+DEPTH = 1100
 
 
 def pytest_configure(config: pytest.Config) -> None:

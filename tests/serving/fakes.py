@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import threading
+import time
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
@@ -15,6 +16,7 @@ from serving.api.gateway import Gateway
 from serving.api.metrics import Metrics
 from serving.console.journal import Journal
 from serving.errors import ModelNotInStore
+from serving.models.admission import Admission
 from serving.models.model import Model
 from serving.models.model_settings import ModelSettings
 from serving.models.on_demand import OnDemand
@@ -240,6 +242,7 @@ class Parts:
             lookups=lookups,
             metrics=Metrics(),
             journal=self.journal,
+            admission=Admission(now=lambda: time.monotonic()),  # which may be virtual
             **more,
         )
 

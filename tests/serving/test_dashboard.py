@@ -70,7 +70,5 @@ def test_a_models_numbers_go_by_its_name_and_who_waits_in_the_gateway_counts(ser
         'kogpt2_model_waiting{model="점수"} 2.0',  # a script, which the engine lacks
     ):
         assert line in served
-
-
-def test_who_waits_is_told_without_the_engine() -> None:
-    assert 'kogpt2_model_waiting{model="시"} 3.0' in Metrics().text(None, {}, {"시": 3}).decode()
+    without_engine = Metrics().text(None, {}, {"시": 3}).decode()
+    assert 'kogpt2_model_waiting{model="시"} 3.0' in without_engine

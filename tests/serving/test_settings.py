@@ -7,11 +7,13 @@ from engine.settings import Settings as EngineSettings
 from serving.settings import Settings
 
 
-def test_options_win_over_the_environment() -> None:
+def test_options_win_over_the_environment_and_one_port_can_serve_both() -> None:
     environment = {"SAGEMAKER_BIND_TO_PORT": "9123", "MANAGEMENT_PORT": "9124", "HOST": ""}
     settings = Settings.read(["--port", "9000"], environment)
     assert (settings.port, settings.management_port) == (9000, 9124)
     assert settings.host == Settings.host
+    assert Settings.read([], {}).ports == (8080, 8081)
+    assert Settings.read([], {"SAGEMAKER_BIND_TO_PORT": "8081"}).ports == (8081,)
 
 
 @pytest.mark.parametrize(
@@ -46,11 +48,6 @@ def test_the_workers_agree_with_the_engine() -> None:
     assert Settings.read([], {"ENGINE_MAX_ROWS": "4"}).requests_at_once == 4
     given = {"ENGINE_MAX_ROWS": "4", "WORKERS_PER_MODEL": "2"}
     assert Settings.read([], given).requests_at_once == 2
-
-
-def test_one_port_can_serve_both() -> None:
-    assert Settings.read([], {}).ports == (8080, 8081)
-    assert Settings.read([], {"SAGEMAKER_BIND_TO_PORT": "8081"}).ports == (8081,)
 
 
 def test_the_token_for_calls_alone_closes_all() -> None:

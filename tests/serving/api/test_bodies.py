@@ -40,7 +40,7 @@ ROUTES = ["/models/봄/invoke", "/predictions/봄", "/invocations?model_name=봄
 
 @pytest.mark.parametrize("path", ROUTES)
 def test_a_body_of_openais_is_answered_as_on_openais_routes(path: str) -> None:
-    made = world()
+    made = world(FIRST, {"index": 0, "token": 1, "text": "", "finish_reason": "stop"})
     status, found = call(made, path, {"messages": MESSAGES, "max_tokens": 5})
     assert (status, found["object"], found["model"]) == (200, "chat.completion", "봄")
     assert found["choices"][0]["message"]["content"] == TEXT
@@ -55,16 +55,11 @@ def test_a_body_of_openais_is_answered_as_on_openais_routes(path: str) -> None:
         ("prompt", "산에는"),
     ]
 
-
-def test_a_stream_of_openais_is_one_there_too() -> None:
-    made = world(FIRST, {"index": 0, "token": 1, "text": "", "finish_reason": "stop"})
-    status, (*chunks, done) = call(made, ROUTES[0], {"messages": MESSAGES, "stream": True})
+    status, (*chunks, done) = call(made, path, {"messages": MESSAGES, "stream": True})
     assert (status, done) == (200, DONE)
     assert "".join(c["choices"][0]["delta"].get("content", "") for c in chunks) == TEXT
 
-
-def test_what_is_wrong_in_a_body_of_openais_is_said_in_its_shape() -> None:
-    status, answer = call(world(), ROUTES[0], {"messages": MESSAGES, "온도": 1})
+    status, answer = call(made, path, {"messages": MESSAGES, "온도": 1})
     assert (status, answer["error"]["param"]) == (400, "온도")
 
 
@@ -222,12 +217,17 @@ def test_tgis_adapter_id_is_the_model_that_answers(path: str) -> None:
     assert set(made.gateway.metrics.tallies) == {adapter.name}
 
 
-def test_tgis_own_routes_are_a_text_and_a_stream() -> None:
+def test_tgis_own_routes_are_a_text_and_a_stream_and_say_what_they_lack() -> None:
     made, _ = two_models()
-    body = {"inputs": "산에는", "parameters": {"adapter_id": "봄"}, "stream": True}
+    body: Any = {"inputs": "산에는", "parameters": {"adapter_id": "봄"}, "stream": True}
     assert call(made, "/generate", body) == (200, {"generated_text": "가"})
     status, events = call(made, "/generate_stream", {**body, "stream": False})
     assert (status, events[-1]["generated_text"]) == (200, "가")
+    lacking = ({"inputs": "가"}, "parameters.adapter_id"), ({"prompt": "가"}, "inputs")
+    for body, said in (*lacking, ("가", "inputs")):
+        status, found = call(made, "/generate", body)
+        assert (status, found["error_type"]) == (400, "validation")
+        assert said in found["error"]
 
 
 @pytest.mark.parametrize("path", ["/predictions/봄", "/generate", "/generate_stream"])
@@ -236,16 +236,6 @@ def test_an_adapter_that_there_is_not_is_a_404_of_tgis(path: str) -> None:
     status, found = call(made, path, {"inputs": "산에는", "parameters": {"adapter_id": "겨울"}})
     assert (status, found["error_type"]) == (404, "validation")
     assert (found["error"], made.engine.asked) == ("Model not found: 겨울", [])
-
-
-@pytest.mark.parametrize(
-    ("body", "said"),
-    [({"inputs": "가"}, "parameters.adapter_id"), ({"prompt": "가"}, "inputs"), ("가", "inputs")],
-)
-def test_tgis_own_routes_say_what_they_lack(body: Any, said: str) -> None:
-    status, found = call(world(), "/generate", body)
-    assert (status, found["error_type"]) == (400, "validation")
-    assert said in found["error"]
 
 
 def test_a_model_of_its_own_code_is_no_adapter() -> None:

@@ -13,7 +13,7 @@ PAYLOADS = st.lists(
 )
 
 
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(PAYLOADS, st.integers(5, 500))
 def test_botocore_reads_each_part_however_the_bytes_are_cut(
     payloads: list[bytes | str], size: int

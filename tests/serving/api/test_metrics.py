@@ -3,7 +3,10 @@ from __future__ import annotations
 import contextlib
 from pathlib import Path
 
-from serving.api.metrics import GONE_S, MAX_GONE, Metrics
+import pytest
+
+from serving.api import metrics as metrics_module
+from serving.api.metrics import GONE_S, Metrics
 from serving.errors import StoreUnavailable
 from serving.process.counts import DROPPED, Counts, read_counts
 
@@ -51,10 +54,11 @@ def test_what_the_entrypoint_counts_is_shown_and_outlives_the_gateway(tmp_path: 
     assert set(read_counts(tmp_path).values()) == {0}
 
 
-def test_those_that_are_gone_are_bounded() -> None:
+def test_those_that_are_gone_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metrics_module, "MAX_GONE", 10)
     metrics = Metrics()
-    for number in range(MAX_GONE + 5):
+    for number in range(15):
         metrics.request(f"m{number}", 200, 0.1)
     shown = metrics.text(None, {"m0#1": "m0"}, {}).decode()
-    assert shown.count("kogpt2_requests_total{") == MAX_GONE + 1
+    assert shown.count("kogpt2_requests_total{") == 11
     assert 'model="m0"' in shown

@@ -233,30 +233,26 @@ async def test_nobody_waits_for_the_end_of_a_worker_that_is_still_starting(tmp_p
     assert second.workers.unregistered.count("stranger") == 1
 
 
-async def test_an_unload_ends_a_restart_that_hangs(parts: Parts) -> None:
-    model = await parts.load("a")
-    async with watched(parts):
-        parts.workers.hung.add("a")
-        parts.workers.kill(model)
-        await until_restoring(model)
-        before = asyncio.get_running_loop().time()
-        await parts.registry.unload("a")
-        assert asyncio.get_running_loop().time() == before
-        assert (parts.registry.all(), parts.workers.running) == ([], {})
-        await parts.load("b")  # no slot is held
-        await parts.load("c")
-
-
-async def test_a_restart_that_hangs_ends_at_the_loads_limit(tmp_path: Path) -> None:
+@pytest.mark.parametrize("unloaded", [True, False])
+async def test_a_restart_that_hangs_ends_with_an_unload_or_at_the_loads_limit(
+    tmp_path: Path, unloaded: bool
+) -> None:
     parts = Parts(tmp_path, load_timeout_s=30)
     model = await parts.load("a")
     async with watched(parts):
         parts.workers.hung.add("a")
         parts.workers.kill(model)
         await until_restoring(model)
-        await asyncio.sleep(31)
-        assert not model.restoring
-        assert "LOAD_TIMEOUT_S" in model.restarts.reason
+        if unloaded:
+            before = asyncio.get_running_loop().time()
+            await parts.registry.unload("a")
+            assert asyncio.get_running_loop().time() == before
+            assert (parts.registry.all(), parts.workers.running) == ([], {})
+            await asyncio.gather(parts.load("b"), parts.load("c"))  # no slot is held
+        else:
+            await asyncio.sleep(31)
+            assert not model.restoring
+            assert "LOAD_TIMEOUT_S" in model.restarts.reason
 
 
 @pytest.mark.parametrize("pinned", [False, True])

@@ -103,14 +103,6 @@ async def test_a_model_that_will_not_fit_unloads_nothing(parts: Parts) -> None:
     assert parts.loaded() == ["a", "b", "c"]
 
 
-async def test_a_pinned_model_stays(parts: Parts) -> None:
-    parts.workers.budget = 200
-    await parts.load("a", settings=ModelSettings(pinned=True))
-    await used(parts, "b", "c")
-    assert parts.loaded() == ["a", "c"]
-    await parts.registry.unload("a")  # who asks for it gets it
-
-
 async def test_a_busy_model_goes_only_where_no_idle_one_will_do(parts: Parts) -> None:
     parts.workers.budget = 200
     await used(parts, "a", "b")

@@ -33,6 +33,7 @@ def cgroup(folder: Path, version: int, limit: object, used: int, cached: int) ->
 def test_a_container_is_full_without_its_page_cache_and_says_how_full(
     tmp_path: Path, version: int
 ) -> None:
+    assert container_memory(tmp_path) is None
     cgroup(tmp_path, version, LIMIT, 600 * MIB, 400 * MIB)
     assert container_memory(tmp_path) == Memory(LIMIT, 600 * MIB)
     check_worker_memory("시", tmp_path)
@@ -40,10 +41,6 @@ def test_a_container_is_full_without_its_page_cache_and_says_how_full(
     full = r"model 시 .* of the container's 1024 MiB 24 are free"
     with pytest.raises(InsufficientStorage, match=full):
         check_worker_memory("시", tmp_path)
-
-
-def test_without_a_limit_there_is_always_room(tmp_path: Path) -> None:
-    assert container_memory(tmp_path) is None
-    cgroup(tmp_path, 2, "max", 1000 * MIB, 0)
-    assert container_memory(tmp_path) is None
-    check_worker_memory("시", tmp_path)
+    if version == 2:
+        cgroup(tmp_path, version, "max", 1000 * MIB, 0)
+        check_worker_memory("시", tmp_path)

@@ -1,4 +1,4 @@
-"""A GPU that is asked for and not there is told in one line, by stand-ins for the driver that are
+"""A GPU that is asked for and not there is told in one line, by a stand-in for the driver that is
 compiled here."""
 
 from __future__ import annotations
@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,23 +17,35 @@ from serving.process.device import check_device
 from tests.processes import python
 
 DRIVER = """
-int cuInit(unsigned flags) {{ return {status}; }}
-int cuDriverGetVersion(int *version) {{ *version = {version}; return 0; }}
-int cuDeviceGetCount(int *count) {{ *count = {count}; return 0; }}
-int cuDeviceGet(int *device, int index) {{ *device = 100 + index; return 0; }}
-int cuDeviceGetAttribute(int *value, int attribute, int device) {{
-  if (device != 100 || {capability} == 0) return 1;
-  if (attribute == 75) *value = {capability} / 10;
-  else if (attribute == 76) *value = {capability} % 10;
+#include <stdlib.h>
+static int given(const char *name) { return atoi(getenv(name)); }
+int cuInit(unsigned flags) { return given("status"); }
+int cuDriverGetVersion(int *version) { *version = given("version"); return 0; }
+int cuDeviceGetCount(int *count) { *count = given("count"); return 0; }
+int cuDeviceGet(int *device, int index) { *device = 100 + index; return 0; }
+int cuDeviceGetAttribute(int *value, int attribute, int device) {
+  int capability = given("capability");
+  if (device != 100 || capability == 0) return 1;
+  if (attribute == 75) *value = capability / 10;
+  else if (attribute == 76) *value = capability % 10;
   else return 1;
   return 0;
-}}
+}
 """
 # Of requirements/run.txt's onnxruntime: CUDA 12's for Python 3.10, CUDA 13's for later ones.
 NEWER = sys.version_info >= (3, 11)
 MXNET, ONNX = "mxnet", "onnxruntime"
 OLDEST = {MXNET: "450.80.02", ONNX: "580.65.06" if NEWER else "525.60.13"}
 FINE = None
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    source = tmp_path_factory.mktemp("driver") / "driver.c"
+    source.write_text(DRIVER)
+    library = source.with_name("libcuda.so.1")
+    subprocess.run(["gcc", "-shared", "-fPIC", "-o", library, source], check=True, timeout=60)
+    return library
 
 
 def newer(*row: object, reason: str) -> object:
@@ -66,16 +79,10 @@ def newer(*row: object, reason: str) -> object:
     ],
 )
 def test_a_driver_or_gpu_that_will_not_do_is_told(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    backend: str,
-    driver: tuple[int, int, int, int],
-    said: str | None,
+    library: Path, monkeypatch: pytest.MonkeyPatch, backend: str, driver: Any, said: str | None
 ) -> None:
-    source, library = tmp_path / "driver.c", tmp_path / "libcuda.so.1"
-    values = zip(("status", "version", "count", "capability"), driver, strict=True)
-    source.write_text(DRIVER.format(**dict(values)))
-    subprocess.run(["gcc", "-shared", "-fPIC", "-o", library, source], check=True, timeout=60)
+    for name, value in zip(("status", "version", "count", "capability"), driver, strict=True):
+        monkeypatch.setenv(name, str(value))
     monkeypatch.setattr(device, "LIBRARY", str(library))
     if said is FINE:
         check_device("gpu", backend)

@@ -48,25 +48,19 @@ def test_every_setting_of_the_engine_and_the_workers_is_passed_or_set(settings: 
     assert names - set(passed(dict.fromkeys(names, "1"))) <= set_by_serve
 
 
-def test_what_scripts_are_known_to_read_is_passed() -> None:
-    given = {"LANG": "ko_KR.UTF-8", "TZ": "Asia/Seoul"}
-    given |= {"SM_NUM_GPUS": "1", "SAGEMAKER_PROGRAM": "x"}
-    given |= {"OMP_NUM_THREADS": "2", "CUDA_VISIBLE_DEVICES": "0", "TOKENIZERS_PARALLELISM": "true"}
-    given |= {"HTTPS_PROXY": "http://proxy:3128", "AWS_REGION": "ap-northeast-2"}
-    assert passed(given) == given
-
-
-def test_secrets_of_any_name_are_not() -> None:
-    given = {"AWS_SECRET_ACCESS_KEY": "a", "AWS_CONTAINER_CREDENTIALS_RELATIVE_URI": "b"}
-    given |= {"DATABASE_URL": "postgres://가:나@db/x", "DB_PASSWORD": "c", "비밀": "d"}
-    given |= {"GH_PAT": "e", "SAGEMAKER_API_TOKEN": "f", "SM_HP_KEY": "g"}
-    given |= {"PIP_INDEX_URL": "https://a:b@pypi/simple"}
-    given |= {"HTTP_PROXY": "http://me:pass@proxy:3128", "MANAGEMENT_TOKEN": "h"}
-    assert passed(given) == {}
-
-
-def test_more_are_passed_by_name_or_pattern() -> None:
-    given = {"TOP_K": "3", "POEM_STYLE": "시조", "OTHER": "c"}
-    given |= {"POEM_TOKEN": "a", "DB_PASSWORD": "b"}
-    assert passed(given, "TOP_K, POEM_*") == {"TOP_K": "3", "POEM_STYLE": "시조"}
-    assert passed(given, "POEM_TOKEN,DB_PASSWORD") == {"POEM_TOKEN": "a", "DB_PASSWORD": "b"}
+def test_what_scripts_are_known_to_read_is_passed_and_no_secret_unless_it_is_named() -> None:
+    known = {"LANG": "ko_KR.UTF-8", "TZ": "Asia/Seoul"}
+    known |= {"SM_NUM_GPUS": "1", "SAGEMAKER_PROGRAM": "x"}
+    known |= {"OMP_NUM_THREADS": "2", "CUDA_VISIBLE_DEVICES": "0", "TOKENIZERS_PARALLELISM": "true"}
+    known |= {"HTTPS_PROXY": "http://proxy:3128", "AWS_REGION": "ap-northeast-2"}
+    secrets = {"AWS_SECRET_ACCESS_KEY": "a", "AWS_CONTAINER_CREDENTIALS_RELATIVE_URI": "b"}
+    secrets |= {"DATABASE_URL": "postgres://가:나@db/x", "DB_PASSWORD": "c", "비밀": "d"}
+    secrets |= {"GH_PAT": "e", "SAGEMAKER_API_TOKEN": "f", "SM_HP_KEY": "g"}
+    secrets |= {"PIP_INDEX_URL": "https://a:b@pypi/simple"}
+    secrets |= {"HTTP_PROXY": "http://me:pass@proxy:3128", "MANAGEMENT_TOKEN": "h"}
+    poems = {"TOP_K": "3", "POEM_STYLE": "시조"}
+    given = {**known, **secrets, **poems, "OTHER": "c", "POEM_TOKEN": "a"}
+    assert passed(given) == known
+    assert passed(given, "TOP_K, POEM_*") == {**known, **poems}
+    named = {"POEM_TOKEN": "a", "DB_PASSWORD": "c"}
+    assert passed(given, "POEM_TOKEN,DB_PASSWORD") == {**known, **named}

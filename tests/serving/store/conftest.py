@@ -9,7 +9,7 @@ import pytest
 from tests.serving.store.s3 import S3Server, s3_server
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="package")
 def server() -> Iterator[S3Server]:
     with s3_server() as server:
         yield server

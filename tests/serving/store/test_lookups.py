@@ -60,7 +60,7 @@ async def is_there(asked: Lookups, name: str) -> bool:
         return False
 
 
-async def test_an_unknown_name_is_looked_up_once_a_second(
+async def test_an_unknown_name_is_looked_up_once_a_second_and_a_broken_store_at_once(
     asked: Lookups, store: CountingStore
 ) -> None:
     for _ in range(100):
@@ -71,6 +71,10 @@ async def test_an_unknown_name_is_looked_up_once_a_second(
     assert store.asked == {"없음": 1}
     store.names.add("없음")
     store.now += 0.01
+    store.broken = True
+    with pytest.raises(StoreUnavailable):
+        await asked.find("없음")
+    store.broken = False
     assert await is_there(asked, "없음")
     assert await is_there(asked, "없음")
 
@@ -113,16 +117,6 @@ async def test_those_who_list_at_the_same_time_or_soon_after_share_a_listing(
         await listed()
     store.broken = False
     assert await listed() == ["소월", "영랑"]
-
-
-async def test_that_a_store_is_broken_is_not_remembered(
-    asked: Lookups, store: CountingStore
-) -> None:
-    store.broken = True
-    with pytest.raises(StoreUnavailable):
-        await asked.find("소월")
-    store.broken = False
-    assert await is_there(asked, "소월")
 
 
 async def test_what_is_remembered_is_bounded(

@@ -92,7 +92,7 @@ def test_an_artifact_that_changes_before_it_is_fetched_is_not_mixed(
     assert not list((tmp_path / "parts").iterdir())
 
 
-def test_denied_access_names_bucket_and_action(s3: S3Server) -> None:
+def test_what_keeps_a_store_closed_is_named(s3: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
     s3.put("kogpt2/a.tar.gz", b"1")
     store = open_store(LOCATION)
     with s3.checking_access():
@@ -100,18 +100,12 @@ def test_denied_access_names_bucket_and_action(s3: S3Server) -> None:
             store.find("a")
         with pytest.raises(StoreAccessDenied, match=r"s3:ListBucket was denied"):
             store.models()
-
-
-def test_missing_credentials_are_said(s3: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(StoreUnavailable, match="no bucket nowhere"):
+        open_store("s3://nowhere/").find("a")
     monkeypatch.delenv("AWS_ACCESS_KEY_ID")
     monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
     with pytest.raises(StoreAccessDenied, match="AWS_ACCESS_KEY_ID"):
         open_store(LOCATION).find("a")
-
-
-def test_a_missing_bucket_is_named() -> None:
-    with pytest.raises(StoreUnavailable, match="no bucket nowhere"):
-        open_store("s3://nowhere/").find("a")
 
 
 @pytest.mark.parametrize("listening", [False, True], ids=["refused", "silent"])

@@ -69,7 +69,8 @@ async def responses(client: Client, *requests: Any) -> list[Any]:
 
 async def test_each_token_is_a_response_and_the_last_one_says_so() -> None:
     async with served(streaming()) as (client, world):
-        made = await responses(client, asked(id="요청 1", max_new_tokens=9, stream=True))
+        request = asked(id="요청 1", max_new_tokens=9, stream=True)
+        made = await responses(client, request)
         assert [values(r) for r in made] == [
             {"generated_text": "나가실 ", "tokens": 1, "finish_reason": ""},
             {"generated_text": "나때", "tokens": 1, "finish_reason": ""},
@@ -80,6 +81,12 @@ async def test_each_token_is_a_response_and_the_last_one_says_so() -> None:
             ("요청 1", "봄")
         }
         assert [call[1:3] for call in world.engine.asked] == [(PROMPT, {"max_new_tokens": 9})]
+        request.outputs.add(name="generated_text")
+        made = await responses(client, request)
+        assert [list(values(r)) for r in made] == [["generated_text"]] * 3
+        request.outputs[0].name = "로짓"
+        (refused,) = await responses(client, request)
+        assert "로짓 is not known; known are generated_text" in refused.error_message
 
 
 async def test_several_sequences_have_their_index_and_one_end() -> None:
@@ -93,17 +100,6 @@ async def test_several_sequences_have_their_index_and_one_end() -> None:
             texts[index] += values(response)["generated_text"]
         assert set(texts.values()) == {f"{PROMPT}나가실 나때나에는"}
         assert [final(r) for r in made] == [False] * 5 + [True]
-
-
-async def test_only_the_outputs_that_are_asked_for_come() -> None:
-    async with served(streaming()) as (client, _):
-        request = asked()
-        request.outputs.add(name="generated_text")
-        made = await responses(client, request)
-        assert [list(values(r)) for r in made] == [["generated_text"]] * 3
-        request.outputs[0].name = "로짓"
-        (refused,) = await responses(client, request)
-        assert "로짓 is not known; known are generated_text" in refused.error_message
 
 
 async def test_requests_of_one_call_are_worked_on_at_once_and_not_mixed_up() -> None:
@@ -206,25 +202,26 @@ async def refused(call: Any) -> tuple[Any, str, dict[str, str]]:
 INFER = {"model_name": "봄"}
 
 
-@pytest.mark.parametrize(
-    ("status", "code"),
-    [
-        (400, grpc.StatusCode.INVALID_ARGUMENT),
-        (413, grpc.StatusCode.INVALID_ARGUMENT),
-        (409, grpc.StatusCode.ABORTED),
-        (429, grpc.StatusCode.RESOURCE_EXHAUSTED),
-        (500, grpc.StatusCode.INTERNAL),
-        (504, grpc.StatusCode.DEADLINE_EXCEEDED),
-        (507, grpc.StatusCode.RESOURCE_EXHAUSTED),
-    ],
-)
-async def test_an_error_has_its_code_and_its_words(status: int, code: Any) -> None:
+CODES = {
+    400: grpc.StatusCode.INVALID_ARGUMENT,
+    413: grpc.StatusCode.INVALID_ARGUMENT,
+    409: grpc.StatusCode.ABORTED,
+    429: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    500: grpc.StatusCode.INTERNAL,
+    504: grpc.StatusCode.DEADLINE_EXCEEDED,
+    507: grpc.StatusCode.RESOURCE_EXHAUSTED,
+}
+
+
+async def test_an_error_has_its_code_and_its_words() -> None:
     async with served(None) as (client, world):
-        world.mms.answer = always(answered(status, json.dumps({"message": "가" * 2000}).encode()))
-        found, said, _ = await refused(client("ModelInfer", INFER))
-        assert found == code
-        assert said.startswith("가가가")
-        assert said.endswith("가가가")
+        for status, code in CODES.items():
+            body = json.dumps({"message": "가" * 2000}).encode()
+            world.mms.answer = always(answered(status, body))
+            found, said, _ = await refused(client("ModelInfer", INFER))
+            assert found == code
+            assert said.startswith("가가가")
+            assert said.endswith("가가가")
 
 
 async def test_who_comes_too_early_is_told_when_to_come_back() -> None:
@@ -237,10 +234,13 @@ async def test_who_comes_too_early_is_told_when_to_come_back() -> None:
         assert (await client("ServerLive")).live
 
 
-async def test_a_script_that_answers_something_else_is_at_fault() -> None:
-    async with served(None) as (client, _):
-        code, said, _ = await refused(client("ModelInfer", INFER))
+async def test_a_script_gets_the_traceparent_and_is_at_fault_if_it_answers_something_else() -> None:
+    sent = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+    async with served(None) as (client, world):
+        call = client("ModelInfer", INFER, metadata=(("traceparent", sent),))
+        code, said, _ = await refused(call)
         assert (code, "none of the Open Inference" in said) == (grpc.StatusCode.INTERNAL, True)
+        assert [headers["traceparent"] for headers in world.mms.headers] == [sent]
 
 
 async def test_a_token_is_asked_for_and_ids_are_kept() -> None:
@@ -257,14 +257,6 @@ async def test_a_token_is_asked_for_and_ids_are_kept() -> None:
         assert "Authorization: Bearer" in error.error_message
         code, _, _ = await refused(client("RepositoryModelLoad", INFER, metadata=right))
         assert code == grpc.StatusCode.UNAUTHENTICATED
-
-
-async def test_the_traceparent_of_a_call_reaches_the_worker() -> None:
-    async with served(None) as (client, world):
-        sent = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
-        with contextlib.suppress(grpc.aio.AioRpcError):  # the text is no answer of tensors
-            await client("ModelInfer", INFER, metadata=(("traceparent", sent),))
-        assert [headers["traceparent"] for headers in world.mms.headers] == [sent]
 
 
 async def test_a_client_that_gives_up_calls_its_request_off() -> None:
@@ -300,11 +292,16 @@ async def test_health_is_told_and_told_again_when_it_changes() -> None:
         assert (await watch.read()).status == SERVING
 
 
-async def test_a_port_that_is_taken_is_an_error_of_the_start() -> None:
-    async with served(streaming()) as (_, world):
+async def test_a_port_that_is_taken_is_an_error_of_the_start_and_a_large_message_of_its_call() -> (
+    None
+):
+    async with served(streaming(), max_request_bytes=1000) as (client, world):
         with pytest.raises(StartError, match="GRPC_PORT"):
             async with grpc_port(world.gateway, world.app, 1):
                 pass
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await client("ModelInfer", {**INFER, "raw_input_contents": [bytes(1 << 20)]})
+        assert caught.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
 
 
 @pytest.mark.parametrize(
@@ -414,10 +411,3 @@ async def test_streams_without_requests_do_not_shut_the_port(
         world.engine.go.set()  # the call that is being answered was not the one to go
         while not final(await busy.read()):
             pass
-
-
-async def test_a_message_that_is_too_large_is_not_taken() -> None:
-    async with served(streaming(), max_request_bytes=1000) as (client, _):
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await client("ModelInfer", {**INFER, "raw_input_contents": [bytes(1 << 20)]})
-        assert caught.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED

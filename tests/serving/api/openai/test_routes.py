@@ -52,38 +52,20 @@ def body(error: openai.APIStatusError) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize(
-    "error",
-    [
-        TooManyRequests("256 requests to this model are waiting already", retry_after_s=3),
-        Overloaded("256 requests wait already", retry_after_s=3),
-    ],
-)
-async def test_a_client_comes_again_when_it_was_told_to(error: Any) -> None:
-    engine = FakeEngine(error)
+async def test_a_client_comes_again_when_it_was_told_to_and_an_engine_is_asked_again() -> None:
+    full = TooManyRequests("256 requests to this model are waiting already", retry_after_s=3)
+    again = [Overloaded("256 requests wait already", retry_after_s=3)]
+    engine = FakeEngine(full, full, *again, EngineUnavailable("the engine is not there"))
     async with served(engine) as (client, _):
+        with pytest.raises(openai.RateLimitError) as caught:
+            await client.with_options(max_retries=0).completions.create(**ASKED)
+        assert body(caught.value)["code"] == "rate_limit_exceeded"
+        assert caught.value.response.headers["retry-after"] == "3"
         began = asyncio.get_running_loop().time()
         made = await client.completions.create(**ASKED)
         assert made.choices[0].text == TEXT
-        assert asyncio.get_running_loop().time() - began >= 3
-    assert len(engine.asked) == 2
-
-
-async def test_who_does_not_come_again_is_told_what_was_wrong() -> None:
-    engine = FakeEngine(TooManyRequests("too many", retry_after_s=3))
-    async with served(engine, max_retries=0) as (client, _):
-        with pytest.raises(openai.RateLimitError) as caught:
-            await client.completions.create(**ASKED)
-        assert body(caught.value)["code"] == "rate_limit_exceeded"
-        assert caught.value.response.headers["retry-after"] == "3"
-
-
-async def test_an_engine_that_is_started_again_is_asked_again() -> None:
-    engine = FakeEngine(EngineUnavailable("the engine is not there"))
-    async with served(engine, max_retries=0) as (client, _):
-        made = await client.completions.create(**ASKED)
-        assert made.choices[0].text == TEXT
-    assert len(engine.asked) == 2
+        assert asyncio.get_running_loop().time() - began >= 6
+    assert len(engine.asked) == 5
 
 
 async def test_the_engine_is_asked_for_what_the_client_wants() -> None:
@@ -130,27 +112,20 @@ async def test_a_model_with_a_script_is_not_asked_behind_its_back() -> None:
 
 
 async def test_a_stream_that_breaks_off_is_an_error_of_the_clients() -> None:
-    async with served(FakeEngine(streamed=BREAKS_OFF)) as (client, _):
+    async with served(FakeEngine(streamed=BREAKS_OFF), max_retries=0) as (client, world):
         chunks = await client.completions.create(**ASKED, stream=True)
         assert (await anext(aiter(chunks))).choices[0].text == TEXT
         with pytest.raises(openai.APIError, match="a step failed"):
             await anext(aiter(chunks))
-
-
-async def test_what_goes_wrong_before_the_first_token_has_a_status() -> None:
-    async with served(FakeEngine(EngineError("a step failed")), max_retries=0) as (client, _):
-        with pytest.raises(openai.InternalServerError):
-            await client.completions.create(**ASKED, stream=True)
-
-
-async def test_a_response_that_breaks_off_has_failed() -> None:
-    async with served(FakeEngine(streamed=BREAKS_OFF)) as (client, _):
         made = await client.responses.create(model="봄", input="안녕?", stream=True)
         *_, last = [event async for event in made]
         assert last.type == "response.failed"
         assert last.response.status == "failed"
         assert last.response.error is not None
         assert last.response.error.message == "a step failed"
+        world.engine.fails.append(EngineError("a step failed"))  # before the first token
+        with pytest.raises(openai.InternalServerError):
+            await client.completions.create(**ASKED, stream=True)
 
 
 def guesses(usage: CompletionUsage) -> tuple[int | None, int | None]:
@@ -260,17 +235,22 @@ async def test_scores_are_written_as_they_come_and_not_kept_as_values() -> None:
     assert len(engine.asked) == 1
 
 
-@pytest.mark.parametrize(
-    "asked",
-    [
+def test_an_answer_has_a_bound_beyond_what_is_asked_for_in_earnest() -> None:
+    drawn: dict[str, Any] = {**ASKED, "temperature": 1}
+    for asked in (
         {"prompt": ["가"] * 64, "n": 16, "logprobs": 20, "max_tokens": 20},
         {"prompt": ["가"] * 16, "n": 2, "logprobs": 20, "max_tokens": 1000},
         {"prompt": ["가"] * 64, "echo": True, "logprobs": 20, "max_tokens": 0},
-    ],
-)
-def test_an_answer_has_a_bound(asked: dict[str, Any]) -> None:
-    with pytest.raises(Refused, match="an answer has at most 400000"):
-        completion({**ASKED, "temperature": 1, **asked})
+    ):
+        with pytest.raises(Refused, match="an answer has at most 400000"):
+            completion(drawn | asked)
+    for asked in (
+        {"prompt": ["가"] * 16, "n": 16, "logprobs": 20, "max_tokens": 16},
+        {"n": 16, "logprobs": 20, "max_tokens": 1024},
+        {"prompt": ["가"] * 64, "echo": True, "logprobs": 5, "max_tokens": 0},
+        {"prompt": ["가"] * 64, "n": 16, "max_tokens": 1024},
+    ):
+        completion(drawn | asked)
 
 
 async def test_an_answer_has_a_bound_however_long_the_context_is(
@@ -282,13 +262,3 @@ async def test_an_answer_has_a_bound_however_long_the_context_is(
     async with served(engine) as (client, _):
         with pytest.raises(openai.BadRequestError, match="more than 8 log-probabilities"):
             await client.completions.create(**ASKED | {"logprobs": 2})
-
-
-def test_what_is_asked_for_in_earnest_is_within_the_bound() -> None:
-    for asked in (
-        {"prompt": ["가"] * 16, "n": 16, "logprobs": 20, "max_tokens": 16},
-        {"n": 16, "logprobs": 20, "max_tokens": 1024},
-        {"prompt": ["가"] * 64, "echo": True, "logprobs": 5, "max_tokens": 0},
-        {"prompt": ["가"] * 64, "n": 16, "max_tokens": 1024},
-    ):
-        completion({**ASKED, "temperature": 1, **asked})

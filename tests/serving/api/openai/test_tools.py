@@ -28,21 +28,17 @@ def choice(*given: Any, tool_choice: Any = "required") -> ToolChoice:
     return found
 
 
-def test_one_function_has_the_form_of_its_arguments() -> None:
+def test_an_answer_has_the_form_of_one_functions_arguments_or_names_one_of_several() -> None:
     found = choice(WEATHER)
     assert (found.name, found.finish_reason) == ("날씨", "tool_calls")
     assert found.form.parameters == {"json_schema": ARGUMENTS}
     assert found.form.field == "tools[0].function.parameters"
 
-
-def test_a_named_function_ends_with_stop_as_openais_do() -> None:
     found = choice(WEATHER, TIME, tool_choice=NAMED)
-    assert (found.name, found.finish_reason) == ("time", "stop")
+    assert (found.name, found.finish_reason) == ("time", "stop")  # as OpenAI's
     assert found.form.field == "tools[1].function.parameters"
     assert found.form.value["additionalProperties"] is False
 
-
-def test_of_several_functions_the_answer_names_one() -> None:
     found = choice(WEATHER, TIME)
     assert (found.name, found.form.field) == ("", "tools")
     first, second = found.form.value["anyOf"]
@@ -51,18 +47,11 @@ def test_of_several_functions_the_answer_names_one() -> None:
     assert second["properties"]["name"] == {"const": "time"}
 
 
-@pytest.mark.parametrize(
-    "given",
-    [
-        {},
-        {"tools": []},
-        {"tool_choice": "none"},
-        {"tool_choice": "auto", "tools": []},
-        {"tool_choice": "none", "tools": [WEATHER]},
-    ],
-)
-def test_without_a_function_to_call_there_is_a_text(given: Any) -> None:
-    assert tools.read(given) is None
+def test_without_a_function_to_call_there_is_a_text() -> None:
+    none: dict[str, Any] = {"tool_choice": "none"}
+    for given in ({}, {"tools": []}, none, none | {"tools": [WEATHER]}):
+        assert tools.read(given) is None
+    assert tools.read({"tool_choice": "auto", "tools": []}) is None
 
 
 @pytest.mark.parametrize(
