@@ -109,10 +109,13 @@ def read_range(
     """See `Remote.read`; `opener` is that of `open`."""
     try:
         with open(file.address, "rb", buffering=0, opener=opener) as data:
-            if file_version(os.fstat(data.fileno())) != file.version:
-                raise ArtifactChanged(f"{file.address} has changed; try again")
             data.seek(start)
-            while start < stop and (piece := data.read(min(CHUNK_BYTES, stop - start))):
+            while True:
+                piece = data.read(min(CHUNK_BYTES, stop - start))
+                if file_version(os.fstat(data.fileno())) != file.version:  # it may change meanwhile
+                    raise ArtifactChanged(f"{file.address} has changed; try again")
+                if not piece:
+                    return
                 start += len(piece)
                 yield piece
     except FileNotFoundError:

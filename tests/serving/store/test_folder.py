@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from serving.errors import ArtifactChanged, ModelNotInStore, NotAModel
-from serving.store.folder import FolderStore
+from serving.store.folder import CHUNK_BYTES, FolderStore
 from serving.store.locate import open_store
 from tests.serving.store.archives import touch
 from tests.serving.store.s3 import S3Server
@@ -82,6 +82,18 @@ def test_a_range_of_a_file_is_read_and_only_of_the_version_that_was_found(tmp_pa
     path.unlink()
     with pytest.raises(ModelNotInStore):
         list(store.read(file, 0, 5))
+
+
+def test_a_file_that_is_rewritten_while_it_is_read_has_changed(tmp_path: Path) -> None:
+    path, store = tmp_path / "aliases.json", FolderStore(tmp_path)
+    path.write_bytes(b"a" * 2 * CHUNK_BYTES)
+    file = store.file(path.name)
+    assert file is not None
+    pieces = store.read(file, 0, file.size_bytes)
+    assert next(pieces) == b"a" * CHUNK_BYTES
+    os.utime(path, ns=(0, 0))
+    with pytest.raises(ArtifactChanged):
+        next(pieces)
 
 
 def test_links_do_not_lead_out_of_a_store(tmp_path: Path) -> None:
