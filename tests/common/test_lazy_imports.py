@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
+
+from tests.processes import python
 
 TOOLKIT = """
 import sys
@@ -32,4 +31,5 @@ assert model_server.boto3.client.__module__ == "boto3"
 
 @pytest.mark.parametrize("program", [TOOLKIT, LAUNCHER], ids=["toolkit", "launcher"])
 def test_the_toolkit_is_imported_without_numpy_and_boto3_and_works(program: str) -> None:
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+    done = python("-c", program)
+    assert done.returncode == 0, done.stderr

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.e2e.server import REPOSITORY
+from tests.processes import python
 
 # Any of these would keep it quiet, too.
 QUIET = ("ORT_DISABLE_TELEMETRY", "ORT_RUNNING_UNIT_TESTS", "CI")
@@ -19,15 +17,7 @@ QUIET = ("ORT_DISABLE_TELEMETRY", "ORT_RUNNING_UNIT_TESTS", "CI")
 def test_onnxruntime_reports_nothing(tmp_path: Path, module: str) -> None:
     kept = {k: v for k, v in os.environ.items() if k not in QUIET and not k.startswith("XDG_")}
     code = f"import {module}, onnxruntime, os; print(os.environ['ORT_DISABLE_TELEMETRY'])"
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=REPOSITORY,
-        env={**kept, "HOME": str(tmp_path)},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    done = python("-c", code, env={**kept, "HOME": str(tmp_path)})
     assert done.returncode == 0, done.stderr
     assert done.stdout == "1\n"
     assert not list(tmp_path.rglob("*deviceid*"))

@@ -75,13 +75,6 @@ def test_half_precision_files_load(load: Any, tmp_path: Path) -> None:
     np.testing.assert_allclose(half(tokens)[0].asnumpy(), full(tokens)[0].asnumpy(), atol=0.05)
 
 
-def test_parameters_have_the_names_of_v1(load: Any, tmp_path: Path) -> None:
-    model = load(artifact(tmp_path))
-    model.save_parameters(str(tmp_path / "saved.params"))
-    names = set(mx.nd.load(str(tmp_path / "saved.params")))
-    assert names == set(mx.nd.load(str(tmp_path / "kogpt2.params")))
-
-
 def test_too_many_tokens_are_refused(load: Any, tmp_path: Path) -> None:
     model = load(artifact(tmp_path))
     with pytest.raises(ValueError, match="65 tokens, must be at most 64"):

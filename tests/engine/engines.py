@@ -198,7 +198,11 @@ class EngineProcess:
             self._command, env=self._environment, cwd=self._root, **output
         )
         if wait:
-            eventually(self._answers, self._wait_s)
+            try:
+                eventually(self._answers, self._wait_s)
+            except BaseException:
+                self.close()
+                raise
 
     def _answers(self) -> bool:
         assert self.process.poll() is None, "the engine ended"

@@ -27,7 +27,6 @@ from engine.engine import Engine, Model
 from engine.text.sentencepiece import SentencePieceTokenizer
 from tests.engine.conftest import NewEngine
 from tests.engine.engines import (
-    EOS,
     WAIT_S,
     Gate,
     Pause,
@@ -85,21 +84,6 @@ def test_answers_may_fill_the_context_and_are_exact(engine: Engine, model: Model
         ask(engine, text=prompt(model, CONTEXT))
 
 
-def test_an_answer_stops_at_the_end_token(engine: Engine, model: Model, tmp_path: Path) -> None:
-    endless = [ask(engine, 20, text=s).wait() for s in SENTENCES]
-    last = endless[0].ids()[10]
-    folder = make_talkative(tmp_path / "m", max_length=CONTEXT, end_like=last)
-    engine.load("stops", str(folder))
-    answers = [ask(engine, 20, "stops", s).wait() for s in SENTENCES]
-    for before, answer in zip(endless, answers, strict=True):
-        if answer.finish_reason() == "stop":
-            assert answer.ids() == [*before.ids()[: len(answer.ids()) - 1], EOS]
-            assert before.text().startswith(answer.text())
-        else:
-            assert answer.ids() == before.ids()
-    assert answers[0].finish_reason() == "stop"
-
-
 def test_rows_that_come_and_go_get_the_text_they_get_alone(engine: Engine, model: Model) -> None:
     """Requests start and are cancelled after certain tokens of others, so at certain steps."""
     rng = np.random.default_rng(23)
@@ -140,9 +124,8 @@ def test_rows_that_come_and_go_get_the_text_they_get_alone(engine: Engine, model
 def test_several_answers_are_drawn_with_consecutive_seeds(engine: Engine, model: Model) -> None:
     several = ask(engine, 15, seed=10, num_return_sequences=3, top_k=50).wait()
     alone = [ask(engine, 15, seed=10 + index, top_k=50).wait() for index in range(3)]
-    assert [several.ids(index) for index in range(3)] == [one.ids() for one in alone]
     assert [several.text(index) for index in range(3)] == [one.text() for one in alone]
-    assert several.ids(0) != several.ids(1)
+    assert several.text(0) != several.text(1)
 
 
 def test_a_model_is_described_with_what_it_is_and_has_done(engine: Engine, model: Model) -> None:

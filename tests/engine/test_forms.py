@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -56,37 +55,6 @@ def logprobs_of(folder: Path, ids: Sequence[int]) -> Any:
     """Log-probabilities (T, V) after each token, in one pass over the whole text."""
     logits = uncached_model(folder)(mx.nd.array(np.array(ids)[None])).asnumpy()[0]
     return logits - np.log(np.exp(logits.astype(np.float64)).sum(axis=1, keepdims=True))
-
-
-def test_a_choice_is_the_likeliest_by_each_step(engine: Engine, folder: Path) -> None:
-    """Greedy among the tokens that some text may go on with, in the logits of the whole text; their
-    log-probabilities are the model's own."""
-    request = ask(engine, choice=CHOICE, logprobs=3).wait()
-    table = engine._models["m"].texts._table
-    pieces = [b"" if table.is_silent(i) else table.piece(i) for i in range(len(table))]
-    texts = [(space + text).encode() for text in CHOICE for space in ("", " ")]
-    ids, written = list(request.prompt), b""
-    for token in request.tokens:
-        logprobs = logprobs_of(folder, ids)[-1]
-        fits = [bool(p) and any(t.startswith(written + p) for t in texts) for p in pieces]
-        if token.id != EOS:
-            assert token.id == np.where(fits, logprobs[: len(pieces)], -np.inf).argmax()
-            written += pieces[token.id]
-        ids.append(token.id)
-        assert token.logprobs is not None
-        assert token.logprobs.chosen == pytest.approx(logprobs[token.id], abs=1e-3)
-        assert [t for t, _ in token.logprobs.top] == list(np.argsort(-logprobs)[:3])
-    assert written.decode().strip() == request.text()
-    assert (request.text() in CHOICE, request.finish_reason()) == (True, "stop")
-
-
-def test_drawn_answers_of_one_request_each_have_the_form(engine: Engine) -> None:
-    request = ask(engine, json_schema=OBJECT, temperature=2.0, num_return_sequences=6, seed=5)
-    request.wait()
-    found = [json.loads(request.text(index)) for index in range(6)]
-    assert all(list(value) == OBJECT["required"] for value in found)
-    assert len({str(value) for value in found}) > 1
-    assert {request.finish_reason(index) for index in range(6)} == {"stop"}
 
 
 def test_forced_tokens_take_no_step_of_their_own(engine: Engine) -> None:
@@ -160,13 +128,8 @@ def test_a_wrong_form_ends_no_other_request(engine: Engine) -> None:
     assert ask(engine, 20).wait().ids() == expected
 
 
-def test_a_models_own_form_is_its_requests_default(tmp_path: Path, new_engine: NewEngine) -> None:
+def test_a_models_own_form_is_read_at_its_load(tmp_path: Path, engine: Engine) -> None:
     made = make_hugging_face(tmp_path / "labels", kind="byte-level")
-    write_json(made / "generation.json", {"parameters": {"choice": ["긍정", "부정"]}})
-    engine = new_engine({"m": made}, precision="fp32")
-    assert ask(engine, 8).wait().text() in ("긍정", "부정")
-    assert re.fullmatch("[ab]{3}", ask(engine, 8, regex="[ab]{3}").wait().text())
-    assert ask(engine, 8, choice=[]).wait().text() not in ("긍정", "부정")
     write_json(made / "generation.json", {"parameters": {"regex": "("}})
     with pytest.raises(ArtifactError, match=r"generation\.json: parameters\.regex: .*unclosed"):
         engine.load("wrong", str(made))

@@ -4,28 +4,19 @@ from __future__ import annotations
 
 import random
 import shutil
-import threading
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
-from common.errors import ArtifactError, Cancelled, EngineError, OutOfMemory
+from common.errors import ArtifactError, Cancelled, OutOfMemory
 from common.memory import Memory
 from engine import residency
-from engine.artifacts.config import GPT2Config
-from engine.budget import Budget
 from engine.engine import Engine
-from engine.model import Core
-from engine.prefixes import Prefixes
-from engine.residency import Residency
 from engine.sandbox.reading import Reading
-from engine.scheduler import Batch
 from tests.engine.conftest import NewEngine
-from tests.engine.engines import WAIT_S, Pause, Request, make_talkative, settle
+from tests.engine.engines import Pause, Request, make_talkative, settle
 from tests.processes import eventually
 
 CONTEXT = 128
@@ -44,10 +35,10 @@ def fit(engine: Engine, count: int) -> None:
     engine.budget.total_bytes = count * core.reserved_bytes + core.row_bytes
 
 
-@pytest.fixture(params=["mxnet", "native"])
-def engine(request: pytest.FixtureRequest, folders: list[Path], new_engine: NewEngine) -> Engine:
+@pytest.fixture
+def engine(folders: list[Path], new_engine: NewEngine) -> Engine:
     """Two of its six models fit."""
-    made = new_engine({folder.name: folder for folder in folders}, backend=request.param)
+    made = new_engine({folder.name: folder for folder in folders}, backend="native")
     fit(made, 2)
     return made
 
@@ -105,21 +96,6 @@ def test_the_least_recently_used_model_is_evicted(engine: Engine) -> None:
     assert engine.models() == []
 
 
-@pytest.mark.slow
-def test_a_prepared_model_needs_its_artifact_no_more(
-    folders: list[Path], tmp_path: Path, new_engine: NewEngine
-) -> None:
-    changing = make_talkative(tmp_path / "바뀌는", seed=9, max_length=CONTEXT)
-    models = {"바뀌는": changing, "m0": folders[0]}
-    engine = new_engine(models, backend="native", cache_dir=str(tmp_path / "cache"))
-    before = {name: ask(engine, name) for name in ("바뀌는", "m0")}
-    fit(engine, 1)
-    make_talkative(changing, seed=2, max_length=CONTEXT)
-    for name in ("m0", "바뀌는", "m0", "바뀌는"):
-        assert ask(engine, name) == before[name]
-        assert resident(engine) == [name]
-
-
 def test_a_queued_model_gets_the_place_of_one_that_is_always_busy(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -155,15 +131,18 @@ def test_keys_and_values_take_the_place_of_weights_without_requests(engine: Engi
     assert places(engine)["m1"] == "parked"
 
 
-def test_a_model_whose_prepared_file_is_gone_comes_back_only_as_it_was(
+def test_a_model_comes_back_from_its_prepared_file_or_only_as_it_was(
     folders: list[Path], tmp_path: Path, new_engine: NewEngine
 ) -> None:
     changing = make_talkative(tmp_path / "changing", seed=1, max_length=CONTEXT)
     engine = new_engine({"changing": changing, "m0": folders[0]}, backend="native")
+    before = {name: ask(engine, name) for name in ("changing", "m0")}
     fit(engine, 1)
-    ask(engine, "m0")
-    shutil.rmtree(changing / ".prepared")
     make_talkative(changing, seed=2, max_length=CONTEXT)
+    for name in ("m0", "changing", "m0"):
+        assert ask(engine, name) == before[name]
+        assert resident(engine) == [name]
+    shutil.rmtree(changing / ".prepared")
     refused = Request(engine, "changing", PROMPT, max_new_tokens=2).wait()
     assert isinstance(refused.error, ArtifactError)
     assert "changed since it was loaded" in refused.error.message
@@ -185,132 +164,49 @@ def test_overcommit_bounds_the_loaded_models(folders: list[Path], new_engine: Ne
     assert refused.value.missing_bytes == core.row_bytes
 
 
-# With fakes
-
-
-class Fake:
-    """Stands in for a backend's model."""
-
-    max_rows, weight_bytes, kv_bytes = 8, 0, 0
-    mapped = ((0, 0),)
-
-    def close(self) -> None: ...
-
-
-class Bench:
-    """Models of 100 bytes, with rows of 10, and 400 bytes for all."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-        self.models: dict[str, Core] = {}
-        self.budget = Budget(400, overcommit=100)
-        self.changed = threading.Condition()
-        self.residency = Residency(
-            self.changed, self.models, self.budget, Prefixes(0), lambda: self.now
-        )
-        self.faults: dict[str, Exception] = {}
-
-    def core(self, name: str) -> Core:
-        def open_core(run: Any) -> Any:
-            if name in self.faults:
-                raise self.faults.pop(name)
-            return Fake()
-
-        return Core(
-            name=name,
-            key=name,
-            backend="fake",
-            precision="",
-            artifact=cast(Any, SimpleNamespace(config=GPT2Config(1, 1, 1, 1, 1, 1))),
-            open=open_core,
-            batch=Batch(8, self.budget, Prefixes(0)),
-            reserved_bytes=100,
-        )
-
-    def add(self, names: str) -> list[Core]:
-        cores = [self.core(name) for name in names]
-        for core in cores:
-            self.residency.open_new(core, Reading())
-            self.models[core.name] = core
-        return cores
-
-    def touch(self, *cores: Core) -> None:
-        """Requests that are answered at once."""
-        for core in cores:
-            self.now += 1
-            self.residency.acquire(core)
-            with self.changed:
-                assert self.changed.wait_for(lambda core=core: core.can_step, WAIT_S)
-            self.residency.release(core)
-
-    def resident(self) -> str:
-        return "".join(name for name, core in self.models.items() if core.resident)
-
-
-@pytest.fixture
-def bench() -> Iterator[Bench]:
-    made = Bench()
-    yield made
-    made.residency.close()
-
-
-def test_a_scan_evicts_no_model_with_frequent_requests(bench: Bench) -> None:
-    often, rare = bench.add("ab"), bench.add("0123456789")
-    bench.touch(*often * 20)
-    for model in rare:
-        bench.touch(model)
-        assert {"a", "b"} <= set(bench.resident())
-
-
-def test_a_model_with_frequent_requests_long_ago_is_evicted(bench: Bench) -> None:
-    bench.touch(*bench.add("a") * 10)
-    bench.touch(*bench.add("cde") * 20)
-    assert "a" not in bench.resident()
-
-
 def test_the_containers_memory_bounds_the_models(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The memory of all other processes is not in the budget."""
-    bench.touch(*bench.add("abc"))
-    assert bench.resident() == "abc"
-    share, two = residency.RESERVE_DIVISOR, 2 * 100 + 20
-    free = -(-two * share // (share - 1))  # with the share that is left to others
-    monkeypatch.setattr(residency, "container_memory", lambda: Memory(free, 0))
-    bench.touch(*bench.add("d"))
-    assert len(bench.resident()) == 2
-    monkeypatch.setattr(residency, "container_memory", lambda: Memory(0, 0))
-    bench.touch(*bench.add("e"))
-    assert bench.resident() == "e"  # one is always resident
+    ask(engine, "m0")
+    fit(engine, 6)
+    ask(engine, "m1")
+    assert len(resident(engine)) == 3
+    size = engine._models["m0"].core.reserved_bytes
+    share = residency.RESERVE_DIVISOR
+    free = -(-2 * size * share // (share - 1))  # for two, with the share that is left to others
+    for memory, count in ((free, 2), (0, 1)):  # one is always resident
+        monkeypatch.setattr(residency, "container_memory", lambda free=memory: Memory(free, 0))
+        name = next(name for name, place in sorted(places(engine).items()) if place != "hot")
+        ask(engine, name)
+        assert len(resident(engine)) == count
+        assert name in resident(engine)
 
 
-def test_a_model_that_cannot_be_opened_again_fails_its_requests(bench: Bench) -> None:
-    (core,) = bench.add("m")
-    bench.residency.close_core(core)
-    assert bench.budget.weight_bytes == 0
-    bench.faults["m"] = OSError("the disk")
-    failed, found = threading.Event(), list[EngineError]()
+def test_a_model_that_cannot_be_opened_again_fails_its_requests(engine: Engine) -> None:
+    ask(engine, "m5")
+    core = engine._models["m0"].core
+    assert not core.resident
+    real = core.open
 
-    class Waiting:
-        def fail(self, error: EngineError) -> None:
-            found.append(error)
-            failed.set()
+    def broken(run: Any) -> Any:
+        raise OSError("the disk")
 
-    core.batch.clear = lambda: [Waiting()]  # type: ignore
-    bench.residency.acquire(core)
-    assert failed.wait(WAIT_S)
-    bench.residency.release(core)
-    assert isinstance(found[0], EngineError)
-    assert (bench.budget.weight_bytes, core.moving) == (0, False)
-    bench.touch(core)  # the next one opens it
-    assert core.resident
+    core.open = broken
+    error = Request(engine, "m0", PROMPT).wait().error
+    assert error is not None
+    assert error.message == "m0 could not be opened again"
+    assert (core.held_bytes, core.moving) == (0, False)
+    core.open = real
+    ask(engine, "m0")  # the next one opens it
 
 
-def test_a_cancelled_load_leaves_the_queue(bench: Bench) -> None:
-    for core in bench.add("abc"):
-        bench.residency.acquire(core)  # for ever
+def test_a_cancelled_load_leaves_the_queue(engine: Engine) -> None:
+    ask(engine, "m5")
+    for name in resident(engine):
+        engine._residency.acquire(engine._models[name].core)  # for ever
     reading = Reading()
     reading.cancel()
     with pytest.raises(Cancelled):
-        bench.residency.open_new(bench.core("d"), reading)
-    assert not bench.residency._queue
+        engine._residency.open_new(engine._models["m0"].core, reading)
+    assert not engine._residency._queue

@@ -53,23 +53,6 @@ def cuts(ids: list[int]) -> Iterator[int]:
     return iter(sorted({1, len(ids) // 2 or 1, len(ids)}))
 
 
-@given(Histories, st.sampled_from([1, 2, 3, 4, 5, 1_000_000]))
-def test_no_ngram_is_completed_a_second_time(ids: list[int], size: int) -> None:
-    seen = {tuple(ids[i : i + size]) for i in range(len(ids) - size + 1)}
-    before = tuple(ids[len(ids) - size + 1 :]) if size > 1 else ()
-    expected = {t for t in range(VOCAB) if (*before, t) in seen}
-    for prompt in cuts(ids):
-        assert forbidden(ids, prompt, no_repeat_ngram_size=size) == expected
-
-
-def test_lists_of_ids_are_not_completed() -> None:
-    lists = ((9,), (3, 4), (3, 5), (3, 3, 7), (0,), (0, 6))
-    assert forbidden([2], 1, bad_words_ids=lists) == {9}  # an end token alone may be
-    assert forbidden([2, 3], 1, bad_words_ids=lists) == {9, 4, 5}
-    assert forbidden([3, 3], 2, bad_words_ids=lists) == {9, 4, 5, 7}
-    assert forbidden([3, 0], 1, bad_words_ids=lists) == {9, 6}
-
-
 @given(
     Histories, st.lists(st.text("가나다라ab\n ", min_size=1, max_size=4), min_size=1, max_size=4)
 )
@@ -123,12 +106,12 @@ def test_no_end_token_comes_before_there_are_enough_tokens() -> None:
     for new in range(5):
         expected = {0} if new < 3 else set()
         assert forbidden([5, 5, *[4] * new], 2, min_new_tokens=3) == expected
-    assert forbidden([5], 1, min_new_tokens=3, ignore_eos=True) == set()
     # One outside of the vocabulary does no harm.
     [rule] = rules_of(Parameters(min_new_tokens=1), [1], {-1, 2, 10**9}, partial(Phrases, TABLE))
     logits = np.zeros(VOCAB, np.float32)
     rule(logits, np.array([1]))
     assert np.flatnonzero(logits).tolist() == [2]
+    assert forbidden([5], 1, min_new_tokens=3, ignore_eos=True) == set()
 
 
 def dry(ids: list[int], breakers: set[int], p: Parameters) -> NDArray[np.float64]:
@@ -161,13 +144,6 @@ def test_a_repetition_is_less_likely(ids: list[int], allowed: int, last: int, ba
         for prompt in cuts(ids):
             found = adjusted(ids, prompt, **options, dry_sequence_breakers=texts)
             np.testing.assert_allclose(found, expected, rtol=1e-5)
-
-
-def test_a_repetition_that_llama_cpp_tests_has_its_penalty() -> None:
-    """Of its tests/test-sampling.cpp: 0 1 2 0 1, 1.1 ** 0 from the logit of 2."""
-    found = adjusted([0, 1, 2, 0, 1], 1, dry_multiplier=1.0, dry_base=1.1, dry_sequence_breakers=())
-    assert np.flatnonzero(found).tolist() == [2]
-    assert found[2] == -1
 
 
 def test_a_breaker_of_several_tokens_ends_a_repetition() -> None:
@@ -241,15 +217,6 @@ def test_answers_do_not_hold_what_is_forbidden(engine: Engine, sampled: dict[str
         assert found.error is None
         assert not [word for word in words if word in text]
     assert text != free
-
-
-def test_no_answer_repeats_what_it_may_not(engine: Engine) -> None:
-    free, ngrams, dry = (
-        len(set(itertools.pairwise(ask(engine, 60, **given).ids())))
-        for given in ({}, {"no_repeat_ngram_size": 2}, {"dry_multiplier": 5})
-    )
-    assert free < ngrams == 59
-    assert free < dry
 
 
 def test_an_answer_has_as_many_tokens_as_are_wanted(engine: Engine, tmp_path: Path) -> None:

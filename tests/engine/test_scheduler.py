@@ -115,14 +115,6 @@ def states(*sequences: Sequence) -> list[State]:
     return [sequence.state for sequence in sequences]
 
 
-def test_prompts_and_running_rows_share_a_pass(bench: Bench) -> None:
-    first = bench.queue(5, new=9)
-    assert bench.step() == [5]
-    second, third = bench.queue(7, seed=1), bench.queue(3, seed=2)
-    assert bench.step() == [1, 7, 3]
-    assert [s.num_new for s in (first, second, third)] == [2, 1, 1]
-
-
 def test_a_long_prompt_is_cut_where_the_turn_ends_and_the_next_one_waits(bench: Bench) -> None:
     running = bench.queue(3, new=50)
     bench.step()
@@ -131,16 +123,6 @@ def test_a_long_prompt_is_cut_where_the_turn_ends_and_the_next_one_waits(bench: 
     assert late.state is State.WAITING
     assert bench.step() == [1, 5, 5]
     assert (long.num_new, late.num_new, running.num_new) == (1, 1, 5)
-
-
-def test_a_prompts_text_does_not_depend_on_where_it_is_cut(path: Path) -> None:
-    texts = set()
-    for turns in ([TURN], [1], [63, 2, 17]):
-        bench = Bench(path)
-        sequence = bench.queue(150, new=20)
-        bench.run(*turns)
-        texts.add(tuple(sequence.ids))
-    assert len(texts) == 1
 
 
 @pytest.mark.parametrize("length", [5, TURN, TURN + 10])
@@ -179,15 +161,6 @@ def test_prompts_start_in_the_order_of_the_queue_as_rows_get_free(bench: Bench) 
         assert len(bench.batch.running) <= 4
     assert started == queued
     assert (bench.budget.kv_bytes, bench.model.kv_bytes) == (0, 0)
-
-
-def test_memory_is_reserved_for_a_sequence_at_its_longest(bench: Bench) -> None:
-    bench.queue(10, new=20)
-    bench.step()
-    assert bench.budget.kv_bytes == 32 * bench.token_bytes  # whole pages
-    bench.queue(10, new=100_000)
-    bench.step()
-    assert bench.budget.kv_bytes == (32 + CONTEXT) * bench.token_bytes
 
 
 def test_a_sequence_waits_for_memory_or_fails_if_it_can_never_have_it(path: Path) -> None:
@@ -257,14 +230,6 @@ def test_a_sequence_past_its_deadline_fails_wherever_it_is(bench: Bench) -> None
     assert in_time.state is State.DECODE
     bench.run()
     assert in_time.num_new == 50
-
-
-def test_clearing_a_batch_returns_unfinished_sequences_and_leaves_nothing(bench: Bench) -> None:
-    queued = [bench.queue(5, new=50, seed=i) for i in range(6)]
-    bench.step()
-    assert bench.batch.clear() == queued
-    assert not bench.batch.has_work
-    assert bench.budget.kv_bytes == 0
 
 
 def test_a_batch_has_work_while_it_needs_its_model(

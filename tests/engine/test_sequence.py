@@ -139,11 +139,6 @@ def test_random_text_is_cut_where_the_whole_text_would_be() -> None:
     assert 100 < stopped < 400
 
 
-def test_log_probabilities_come_with_each_token() -> None:
-    story = Story("a", "b", "</s>", logprobs=2)
-    assert all(token.logprobs is not None for token in story.tokens)
-
-
 def test_an_error_ends_a_sequence_and_nothing_is_sent_after_an_end() -> None:
     failed, stopped, error = Story("a"), Story("a", "끝", stop=("끝",)), DeadlineExceeded("late")
     failed.sequence.fail(error)

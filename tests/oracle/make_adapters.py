@@ -1,14 +1,13 @@
-"""Has PEFT train, make and save adapters, and answer with adapters on their base.
+"""Has PEFT make and save adapters, and answer with adapters on their base.
 
 In the oracle's environment (see make_golden):
 
     .venv-oracle/bin/python -m tests.oracle.make_adapters PLAN.json
 
-The plan names the folder of the `base`, the `prompts` and a `text`, and by name what to `train` and
-to `make`, which adapters to `route` to and to `merge`, and what to `ask`. Beside it
-come `answers.json`, with the `losses` of what was trained and, by name, a list of `new` ids and
-their `margins` for each prompt, and the `ids` of the text; and `logprobs.npz`, with the
-log-probabilities (T, V) after each token of the text.
+The plan names the folder of the `base`, the `prompts` and a `text`, and by name what to `make`,
+which adapters to `route` to and to `merge`, and what to `ask`. Beside it come `answers.json`, by
+name a list of `new` ids and their `margins` for each prompt, and the `ids` of the text; and
+`logprobs.npz`, with the log-probabilities (T, V) after each token of the text.
 """
 
 from __future__ import annotations
@@ -111,29 +110,6 @@ def route(base: Path, path: Path, adapters: list[str]) -> None:
     peft.create_arrow_model(load(base), adapters, arrow).save_pretrained(path)
 
 
-def train(base: Path, path: Path, options: dict[str, Any]) -> list[float]:
-    """Trains an adapter with this `config` on `sentences`, for so many `steps`: the losses."""
-    torch.manual_seed(options["seed"])
-    model = peft.get_peft_model(load(base), peft.LoraConfig(**options["config"]))
-    tokenizer = AutoTokenizer.from_pretrained(base)
-    batch = tokenizer(options["sentences"], return_tensors="pt", padding=True)
-    labels = batch.input_ids.masked_fill(batch.attention_mask == 0, -100)
-    trained = [weight for weight in model.parameters() if weight.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=options["rate"])
-    losses = []
-    model.train()
-    for _ in range(options["steps"]):
-        loss = model(
-            input_ids=batch.input_ids, attention_mask=batch.attention_mask, labels=labels
-        ).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(float(loss))
-    model.save_pretrained(path)
-    return losses
-
-
 def save_whole(model: Any, base: Path, path: Path) -> None:
     model.save_pretrained(path)
     AutoTokenizer.from_pretrained(base).save_pretrained(path)
@@ -179,9 +155,6 @@ def main() -> None:
     file = Path(sys.argv[1])
     plan = json.loads(file.read_text(encoding="utf-8"))
     base = Path(plan["base"])
-    losses = {}
-    for name, options in plan["train"].items():
-        losses[name] = train(base, Path(options["path"]), options)
     for options in plan["make"].values():
         make(base, Path(options["path"]), options)
     for path, adapters in plan["route"].values():
@@ -195,7 +168,7 @@ def main() -> None:
     answers, logprobs = {}, {}
     for name, (path, kind) in plan["ask"].items():
         answers[name], logprobs[name] = answer(opened(base, Path(path), kind), prompts, text)
-    said = json.dumps({"answers": answers, "losses": losses}, ensure_ascii=False)
+    said = json.dumps(answers, ensure_ascii=False)
     file.with_name("answers.json").write_text(said, encoding="utf-8")
     np.savez(file.with_name("logprobs.npz"), **logprobs)
 

@@ -1,5 +1,5 @@
-"""Adapters answer as PEFT answers with them in transformers: what it trains and saves, in all its
-ways, beside each other on one base."""
+"""Adapters answer as PEFT answers with them in transformers: what it saves, in all its ways, beside
+each other on one base."""
 
 from __future__ import annotations
 
@@ -126,11 +126,11 @@ ADAPTERS: dict[str, dict[str, Any]] = {
     "pissa with rslora, converted": lora(4, init_lora_weights="pissa_niter_2", use_rslora=True)
     | CONVERTED,
 }
-TRAINED, ROUTER = "trained", "router"
+ROUTER = "router"
 BASE, WHOLE = "base", "whole"  # the base itself, and a fine-tune of it without adapters
 OF_WHOLE = {"rank-8": 8, "rank-64": 64}  # adapters that `convert` makes of the fine-tune
-ASKED = (BASE, TRAINED, *ADAPTERS, *OF_WHOLE)
-MERGED = (TRAINED, "long patterns", "biases that are added", "bfloat16", "dora", "norms", "tokens")
+ASKED = (BASE, *ADAPTERS, *OF_WHOLE)
+MERGED = ("long patterns", "biases that are added", "bfloat16", "dora", "norms", "tokens")
 
 # By what the refusal says, what PEFT saves.
 REFUSED: dict[str, dict[str, Any]] = {
@@ -172,7 +172,6 @@ class Made:
     root: Path
     base: Path
     answers: dict[str, Any]
-    losses: dict[str, list[float]]
     logprobs: dict[str, NDArray[Any]]
 
 
@@ -195,14 +194,6 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
         "base": base,
         "prompts": PROMPTS,
         "text": TEXT,
-        "train": {
-            TRAINED: {
-                "path": root / TRAINED,
-                "rate": 1e-2,
-                **lora(8, lora_alpha=16, lora_dropout=0.05, bias="lora_only"),
-                **{"sentences": SENTENCES[:6], "seed": 5, "steps": 12},
-            }
-        },
         "make": {
             name: {"path": root / str(i), "seed": i, **options}
             for i, (name, options) in enumerate((ADAPTERS | REFUSED).items())
@@ -222,9 +213,9 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
     }
     (root / "plan.json").write_text(json.dumps(plan, default=str), encoding="utf-8")
     oracle.run("-m", "tests.oracle.make_adapters", root / "plan.json")
-    said = json.loads((root / "answers.json").read_text(encoding="utf-8"))
+    answers = json.loads((root / "answers.json").read_text(encoding="utf-8"))
     with np.load(root / "logprobs.npz") as file:
-        return Made(root, base, said["answers"], said["losses"], dict(file))
+        return Made(root, base, answers, dict(file))
 
 
 def fine_tune(base: Path, folder: Path) -> None:
@@ -294,10 +285,9 @@ def test_an_adapter_answers_as_peft_does(
 
 
 def test_what_is_compared_is_of_many_adapters_that_change_the_text(made: Made) -> None:
-    assert made.losses[TRAINED][-1] < 0.7 * made.losses[TRAINED][0]
     names = made.answers.keys() - {*OF_WHOLE}
     texts = {json.dumps(made.answers[name]["new"]) for name in names}
-    assert len(texts) == len(names) == len(ADAPTERS) + 3
+    assert len(texts) == len(names) == len(ADAPTERS) + 2
     margins = [m for answer in made.answers.values() for each in answer["margins"] for m in each]
     assert np.mean(np.array(margins) < TIE) < 0.01
 

@@ -50,14 +50,3 @@ def test_int8_is_close_to_the_oracle(case: Case, golden: Golden, tmp_path: Path)
     model.close()
     error = np.square(found - golden["logits"]).mean()
     assert error < 0.1**2 * np.square(golden["logits"]).mean()
-
-
-def test_the_goldens_are_of_these_cases() -> None:
-    assert {path.stem for path in HERE.glob("*.npz")} == {case.name for case in CASES}
-
-
-@pytest.mark.parametrize("case", CASES[:-1], ids=lambda case: case.name)
-def test_a_golden_is_no_text_of_one_token(case: Case, golden: Golden) -> None:
-    assert golden["logits"].std() > 1
-    assert len(set(golden["greedy"].tolist())) > 2
-    assert len(set(golden["penalized"].tolist())) > 5

@@ -43,19 +43,6 @@ def test_texts_are_those_of_transformers(engine: Engine, name: str, tmp_path: Pa
     agrees(engine, make(name, tmp_path), GOLDEN[name])
 
 
-def test_the_golden_texts_are_of_these_directories_and_no_easy_ones() -> None:
-    """Held-back characters, skipped special tokens, early ends, texts that do not stand still."""
-    assert {name: {*PROMPTS} for name in DIRECTORIES} == {n: set(t) for n, t in GOLDEN.items()}
-    answers = [answer for texts in GOLDEN.values() for answer in texts.values()]
-    assert all(answer["margin"] > 2 * TOLERANCE for answer in answers)
-    assert any("\ufffd" in answer["text"] for answer in answers)
-    assert any("🙂" in answer["text"] for answer in answers)
-    assert any(len(answer["new"]) < 40 for answer in answers)
-    assert all(len(set(answer["new"])) > 3 for answer in answers)
-    assert GOLDEN["ends"][PROMPTS[0]]["ids"][0] == 0  # the begin token, as tokenizer.json says
-    assert GOLDEN["kogpt2-v2"][PROMPTS[0]]["ids"][0] != 0
-
-
 def agrees(engine: Engine, folder: Path, answers: dict[str, Any]) -> None:
     name = folder.name
     engine.load(name, str(folder))

@@ -70,12 +70,6 @@ def test_v1s_control_pieces_stand_for_themselves_and_each_text_begins_anew(v1: P
     assert tokenizer.bos_id not in expected
 
 
-def test_v2s_template_is_one_text(v2: Path) -> None:
-    found = prompts(v2, template=V2, defaults=DEFAULTS)
-    plain = Prompts(open_artifact(make_hugging_face(v2.with_name("plain"))))
-    assert found.encode("오늘은 날씨가") == plain.encode("<usr>오늘은 날씨가<unused1>0<sys>")
-
-
 def test_a_request_may_fill_every_field(v1: Path, v2: Path) -> None:
     for folder, template in ((v1, V1), (v2, V2)):
         found = prompts(folder, template=template, defaults=DEFAULTS)
@@ -266,14 +260,3 @@ def test_a_stop_token_ends_an_answer_and_both_ends_are_stripped(
     expected = re.sub(f"({either})+$", "", re.sub(f"^({either})+", "", free.text()))
     assert stripped.text() == expected != free.text()
     assert len(stripped.ids()) == 20
-
-
-def test_a_template_reaches_the_model(engine: Engine, v1: Path, v2: Path) -> None:
-    for folder, template in ((v1, V1), (v2, V2)):
-        engine.load("m", str(generation(folder, template=template, defaults=DEFAULTS)))
-        one, other = (
-            Request(engine, "m", inputs, max_new_tokens=8).wait()  # type: ignore[arg-type]
-            for inputs in ("오늘은", {"text": "오늘은", "sentiment": "0"})
-        )
-        assert (one.ids(), one.prompt) == (other.ids(), other.prompt)
-        engine.unload("m")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,8 +13,7 @@ from engine.backends import nvidia
 from engine.settings import Settings
 from engine.step_loop import GPU_LOST
 from tests.engine.models import make_artifact
-
-ROOT = Path(__file__).resolve().parents[3]
+from tests.processes import python
 
 DRIVER = """
 #include <stddef.h>
@@ -118,6 +116,5 @@ def test_an_engine_that_lost_its_gpu_ends_so_that_it_is_started_anew(
     tmp_path: Path, error: str, status: int, output: str
 ) -> None:
     path = make_artifact(tmp_path / "model")
-    command = [sys.executable, "-c", BREAK_A_STEP, path, error]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    result = python("-c", BREAK_A_STEP, str(path), error)
     assert (result.returncode, result.stdout) == (status, output), result.stderr

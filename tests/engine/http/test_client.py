@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -30,19 +31,11 @@ FEW = {"max_new_tokens": 5}
 
 
 @pytest.fixture(scope="module")
-def process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineProcess]:
-    """With the backend that starts soonest, as tests end it."""
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineProcess]:
+    """The last test ends it."""
     fast = {"ENGINE_BACKEND": "native", "ENGINE_PRECISION": "fp32"}
     with engine_process(tmp_path_factory.mktemp("client"), **fast) as found:
         yield found
-
-
-@pytest.fixture
-def engine(process: EngineProcess) -> EngineProcess:
-    """The engine, started again where a test ended it."""
-    if process.process.poll() is not None:
-        process.start()
-    return process
 
 
 @pytest.fixture
@@ -137,34 +130,32 @@ def test_a_model_that_was_unloaded_is_loaded_again(
     assert text(handle) == before
 
 
-def test_requests_wait_while_the_engine_restarts(
-    engine: EngineProcess, client: EngineClient, handle: ModelHandle
-) -> None:
-    before = text(handle)
-    engine.kill()
-    assert texts_at_once(handle, 4, lambda: engine.start(wait=False)) == [before] * 4
-    assert engine.statistics(NAME)["requests"] == 4
-    # This thread's connection was closed while it was idle: it is opened again.
+def test_an_engine_that_hangs_is_unavailable(engine: EngineProcess, client: EngineClient) -> None:
+    client.request("GET", "/health")
+    engine.process.send_signal(signal.SIGSTOP)
+    try:
+        with pytest.raises(EngineUnavailable, match="did not answer within"):
+            client.request("GET", "/health", timeout_s=0.5)
+    finally:
+        engine.process.send_signal(signal.SIGCONT)
     assert client.request("GET", "/health")["status"] == "ok"
 
 
-def test_a_request_lost_in_a_crash_is_sent_again(
-    engine: EngineProcess, handle: ModelHandle
+def test_requests_are_sent_again_once_the_engine_is_back_or_fail_in_time(
+    engine: EngineProcess, client: EngineClient, handle: ModelHandle, model_dir: Path
 ) -> None:
+    before = text(handle)
     long = {"max_new_tokens": 3000}
     with ThreadPoolExecutor(1) as pool:
-        answer = pool.submit(handle.generate, PROMPT, long, timeout_s=120)
+        lost = pool.submit(handle.generate, PROMPT, long, timeout_s=120)
         pool.submit(handle._client.close)
         eventually(lambda: engine.statistics(NAME)["running"] == 1)
         engine.kill()
-        engine.start()
-        assert answer.result(120)["completions"][0]["tokens"] == 3000
-
-
-def test_an_engine_that_does_not_come_back_fails_requests_in_time(
-    engine: EngineProcess, client: EngineClient, handle: ModelHandle, model_dir: Path
-) -> None:
-    text(handle)
+        assert texts_at_once(handle, 4, lambda: engine.start(wait=False)) == [before] * 4
+        assert lost.result(120)["completions"][0]["tokens"] == 3000
+    assert engine.statistics(NAME)["requests"] == 5
+    # This thread's connection was closed while it was idle: it is opened again.
+    assert client.request("GET", "/health")["status"] == "ok"
     engine.kill()
     started = time.monotonic()
     with pytest.raises(EngineUnavailable) as caught:
@@ -176,14 +167,3 @@ def test_an_engine_that_does_not_come_back_fails_requests_in_time(
     with pytest.raises(EngineUnavailable):
         ModelHandle(client, "other", str(model_dir))
     assert time.monotonic() - started < 40  # others wait for it for a minute
-
-
-def test_an_engine_that_hangs_is_unavailable(engine: EngineProcess, client: EngineClient) -> None:
-    client.request("GET", "/health")
-    engine.process.send_signal(19)  # SIGSTOP
-    try:
-        with pytest.raises(EngineUnavailable, match="did not answer within"):
-            client.request("GET", "/health", timeout_s=0.5)
-    finally:
-        engine.process.send_signal(18)  # SIGCONT
-    assert client.request("GET", "/health")["status"] == "ok"

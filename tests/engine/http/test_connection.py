@@ -50,15 +50,6 @@ def test_an_answer_is_whole_however_it_comes(listener: socket.socket) -> None:
     assert answered(listener, *(bytes([byte]) for byte in HEAD + KOREAN)) == expected
 
 
-def test_an_answer_without_a_body_is_known_by_its_status(listener: socket.socket) -> None:
-    assert answered(listener, b"HTTP/1.1 204 No Content\r\n\r\n") == (204, {}, b"")
-
-
-def test_a_connection_that_is_closed_before_an_answer_is_reset(listener: socket.socket) -> None:
-    with pytest.raises(ConnectionResetError):
-        answered(listener)
-
-
 @pytest.mark.parametrize(
     "answer",
     [
@@ -74,10 +65,3 @@ def test_a_broken_answer_is_an_error(listener: socket.socket, answer: bytes) -> 
     with pytest.raises(OSError, match="the answer") as caught:
         answered(listener, answer)
     assert not isinstance(caught.value, ConnectionError)
-
-
-def test_silence_ends_in_time(listener: socket.socket) -> None:
-    connection = Connection(listener.getsockname(), WAIT_S)
-    with pytest.raises(TimeoutError):
-        connection.request("GET", "/health", None, 0.05)
-    connection.close()

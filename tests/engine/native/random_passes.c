@@ -229,11 +229,21 @@ static void check_models(const Model *model, uint8_t *arena, const Row *rows) {
       *fields[field] = wrong[i];
       CHECK(run_pass(&m, arena, &piece, 1, NULL) == PASS_BAD_MODEL);
     }
+  Model odd = *model, thin = *model;
+  odd.heads = odd.units + 1; /* does not divide the units */
+  thin.block = 6;
+  CHECK(run_pass(&odd, arena, &piece, 1, NULL) == PASS_BAD_MODEL);
+  CHECK(run_pass(&thin, arena, &piece, 1, NULL) == PASS_BAD_MODEL);
   for (int planes = -1; model->block && planes < 4; planes++) {
-    Model m = *model;
-    m.head.planes = planes;
-    if (planes != 1 && planes != 2)
-      CHECK(run_pass(&m, arena, &piece, 1, NULL) == PASS_BAD_MODEL);
+    Model head = *model, layer = *model;
+    Layer layers[2];
+    memcpy(layers, model->layers, model->num_layers * sizeof *layers);
+    head.head.planes = planes;
+    layers[model->num_layers - 1].ffn_out.planes = planes;
+    layer.layers = layers;
+    if (planes == 1 || planes == 2) continue;
+    CHECK(run_pass(&head, arena, &piece, 1, NULL) == PASS_BAD_MODEL);
+    CHECK(run_pass(&layer, arena, &piece, 1, NULL) == PASS_BAD_MODEL);
   }
 }
 

@@ -11,12 +11,12 @@ import os
 import shutil
 import subprocess
 import sys
-import tarfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from testbed import random_model
 from tests.engine.engines import EngineProcess
 
 pytestmark = pytest.mark.slow
@@ -114,9 +114,7 @@ def engine(python: Path, code: Path, tmp_path: Path) -> Iterator[EngineProcess]:
 
 
 def test_the_text_is_that_of_x86_64(engine: EngineProcess, tmp_path: Path) -> None:
-    with tarfile.open(ROOT / "model_store/sowol.tar.gz") as archive:
-        archive.extractall(tmp_path / "시집", filter="data")
-    body = {"name": "소월", "model_dir": str(tmp_path / "시집")}
+    body = {"name": "소월", "model_dir": str(random_model.demo("sowol", tmp_path / "시집"))}
     status, model = engine.call("POST", "/models", body)
     assert (status, model["precision"]) == (200, "int8"), model
     body = {"inputs": PROMPT, "parameters": {"max_new_tokens": 12}}

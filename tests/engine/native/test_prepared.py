@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from common.errors import ArtifactError
 from engine.artifacts.artifact import Artifact
 from engine.native import prepared as module
 from engine.native.model import NativeModel
@@ -119,15 +118,6 @@ def test_a_disk_without_space_is_no_end_of_the_process(
     assert np.isfinite(logits(prepared(artifact, "int8", None, Counted()))).all()
     assert "cannot keep a prepared model" in caplog.text
     assert [file.suffixes for file in full.iterdir()] == [[".source", ".json"]]
-
-
-def test_another_models_file_is_not_opened(artifact: Artifact, tmp_path: Path) -> None:
-    other = Manifests().open(make_artifact(tmp_path / "other", max_length=64, seed=5))
-    for one in (artifact, other):
-        prepared(one, "int8", None, Counted()).close()
-    shutil.copyfile(file_of(other), file_of(artifact))
-    with pytest.raises(ArtifactError, match="not of this model"):
-        Prepared(file_of(artifact), artifact.config, "int8", artifact.content)
 
 
 def test_the_least_recently_loaded_models_are_removed(tmp_path: Path) -> None:

@@ -126,7 +126,8 @@ SPECIAL: dict[str, Callable[[Path], object]] = {
 @pytest.mark.parametrize(
     ("make", "name", "kind"),
     [
-        *itertools.product((make_artifact,), V1, SPECIAL),
+        *itertools.product((make_artifact,), V1, ("pipe",)),
+        *itertools.product((make_artifact,), V1[2:3], ("folder", "socket", "device")),
         *itertools.product((make_hugging_face,), V2, ("pipe",)),
     ],
 )

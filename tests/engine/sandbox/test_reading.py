@@ -82,11 +82,21 @@ def test_a_cancelled_load_ends_and_another_of_its_name_does_the_work(
         engine.load("m", str(artifact), reading=first)
 
 
+@pytest.fixture(scope="module")
+def process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineProcess]:
+    folder = tmp_path_factory.mktemp("faulty")
+    with engine_process(folder, "tests.engine.faulty_engine", ENGINE_BACKEND="native") as found:
+        yield found
+
+
 @pytest.fixture
-def faulty(tmp_path: Path) -> Iterator[EngineProcess]:
-    """An engine in which the reader of some artifacts fails."""
-    with engine_process(tmp_path, "tests.engine.faulty_engine", ENGINE_BACKEND="native") as process:
-        yield process
+def faulty(process: EngineProcess) -> Iterator[EngineProcess]:
+    """An engine without models in which the reader of some artifacts fails."""
+    yield process
+    if process.process.poll() is None:  # the last test ends it
+        for model in process.call("GET", "/models")[1]["models"]:
+            process.call("DELETE", f"/models/{quote(model['name'])}")
+        eventually(lambda: not readers(process))
 
 
 def bad(folder: Path, fault: str) -> Path:

@@ -193,16 +193,6 @@ def test_nothing_is_left_of_an_engine_that_is_killed() -> None:
         eventually(lambda: has_ended(helper.pid))
 
 
-def test_a_lost_helper_is_replaced() -> None:
-    with servant() as child:
-        process = process_of(child)
-        helper_of(child).kill()
-        eventually(lambda: has_ended(process))  # with its helper
-        with pytest.raises(EngineUnavailable, match="went away"):  # the file is not to blame
-            call(child, "가")
-    assert run(targets.echo, "나") == "나"
-
-
 def test_a_reader_that_is_killed_says_nothing_of_what_it_read(tmp_path: Path) -> None:
     read, tried = tmp_path / "글", list[int]()
 
@@ -237,11 +227,13 @@ def test_without_a_process_it_is_to_be_tried_later(monkeypatch: pytest.MonkeyPat
 def test_what_is_lost_with_the_helper_is_done_again(tmp_path: Path) -> None:
     file = tmp_path / "글"
     with servant() as child, ThreadPoolExecutor(1) as pool:
-        helper = helper_of(child)
+        process, helper = process_of(child), helper_of(child)
         found = pool.submit(run, targets.wait_for, str(file))
         eventually(lambda: len(helper.children()) == 2)
         helper.kill()
-        eventually(lambda: has_ended(helper))
+        eventually(lambda: has_ended(helper) and has_ended(process))
+        with pytest.raises(EngineUnavailable, match="went away"):  # the file is not to blame
+            call(child, "가")
         file.write_text("다시", encoding="utf-8")
         assert found.result() == "다시"
 

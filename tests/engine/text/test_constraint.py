@@ -17,7 +17,7 @@ from common.form import choice as choice_of
 from common.form import grammar as grammar_of
 from common.form import json_schema as schema_of
 from common.form import regex as regex_of
-from engine.text.constraint import MAX_COMPILED, Constraint, Vocabulary, begins_with_space
+from engine.text.constraint import MAX_COMPILED, Vocabulary, begins_with_space
 from engine.text.table import BYTES, PROCESS, RUNS, SEPARATE, Table
 
 WORDS = ["긍정", " 긍정", "부정", " 부정", "중립", "산에는", " 꽃", "이름", "김소월", '{"', '":']
@@ -131,7 +131,7 @@ def object_of(name: str, *values: Any) -> dict[str, Any]:
 NAMES, MORE = object_of("이름", "가", "나"), object_of("나이", 1, 2)
 
 
-def draws(vocabulary: Vocabulary, schema: Any, count: int = 60) -> list[dict[str, Any]]:
+def draws(vocabulary: Vocabulary, schema: Any, count: int = 30) -> list[dict[str, Any]]:
     """Complete answers of a schema."""
     return list(map(json.loads, whole(vocabulary, schema_of("", schema), count)))
 
@@ -149,7 +149,7 @@ def draws(vocabulary: Vocabulary, schema: Any, count: int = 60) -> list[dict[str
 def test_only_properties_that_a_schema_names_are_written(
     vocabulary: Vocabulary, schema: Any, names: set[str]
 ) -> None:
-    found = draws(vocabulary, schema, 30)
+    found = draws(vocabulary, schema)
     assert set().union(*found) == names
     assert {len(value) for value in found} == {min(len(names), 1)}
 
@@ -165,7 +165,7 @@ def test_a_schema_that_needs_other_properties_has_them(vocabulary: Vocabulary) -
         assert found
         assert all({"이름", "나이"} <= set(value) for value in found)
     assert all(isinstance(value, dict) for value in draws(vocabulary, {"type": "object"}))
-    assert len(draws(vocabulary, True)) > 20  # any JSON
+    assert draws(vocabulary, True)  # any JSON
 
 
 LARK = 'start: "산에는" FLOWER+\nFLOWER: " 꽃"'
@@ -294,12 +294,3 @@ def test_a_hostile_form_is_refused_or_stays_small(name: str) -> None:
     with contextlib.suppress(InvalidRequest):
         draw(vocabulary, HOSTILE[name], most=50)
     assert time.process_time() - began < 30  # a net: most take 5 ms
-
-
-def test_constraints_of_several_threads(vocabulary: Vocabulary) -> None:
-    from concurrent.futures import ThreadPoolExecutor
-
-    forms = [Form("choice", (f"{i}번", "긍정")) for i in range(8)]
-    with ThreadPoolExecutor(4) as pool:
-        found: list[Constraint] = list(pool.map(vocabulary.constrain, forms * 8))
-    assert len(found) == 64

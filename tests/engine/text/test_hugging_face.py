@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizers import Tokenizer, processors
+from tokenizers import Tokenizer
 
 from common.errors import ArtifactError, InvalidRequest
 from engine.artifacts.generation_config import Part
@@ -90,15 +91,6 @@ def test_settings_of_the_training_run_are_left_out(tmp_path: Path) -> None:
     assert all(tokenizer.encode(SENTENCES[0]) == ids for _ in range(10))
 
 
-def test_a_token_in_front_of_a_prompt_is_that_of_tokenizer_json(tmp_path: Path) -> None:
-    path = saved(tmp_path / "t", tokenizer_config={"add_bos_token": True, "bos_token": "<s>"})
-    assert HuggingFaceTokenizer(path).encode("가")[0] != 0
-    trained = Tokenizer.from_file(str(path))
-    trained.post_processor = processors.TemplateProcessing("<s> $A", special_tokens=[("<s>", 0)])
-    trained.save(str(path))
-    assert HuggingFaceTokenizer(path).encode("가")[0] == 0
-
-
 def test_special_tokens_are_named_in_the_files_beside_it(tmp_path: Path) -> None:
     path = saved(tmp_path / "t")
     assert HuggingFaceTokenizer(path).eos_id is None
@@ -136,6 +128,31 @@ def test_a_damaged_file_is_named(file: str, content: str, tmp_path: Path) -> Non
     path.with_name(f"{file}.json").write_bytes(content.encode("utf-8", "surrogatepass"))
     with pytest.raises(ArtifactError, match=rf"{file}\.json"):
         HuggingFaceTokenizer(path)
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"added_tokens_decoder": []}, None),
+        ({"added_tokens_decoder": ["<a>"]}, "added_tokens_decoder must be an object"),
+        ({"added_tokens_decoder": "<a>"}, "added_tokens_decoder must be an object"),
+        ({"extra_special_tokens": 5}, "extra_special_tokens must be a list"),
+        ({"additional_special_tokens": "<a>"}, "additional_special_tokens must be a list"),
+        ({"eos_token": "\ud800"}, "half"),
+        ({"added_tokens_decoder": {"7": {"content": "a\ud800"}}}, "half"),
+        ({"added_tokens_decoder": {"9" * 5000: {"content": "a"}}}, None),
+        ({"added_tokens_decoder": {"7": 1, "x": None}, "eos_token": [1]}, None),
+    ],
+)
+def test_settings_beside_a_tokenizer_are_refused_with_a_reason_or_left_out(
+    tmp_path: Path, fields: dict[str, Any], reason: str | None
+) -> None:
+    path = saved(tmp_path / "t")
+    path.with_name("tokenizer_config.json").write_text(json.dumps(fields))
+    with pytest.raises(ArtifactError, match=reason) if reason else nullcontext() as caught:
+        HuggingFaceTokenizer(path)
+    if caught is not None:
+        caught.value.message.encode("utf-8")
 
 
 # Templates

@@ -47,23 +47,6 @@ def test_each_pair_of_texts_is_cut_as_by_trying_everything() -> None:
             assert in_pieces(text, cuts, strips) == stripped(text, strips), (text, cuts, strips)
 
 
-@pytest.mark.parametrize(
-    ("strips", "text", "expected"),
-    [
-        (("\n", "\n\n"), "\n\n\n가\n\n\n", "가"),
-        (("ab", "a"), "aab나", "나"),
-        (("a", "ab"), "aab나", "나"),
-        (("가", "가나다"), "가나", "나"),
-        (("ㅋ", "ㅋㅋ", "ㅎ"), "ㅋㅋㅋ안녕ㅋ ㅎㅎㅋ", "안녕ㅋ "),
-    ],
-)
-def test_single_characters_are_cut_as_a_text(
-    strips: tuple[str, ...], text: str, expected: str
-) -> None:
-    assert in_pieces(text, [], strips) == expected
-    assert in_pieces(text, list(range(1, len(text))), strips) == expected
-
-
 def steps(strips: tuple[str, ...], text: str) -> int:
     """How many instructions of the interpreter a text takes, a character at a time."""
     count = 0
