@@ -1,10 +1,13 @@
 /* A pool of threads for the parts of a pass.
 
-   `ticket` holds the number of the current job in its upper half and how many of its parts are not
-   taken yet in its lower half. A thread takes a part by lowering it. The job's fields change only when
-   all parts of the job before are done, and a thread reads them only after it has taken a part, so no
-   thread ever sees a mixture. A thread that the system has suspended holds up a job only while it has
-   a part of its own. */
+   Each thread has a range of a job's parts and takes them in order, because what lies behind a part is
+   fetched ahead; then it takes what is left of the others' ranges. A thread that the system has
+   suspended holds up a job only while it has taken a part.
+
+   A range's `ticket` has the number of its job in the upper half and how many of its parts are not taken
+   yet in the lower half. A thread takes a part by lowering it. The job's fields change only when all
+   parts of the job before are done, and a thread reads them only after it has taken a part, so no thread
+   ever sees a mixture. */
 
 #include "threads.h"
 
@@ -20,17 +23,21 @@
 
 enum {
   MAX_THREADS = 64,
+  CACHE_LINE = 64,
   SPINS = 2000 /* before the processor is yielded: some 20 us. More holds up other processes. */
 };
 
 static struct {
-  _Atomic uint64_t ticket;
+  struct {
+    _Alignas(CACHE_LINE) _Atomic uint64_t ticket;
+  } ranges[MAX_THREADS];
   _Atomic size_t done; /* parts of the current job */
   _Atomic uint32_t awake; /* odd: a pass is under way; a futex */
   _Atomic int stop;
   Work work;
   void *data;
-  int count; /* threads, the calling one among them */
+  size_t parts;
+  _Atomic int count; /* threads, the calling one among them */
   pthread_t threads[MAX_THREADS];
 } pool = {.count = 1};
 
@@ -42,16 +49,25 @@ static inline void pause_briefly(void) {
 #endif
 }
 
+static size_t range_begin(size_t range) { return range * pool.parts / (size_t)pool.count; }
+
 /* Takes a part of the current job and runs it. Returns 0 where none is left. */
 static int run_part(int thread) {
-  uint64_t ticket = atomic_load_explicit(&pool.ticket, memory_order_acquire);
-  do {
-    if (!(uint32_t)ticket) return 0;
-  } while (!atomic_compare_exchange_weak_explicit(&pool.ticket, &ticket, ticket - 1,
-                                                  memory_order_acquire, memory_order_acquire));
-  pool.work(pool.data, (uint32_t)ticket - 1, thread);
-  atomic_fetch_add_explicit(&pool.done, 1, memory_order_release);
-  return 1;
+  const int count = pool.count;
+  for (int i = 0; i < count; i++) {
+    const int range = (thread + i) % count;
+    _Atomic uint64_t *const place = &pool.ranges[range].ticket;
+    uint64_t ticket = atomic_load_explicit(place, memory_order_acquire);
+    while ((uint32_t)ticket) {
+      if (!atomic_compare_exchange_weak_explicit(place, &ticket, ticket - 1, memory_order_acquire,
+                                                 memory_order_acquire))
+        continue;
+      pool.work(pool.data, range_begin((size_t)range + 1) - (uint32_t)ticket, thread);
+      atomic_fetch_add_explicit(&pool.done, 1, memory_order_release);
+      return 1;
+    }
+  }
+  return 0;
 }
 
 static void *serve(void *argument) {
@@ -82,9 +98,14 @@ void in_parallel(Work work, void *data, size_t parts) {
   }
   pool.work = work;
   pool.data = data;
+  pool.parts = parts;
   atomic_store_explicit(&pool.done, 0, memory_order_relaxed);
-  const uint64_t job = (atomic_load_explicit(&pool.ticket, memory_order_relaxed) >> 32) + 1;
-  atomic_store_explicit(&pool.ticket, job << 32 | parts, memory_order_release);
+  for (size_t range = 0; range < (size_t)pool.count; range++) {
+    _Atomic uint64_t *const place = &pool.ranges[range].ticket;
+    const uint64_t job = (atomic_load_explicit(place, memory_order_relaxed) >> 32) + 1;
+    atomic_store_explicit(place, job << 32 | (range_begin(range + 1) - range_begin(range)),
+                          memory_order_release);
+  }
   while (run_part(0)) {}
   for (int spins = 0; atomic_load_explicit(&pool.done, memory_order_acquire) < parts;)
     if (++spins < SPINS)
