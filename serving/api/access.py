@@ -24,10 +24,10 @@ class Right(enum.Enum):
 def check_token(gateway: Gateway, request: Request, right: Right) -> None:
     """Check a request's bearer token for `right`. Call it once per request, before all else.
 
-    Raises `Unauthorized` without a valid token, if any token is configured. A token of TOKENS_FILE
-    counts the request as in flight until `App` has sent the answer; raises `TooManyRequests` beyond
-    the token's limits, and `Forbidden` if it may not load models. `serving.api.naming` checks which
-    models such a token may use.
+    Raises `Unauthorized` without a valid token, if the settings require one for `right`. A token of
+    TOKENS_FILE counts the request as in flight until `App` has sent the answer; raises
+    `TooManyRequests` beyond the token's limits, and `Forbidden` if it may not load models.
+    `serving.api.naming` checks which models such a token may use.
     """
     settings = gateway.settings
     known = {

@@ -39,7 +39,8 @@ CODES = {
     504: grpc.StatusCode.DEADLINE_EXCEEDED,
     507: grpc.StatusCode.RESOURCE_EXHAUSTED,
 }
-# Characters. It is sent in a header, where a byte beyond ASCII takes three; clients accept 8 KiB.
+# Limit in characters: a header carries the message, where a byte beyond ASCII takes three
+# characters, and clients accept headers of 8 KiB.
 MAX_MESSAGE = 600
 # Keys of a call's metadata that become HTTP headers.
 FORWARDED = ("authorization", REQUEST_ID, TRACEPARENT, "tracestate", SESSION_ID)
