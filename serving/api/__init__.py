@@ -1,1 +1,1 @@
-"""What the gateway's ports answer, one contract a file."""
+"""The routes of the gateway's ports, one contract per file."""

@@ -1,4 +1,4 @@
-"""Tokens: whether a request may use its route, and the model that its path names."""
+"""Authorization: checks a request's token for its route and for the model in its path."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from serving.tokens import current
 
 
 class Right(enum.Enum):
-    """What a token is for."""
+    """A right that a token grants."""
 
     CALL = enum.auto()
     LIST = enum.auto()
@@ -22,12 +22,12 @@ class Right(enum.Enum):
 
 
 def check_token(gateway: Gateway, request: Request, right: Right) -> None:
-    """To be called once a request, before anything else.
+    """Check a request's bearer token for `right`. Call it once per request, before all else.
 
-    Raises `Unauthorized` unless it carries `Authorization: Bearer <token>` with a token for this,
-    if any is set. For one of TOKENS_FILE it counts as in flight until `App` has sent its answer;
-    raises `TooManyRequests` beyond the token's limits, `Forbidden` if it may not load. Which models
-    such a token may use is for `serving.api.naming` to say.
+    Raises `Unauthorized` without a valid token, if the settings require one for `right`. A token of
+    TOKENS_FILE counts the request as in flight until `App` has sent the answer; raises
+    `TooManyRequests` beyond the token's limits, and `Forbidden` if it may not load models.
+    `serving.api.naming` checks which models such a token may use.
     """
     settings = gateway.settings
     known = {
@@ -57,7 +57,7 @@ def check_token(gateway: Gateway, request: Request, right: Right) -> None:
 
 
 def authorize(gateway: Gateway, request: Request, right: Right) -> None:
-    """Checks a request's token, and what its path names.
+    """Check a request's token, and the token's right to the model in the path.
 
     Raises what `check_token`, `name_model` and, where models are loaded and unloaded,
     `check_no_alias` and `Gateway.check_ready` do.

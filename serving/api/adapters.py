@@ -4,8 +4,8 @@ POST   /adapters             {"name", "src", "preload"?, "pin"?}
 DELETE /adapters/{name}
 POST   /invocations          X-Amzn-SageMaker-Adapter-Identifier names the adapter that answers
 
-As AWS publishes it in model-hosting-container-standards. An adapter is a model like any other, and
-every other route answers for it, too.
+AWS publishes the contract in model-hosting-container-standards. An adapter is a model like any
+other: all other routes accept its name, too.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ async def register(gateway: Gateway, request: Request) -> Response:
     name_source(gateway, request, src)
     with gateway.metrics.loading():
         stored = await gateway.lookups.locate(src)
-    # Without the one model, the adapter itself names its base.
+    # On a server without a single model, the adapter's own files name its base.
     base = str(Path(gateway.settings.base_dir, "model")) if gateway.single_model else None
     settings = ModelSettings(base=base, pinned=body.get("pin"))
     load = gateway.registry.begin(name, public_url(src), stored, settings)

@@ -1,6 +1,6 @@
-"""The form of an answer by the names of OpenAI, vLLM, llama.cpp and TGI, as an engine's parameter.
+"""Forms of answers: the fields of OpenAI, vLLM, llama.cpp and TGI as parameters of the engine.
 
-The engine's own are `choice`, `regex`, `json_schema` and `grammar` (`common.form`).
+The engine's own parameters are `choice`, `regex`, `json_schema` and `grammar` (`common.form`).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from common.errors import EngineError, InvalidRequest
 from common.form import CHECKS, KINDS, Kind
 
 ANY_OBJECT = {"type": "object"}
-# Of vLLM's `structured_outputs`, by the engine's names.
+# The engine's parameter for each form in vLLM's `structured_outputs`.
 STRUCTURED: Mapping[str, Kind] = {
     "json": "json_schema",
     "json_object": "json_schema",
@@ -23,7 +23,7 @@ STRUCTURED: Mapping[str, Kind] = {
     "choice": "choice",
     "grammar": "grammar",
 }
-# There is one backend, and it writes no properties that a schema does not name.
+# Accepted without effect: there is one backend, and it adds no properties to those of a schema.
 WITHOUT_EFFECT = {
     *("backend", "_backend", "_backend_was_auto", "disable_fallback"),
     "disable_additional_properties",
@@ -34,8 +34,8 @@ WITHOUT_EFFECT = {
 class GivenForm:
     """The form of an answer as a request gives it.
 
-    field: its name in the request
-    kind, value: the engine's parameter
+    field: the request's field that holds it
+    kind, value: name and value of the engine's parameter
     """
 
     field: str
@@ -48,9 +48,9 @@ class GivenForm:
 
 
 def read(given: Mapping[str, Any]) -> GivenForm | None:
-    """Returns the form that a request's fields name.
+    """Return the form in a request's fields, None without one.
 
-    Raises `InvalidRequest`; with both names where there are two forms.
+    Raises `InvalidRequest`, which names both fields if there are two forms.
     """
     form = only([parse(name, given[name]) for name, parse in FIELDS.items() if name in given])
     pattern = given.get(PATTERN)
@@ -58,7 +58,7 @@ def read(given: Mapping[str, Any]) -> GivenForm | None:
 
 
 def only(forms: Sequence[GivenForm | None]) -> GivenForm | None:
-    """The one of these that is there. Raises `InvalidRequest` where there are two."""
+    """Return the only form that is not None, or None. Raises `InvalidRequest` for two forms."""
     named = [form for form in forms if form is not None]
     if len(named) > 1:
         reason = f"and {named[0].field} are given; an answer is held to one form"
@@ -67,9 +67,10 @@ def only(forms: Sequence[GivenForm | None]) -> GivenForm | None:
 
 
 def typed(field: str, value: Any) -> GivenForm | None:
-    """Parses a form with a `type`: OpenAI's `response_format` or `text.format`, or TGI's `grammar`.
+    """Parse a form with a `type`: OpenAI's `response_format` or `text.format`, or TGI's `grammar`.
 
-    Returns None for "text". With "json_object" llama.cpp has a `schema`, and TGI a `value`.
+    Returns None for "text". A "json_object" may have a schema: in llama.cpp's field `schema`, or in
+    TGI's `value`.
     """
     given = _mapping(field, value)
     match given.get("type"):
@@ -93,7 +94,7 @@ def typed(field: str, value: Any) -> GivenForm | None:
 
 
 def structured(field: str, value: Any) -> GivenForm | None:
-    """vLLM's `structured_outputs`: one form, and how the answer to a schema is spaced."""
+    """Parse vLLM's `structured_outputs`: one form, and the whitespace of a JSON answer."""
     given = {k: v for k, v in _mapping(field, value).items() if v is not None and v is not False}
     for name in given:
         if name not in (*STRUCTURED, *SPACES, *WITHOUT_EFFECT):
@@ -114,7 +115,7 @@ def structured(field: str, value: Any) -> GivenForm | None:
 
 
 def named_by_request(error: EngineError, form: GivenForm | None) -> EngineError:
-    """Returns the engine's error about a form with the name of the request's own field."""
+    """Return the engine's error; if it is about `form`, with the name of the request's field."""
     if form is not None and isinstance(error, InvalidRequest):
         kind, _, reason = error.message.partition(": ")
         if kind == f"parameters.{form.kind}":
@@ -123,13 +124,13 @@ def named_by_request(error: EngineError, form: GivenForm | None) -> EngineError:
 
 
 def form_of(field: str, kind: Kind, value: Any, path: str = "") -> GivenForm:
-    """`path` is where the value itself stands, if that is deeper."""
+    """Check the form in `field` and return it. Errors name `path` if the value is nested deeper."""
     CHECKS[kind](path or field, value)
     return GivenForm(field, kind, value)
 
 
 def _spaced(form: GivenForm | None, spaces: Mapping[str, Any]) -> GivenForm | None:
-    """A schema with the spaces that its answer may have. Other forms have theirs in them."""
+    """Add whitespace options to a JSON schema. Other forms define their whitespace themselves."""
     if form is None or form.kind != "json_schema":
         return form
     schema = json.loads(form.value) if isinstance(form.value, str) else form.value
@@ -161,8 +162,8 @@ SPACES: Mapping[str, Callable[[str, Any], Mapping[str, Any]]] = {
     "whitespace_pattern": _any_of,
     "disable_any_whitespace": _none,
 }
-# Of requests to OpenAI's routes: its own, vLLM's, its older ones, and ours, of which llama.cpp has
-# the last two as well.
+# Parsers of the fields in requests to OpenAI's routes: OpenAI's field, vLLM's, vLLM's older ones,
+# and the engine's own, of which llama.cpp has `json_schema` and `grammar`, too.
 FIELDS: Mapping[str, Callable[[str, Any], GivenForm | None]] = {
     "response_format": typed,
     "structured_outputs": structured,

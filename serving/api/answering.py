@@ -1,6 +1,6 @@
-"""Has the engine answer a request of any contract: queue, begin, stream, end or fail.
+"""Answers requests of any contract with the engine: queue, begin, stream, end or fail.
 
-A contract parses a request to an `EngineRequest`, and has a `Renderer` that writes the answer.
+A contract parses a request to an `EngineRequest`, and its `Renderer` writes the answer.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from serving.api.gateway import Gateway
 from serving.api.routing import EVENTS
 from serving.models.model import Model
 
-# Log-probabilities of one answer, of all prompts, sequences and tokens: some 30 MB.
+# Log-probabilities in one answer, over all prompts, sequences and tokens; these take some 30 MB.
 MAX_SCORES = 400_000
-UNREAD_S = 5.0  # how much later than its deadline a stream has to be read
-LATE = DeadlineExceeded("the answer was not ready in time")  # of a stream at its deadline
+UNREAD_S = 5.0  # time after a stream's deadline in which its client must read the last piece
+LATE = DeadlineExceeded("the answer was not ready in time")  # ends a stream at its deadline
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineRequest:
-    """What the engine is to answer.
+    """A request to the engine, parsed from any contract.
 
-    prompts: each is a request to the engine
-    parameters: for the engine, `n` sequences of each prompt or more
+    prompts: each is sent to the engine as a request of its own
+    parameters: the engine's parameters, for `n` or more sequences of each prompt
     kind: the engine's field for a prompt; see `engine.http.async_client`
-    form: what the answer is held to, if the request names it
-    adapter: the model that answers in place of the route's; "" for none
+    form: the constraint on the answer, if the request has one
+    adapter: a model in the body, which answers instead of the route's model; "" for none
     """
 
     prompts: Sequence[Any]
@@ -51,36 +51,36 @@ class EngineRequest:
 
 
 def event(value: Any) -> bytes:
-    """A server-sent event."""
+    """Encode a value as a server-sent event."""
     return b"data: " + orjson.dumps(value) + b"\n\n"
 
 
 class Choices(Protocol):
-    """The answers to one prompt in a stream."""
+    """Writes the answers to one prompt of a stream."""
 
     def write(self, item: Item) -> bytes:
-        """The events of a token of the engine's."""
+        """Return the events for one token from the engine."""
 
 
 class Renderer:
-    """Writes an answer as its contract has it."""
+    """Writes an answer in the format of its contract."""
 
     stream_type = EVENTS
     whole_type = JSON
 
     def compact(self, token: Mapping[str, Any]) -> Mapping[str, Any]:
-        """A token with its scores, as small as the whole answer needs it."""
+        """Return a token with only those scores that the whole answer needs, to save memory."""
         return token
 
     def whole(self, results: Sequence[Mapping[str, Any]]) -> bytes:
-        """`results` are the engine's answers to the prompts."""
+        """Return the body of a whole answer; `results` are the engine's answers to the prompts."""
         raise NotImplementedError
 
     def begin(self) -> bytes:
         return b""
 
     def choices(self, prompt: Any, first: int) -> Choices:
-        """`first` is the index of the prompt's first answer."""
+        """Return the writer of a prompt's answers, whose indexes begin at `first`."""
         return self
 
     def write(self, item: Item) -> bytes:
@@ -90,7 +90,7 @@ class Renderer:
         return b""
 
     def broken(self, error: EngineError) -> bytes:
-        """The end of a stream that breaks off."""
+        """Return the last piece of a stream that ends with an error."""
         raise NotImplementedError
 
 
@@ -102,7 +102,10 @@ async def answer(
     end: float,
     resources: AsyncExitStack,
 ) -> Response:
-    """Each prompt has a place of its own in the model's queue. `resources` are a stream's."""
+    """Return the model's answer, whole or as a stream, which closes `resources` at its end.
+
+    A stream takes one place in the model's queue, a whole answer one for each prompt.
+    """
     call = EngineCall(gateway, model, request.parameters, request.kind, end)
     try:
         if request.stream:
@@ -158,7 +161,7 @@ async def _pieces(
     call: EngineCall,
     resources: AsyncExitStack,
 ) -> AsyncIterator[bytes]:
-    """Prompts are continued one after the other; the first one is begun already."""
+    """Yield a stream's pieces, one prompt after the other; `first` is the first prompt's stream."""
     try:
         if sent := renderer.begin():
             yield sent
@@ -177,9 +180,10 @@ async def _pieces(
 
 
 class TokenStream(StreamingResponse):
-    """A response that holds `resources` until its last token is sent or its client is gone.
+    """A stream of tokens that holds `resources` until it ends or its client disconnects.
 
-    At `end` it closes with `late` as the last piece; a client that does not read that is cut off.
+    At its deadline `end` the result of `late` is sent as the last piece. A client that has not read
+    it after another `UNREAD_S` is disconnected.
     """
 
     def __init__(

@@ -27,12 +27,12 @@ from serving.console.routes import Console
 logger = logging.getLogger(__name__)
 
 GIVEN_ID = re.compile(r"[\x21-\x7e]{1,128}")
-# A trace's id and a span's, neither of which may be 0; what is written otherwise does not count.
+# A `traceparent` of W3C: the ids of a trace and of a span, neither of them 0. Others are ignored.
 PARENT = re.compile(r"00-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}")
 
 
 class App:
-    """The two ports' routes over one `Gateway`."""
+    """The ASGI application of both ports, over one `Gateway`."""
 
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
@@ -47,8 +47,8 @@ class App:
             "request_id": _given(headers, REQUEST_ID, GIVEN_ID) or str(uuid.uuid4()),
             "traceparent": _given(headers, TRACEPARENT, PARENT),
             "model": None,
-            "alias": None,  # the name that was sent, where it is one
-            "token": None,  # of TOKENS_FILE, once it has begun
+            "alias": None,  # the requested name, if it is an alias
+            "token": None,  # the token of TOKENS_FILE that counts this request as in flight
             "token_name": None,
             "started": started,
             "body_bytes": 0,
@@ -75,7 +75,7 @@ class App:
         try:
             response = await self._answer(request)
             await response(scope, receive, send_with_id)
-        except Exception as error:  # in a stream: its connection is ended
+        except Exception as error:  # raised in a stream, whose connection is then closed
             error_response(request, error)
         finally:
             self._gateway.body_bytes -= scope["state"]["body_bytes"]
@@ -121,6 +121,6 @@ class App:
 
 
 def _given(headers: Mapping[bytes, bytes], name: str, form: re.Pattern[str]) -> str | None:
-    """A client's header, if it has this form, in which it can be passed on and logged."""
+    """Return a header if it matches `form`, else None: it is neither logged nor forwarded."""
     given = headers.get(name.encode(), b"").decode("latin-1")
     return given if form.fullmatch(given) else None

@@ -1,7 +1,7 @@
-"""Bodies of OpenAI's and TGI's APIs on SageMaker's and Multi Model Server's routes.
+"""Parses bodies of OpenAI's and TGI's APIs on SageMaker's and Multi Model Server's routes.
 
-SageMaker has no other routes. The fields of a body tell whose it is, and it is answered in that
-API's shape.
+SageMaker has no routes for these APIs, so the fields of a body show to which API it belongs. The
+answer has the format of that API.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ MARKS = (b'"messages"', b'"prompt"', b'"details"', b'"grammar"', b'"adapter_id"'
 
 
 def read(request: Request, body: bytes, headers: Mapping[str, str]) -> Direct:
-    """Parses a body that the engine answers directly, if it is one."""
+    """Parse a body that the engine can answer directly; return an empty `Direct` for others."""
     agent = request.headers.get("user-agent", "")
     if tgi.CLIENT in agent or any(mark in body for mark in MARKS):
-        with suppress(InvalidRequest, UnsupportedMediaType):  # the worker says what is wrong
+        with suppress(InvalidRequest, UnsupportedMediaType):  # the worker reports the error
             value = _object(body, headers.get("content-type"))
             if "inputs" not in value and ("messages" in value or "prompt" in value):
                 return _openai(value)
@@ -68,7 +68,7 @@ def _openai(body: dict[str, Any]) -> Direct:
 
 
 def read_tgi(request: Request, body: bytes, headers: Mapping[str, str], *, stream: bool) -> Direct:
-    """The same of a body of TGI's own routes. Raises `InvalidRequest`."""
+    """Parse a body of TGI's own routes. Raises `InvalidRequest`."""
     value = _object(body, headers.get("content-type"))
     if not isinstance(value.get("inputs"), str):
         raise InvalidRequest("the body must be a JSON object with inputs, which must be text")

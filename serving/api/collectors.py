@@ -1,4 +1,4 @@
-"""What others count, as Prometheus takes it: tokens, aliases, the entrypoint and the engine."""
+"""Exports counts of tokens, aliases, the entrypoint and the engine to Prometheus."""
 
 from __future__ import annotations
 
@@ -52,19 +52,21 @@ GAUGES = {
     "running": "Sequences in the running batch",
 }
 
-Rows = Iterable[tuple[Sequence[str], float]]  # the values of labels, and a number
+Rows = Iterable[tuple[Sequence[str], float]]  # values of the labels, and of the metric
 
 
 @dataclass(eq=False)
 class Scrape(Collector):
-    """What is counted elsewhere, at the time of a scrape.
+    """Collects, at each scrape, the counts that other parts of the server make.
 
-    run_dir: of the entrypoint's counts, which outlive the gateway
-    statistics: the engine's own counters
-    names: of models, by their names in the engine
-    waiting: requests in the gateway, by model
-    tokens: those of TOKENS_FILE
-    aliases: those of the store. Only names of tokens, aliases and models there are are labels.
+    run_dir: the folder of the entrypoint's counts, which outlive the gateway
+    statistics: the engine's own counters; None if it does not answer
+    names: names of models, by their names in the engine
+    waiting: requests queued in the gateway, by model
+    tokens: the tokens of TOKENS_FILE
+    aliases: the store's aliases
+
+    Only names of existing tokens, aliases and models become labels.
     """
 
     run_dir: Path | None = None
@@ -105,7 +107,7 @@ class Scrape(Collector):
         requests = (
             ([alias.name, model], count)
             for alias in aliases
-            for model, count in [*alias.requests.items()]  # the event loop adds to it
+            for model, count in [*alias.requests.items()]  # a copy, as the event loop adds to it
         )
         text = "Requests for an alias, by the model that was chosen"
         yield _counter("alias_requests", text, ["alias", "model"], requests)

@@ -21,16 +21,17 @@ RESTORE_S = 15.0
 RETRY_S = 0.2
 
 T = TypeVar("T")
-Item = dict[str, Any]  # a token of the engine's
+Item = dict[str, Any]  # one token from the engine
 Begun = tuple[AsyncIterator[Item], Item]
 Compact = Callable[[Item], Mapping[str, Any]]
 
 
 @dataclass(frozen=True)
 class EngineCall:
-    """Has a model of the engine continue prompts; `kind` as in `engine.http.async_client`.
+    """Sends prompts to a model of the engine, until the deadline `end` on the monotonic clock.
 
-    Tokens are counted for the token of TOKENS_FILE that the request has.
+    `kind` is the engine's field for a prompt (`engine.http.async_client`). Prompts' and answers'
+    tokens are counted for the request's token of TOKENS_FILE.
     """
 
     gateway: Gateway
@@ -40,11 +41,11 @@ class EngineCall:
     end: float
 
     def place(self) -> AbstractAsyncContextManager[None]:
-        """A place in the model's queue."""
+        """Hold one of the model's places, waiting for it in the model's queue."""
         return self.gateway.admission.place(self.model.line, self.end)
 
     async def begin(self, prompt: Any, resources: AsyncExitStack) -> Begun:
-        """The first token, and those behind it; `resources` end the call."""
+        """Start a stream; return its further tokens and its first. Closing `resources` ends it."""
 
         async def stream() -> Begun:
             items = await resources.enter_async_context(aclosing(self._stream(prompt)))
@@ -53,7 +54,7 @@ class EngineCall:
         return await while_restored(self.gateway, self.model, self.end, stream)
 
     async def whole(self, prompt: Any) -> dict[str, Any]:
-        """The whole answer."""
+        """Return the engine's whole answer to a prompt."""
 
         async def generate() -> dict[str, Any]:
             name, left = self.model.engine_name, left_s(self.end)
@@ -67,9 +68,9 @@ class EngineCall:
         return await while_restored(self.gateway, self.model, self.end, generate)
 
     async def collect(self, prompt: Any, compact: Compact) -> dict[str, Any]:
-        """The whole answer from a stream, with the `texts` of its tokens.
+        """Collect a stream to a whole answer, with the `texts` of its tokens.
 
-        Of a token with its scores only what `compact` returns is in memory.
+        `compact` reduces the scores of each token at once, to save memory.
         """
 
         async def collect() -> dict[str, Any]:
@@ -108,7 +109,7 @@ class EngineCall:
 
 
 def choice_logprobs(answer: Mapping[str, Any]) -> dict[str, Any]:
-    """The log-probabilities of a choice's texts as a field, or no field where there are none."""
+    """Return a dict with the field `choice_logprobs` of an answer, empty if it has none."""
     return {name: answer[name] for name in ("choice_logprobs",) if name in answer}
 
 
@@ -119,9 +120,9 @@ def left_s(end: float) -> float:
 async def while_restored(
     gateway: Gateway, model: Model, end: float, call: Callable[[], Awaitable[T]]
 ) -> T:
-    """Returns what `call` returns, and repeats it where the engine is restarted.
+    """Return the result of `call`, repeated for at most `RESTORE_S` while the engine restarts.
 
-    Raises `Unavailable` where the engine has not loaded the model again in time.
+    Raises `EngineUnavailable` or `Unavailable` if the engine or the model is not back by then.
     """
     restored = min(end, time.monotonic() + RESTORE_S)
     while True:
@@ -140,7 +141,7 @@ async def while_restored(
 
 
 async def _have_it_loaded(gateway: Gateway, model: Model) -> None:
-    """A call through its worker has the worker load the model again, if the engine has lost it."""
+    """Send the model's worker a request, at which it loads a lost model into the engine again."""
     body = {"inputs": "가", "parameters": {"max_new_tokens": 1}}
     headers = {"content-type": "application/json", TIMEOUT_HEADER: f"{RESTORE_S:g}"}
     with suppress(ServingError):

@@ -31,9 +31,12 @@ def v2_body(error: ServiceError) -> Mapping[str, Any]:
 
 
 def error_response(request: Request, error: Exception, shape: Shape | None = None) -> Response:
-    """An error in a contract's shape, that of the path by default; a fault goes to the log only."""
+    """Return an error in the format of a contract, by default of the path's contract.
+
+    An unexpected exception is logged, and its details are not sent.
+    """
     if isinstance(error, ClientDisconnect):
-        return Response(status_code=499)  # for the log: the client is gone
+        return Response(status_code=499)  # for the log only: the client has disconnected
     if not isinstance(error, ServiceError):
         fields = {"request_id": request.state.request_id}
         logger.error("a request failed", exc_info=error, extra={"fields": fields})
@@ -46,7 +49,7 @@ def error_response(request: Request, error: Exception, shape: Shape | None = Non
     if isinstance(error, MethodNotAllowed):
         headers["Allow"] = ", ".join(error.allowed)
     shape = shape or _shape(request.scope["path"])
-    # OpenAI's clients know 400 only.
+    # OpenAI's clients expect 400 for a prompt that is too long.
     is_400 = shape is error_body and isinstance(error, PromptTooLong)
     status = 400 if is_400 else error.status
     return Response(orjson.dumps(shape(error)), status, headers, media_type=JSON)

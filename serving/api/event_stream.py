@@ -13,7 +13,7 @@ STRING = 7  # the type of a header's value
 
 
 def payload_part(payload: bytes | str | memoryview) -> bytes:
-    """A `PayloadPart` event: lengths and their checksum, headers, payload, checksum of all."""
+    """Encode a `PayloadPart` event: lengths, their checksum, headers, payload, checksum of all."""
     content = payload.encode("utf-8") if isinstance(payload, str) else bytes(payload)
     headers = b"".join(
         struct.pack("!B", len(name)) + name + struct.pack("!BH", STRING, len(value)) + value

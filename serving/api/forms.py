@@ -1,7 +1,8 @@
 """Checks bodies that are HTML forms before Multi Model Server parses them.
 
-It does so before any worker, with Netty's decoder: each field is an object in the heap that all
-models share, and millions of them fill it (CVE-2024-29025). What the decoder cannot parse is 500.
+Multi Model Server parses forms with Netty's decoder, before any worker gets them: each field is an
+object in the heap that all models share, and millions of them fill it (CVE-2024-29025). A form that
+the decoder cannot parse would be answered with 500.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import re
 from serving.errors import BadRequest
 
 MAX_FIELDS = 1000
-MAX_HEAD_BYTES = 65_536  # of all parts together: Netty reads them byte by byte
+MAX_HEAD_BYTES = 65_536  # heads of all parts together: Netty reads them byte by byte
 URLENCODED, MULTIPART = "application/x-www-form-urlencoded", "multipart/form-data"
 CHARSETS = {"utf-8", "us-ascii", "iso-8859-1", "euc-kr"}
 ENCODINGS = {"7bit", "8bit", "binary"}
@@ -23,7 +24,7 @@ EXTENDED = re.compile(r"\*\s*=\s*(?!utf-8'[^';]*'(?:%[0-9A-F]{2}|[^%;])*(?:;|$))
 
 
 def check_form(content_type: str, body: bytes) -> None:
-    """Raises `BadRequest` for a form that Multi Model Server could not take."""
+    """Raise `BadRequest` for a form that Multi Model Server cannot parse, or not cheaply."""
     kind, _, options = content_type.partition(";")
     kind = kind.strip().lower()
     if kind == URLENCODED:
@@ -49,7 +50,7 @@ def _check_charset(options: str) -> None:
 
 
 def _check_parts(options: str, body: bytes) -> None:
-    """RFC 7578: `--boundary`, a head and content a part, `--boundary--` at the end."""
+    """Check a multipart form (RFC 7578): `--boundary`, head, content; at the end `--boundary--`."""
     boundary = BOUNDARY.search(options)
     if boundary is None:
         raise BadRequest(f"Content-Type: {MULTIPART} needs boundary=, of at most 70 characters")

@@ -42,29 +42,29 @@ class Gateway:
     journal: Journal
     admission: Admission = field(default_factory=Admission)
     single_model: str | None = None
-    sessions: Sessions | None = None  # where they are enabled
+    sessions: Sessions | None = None  # None if they are not enabled
     tokens: Tokens = field(default_factory=lambda: Tokens(""))
     aliases: Aliases = field(default_factory=Aliases)
     healthy: bool = False
-    adopted: bool = False  # knows what the gateway before it had loaded
-    started: bool = False  # what is to be there from the start is loaded
-    start_error: str | None = None  # why the one model of a single-model server is not there
+    adopted: bool = False  # the models that a previous gateway process had loaded are registered
+    started: bool = False  # the models to load at the start are loaded
+    start_error: str | None = None  # why a single-model server's model did not load
     draining: bool = False
-    drain_end: float = math.inf  # once it drains; a time of time.monotonic()
-    takes_over: bool = False  # from a gateway that has ended, and whose clients wait for this one
+    drain_end: float = math.inf  # by time.monotonic(), once it drains
+    takes_over: bool = False  # replaces a gateway process that ended; requests wait for its start
     started_or_stopping: asyncio.Event = field(default_factory=asyncio.Event)
-    requests: int = 0  # being answered
-    body_bytes: int = 0  # of their bodies
+    requests: int = 0  # in flight
+    body_bytes: int = 0  # bodies of requests in memory
     tasks: set[asyncio.Task[Any]] = field(default_factory=set)
 
     async def take_over(self, timeout_s: float) -> None:
-        """Waits, if a gateway ran before this one, until this one has its models."""
+        """Wait, `timeout_s` at most, until the models of a previous gateway process are loaded."""
         if self.takes_over and not self.started:
             with move_on_after(timeout_s):
                 await self.started_or_stopping.wait()
 
     def check_ready(self) -> None:
-        """Raises `Unavailable` while requests are not taken: the same for every route."""
+        """Raise `Unavailable` while the server starts or drains, when no route takes requests."""
         if self.draining:
             raise Unavailable("the server is stopping", retry_after_s=5)
         if self.start_error is not None:
@@ -75,16 +75,16 @@ class Gateway:
             raise StillLoading("models are being loaded")
 
     def check_health(self) -> None:
-        """Raises `Unavailable` where a new request would not be answered now.
+        """Raise `Unavailable` if a new request would not be answered now.
 
-        A request in flight waits for the process that is restarted.
+        It is for health checks only: requests wait for a process that restarts.
         """
         self.check_ready()
         if not self.healthy:
             raise Unavailable("a part of the server is being started again")
 
     async def find(self, name: str) -> Model | None:
-        """None for one that the store has and a request would load. Raises `ModelNotFound`."""
+        """Return a registered model, None for one only in the store. Raises `ModelNotFound`."""
         model = self.registry.find(name)
         if model is None:
             if self.settings.sagemaker_multi_model:
@@ -93,7 +93,7 @@ class Gateway:
         return model
 
     def use(self, name: str) -> AbstractAsyncContextManager[Model]:
-        """A model for one request, loaded first if need be: not where SageMaker decides that."""
+        """Hold a model for one request, loaded on demand unless SageMaker manages the loads."""
         if self.settings.sagemaker_multi_model:
             return self.registry.use(name)
         return self.on_demand.use(name)

@@ -1,11 +1,11 @@
 """HTTP/1.1 on the public ports: uvicorn's protocol with limits, and without its lost answers.
 
-A limit is checked before the bytes that it limits are stored. What is not passed on as a request
-(too large, too slow, not HTTP) is answered here, in the shape of all errors.
+A limit is checked before the bytes that it limits are stored. Data that does not become a request
+(too large, too slow, not HTTP) is answered here, in the format of all errors.
 
 A connection is *silent* while the server waits for its client: to send a head or a body, to read an
-answer, to close. Silent connections are bounded in time, and are closed for new ones where
-`max_connections` are open: idle clients take nothing from others.
+answer, to close. Silent connections have time limits, and the longest silent one is closed for a
+new one if `max_connections` are open: idle clients cannot block others.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ from serving.errors import BadRequest, HeadersTooLarge, RequestTimeout, ServingE
 logger = logging.getLogger(__name__)
 
 MAX_HEADER_BYTES = 65_536
-# What tells whether the server lives is answered at once, and where no other request is taken.
+# Health checks are answered at once, also while all other requests are refused.
 HEALTH_PATHS = frozenset(("/ping", "/health", "/v2/health/live", "/v2/health/ready"))
-# The parser is fed so much at a time: what it keeps is checked in between.
+# Bytes for the parser at a time: in between, the size of what it has buffered is checked.
 PIECE_BYTES = 2048
-MAX_PIPELINED = 8  # requests that wait for the answer before theirs; what follows stays unparsed
-TCP_NOTSENT_LOWAT = 25  # of Linux's tcp.h
+MAX_PIPELINED = 8  # requests that wait for the answers before theirs; later bytes stay unparsed
+TCP_NOTSENT_LOWAT = 25  # from Linux's tcp.h
 FRAMING = (b"content-length", b"transfer-encoding")
 
 
@@ -53,11 +53,11 @@ class Port:
 
     @property
     def busy(self) -> int:
-        """How many connections have a request that the server works on."""
+        """The number of connections with a request that the server works on."""
         return len(self.open) - len(self.silent)
 
     def evict_silent(self) -> bool:
-        """Ends the connection that has been silent for longest; False where there is none."""
+        """Close the connection that has been silent for longest; return False if none is."""
         if not self.silent:
             return False
         oldest, _ = self.silent.popitem(last=False)
@@ -72,29 +72,29 @@ _ports: WeakKeyDictionary[Any, defaultdict[int, Port]] = WeakKeyDictionary()  # 
 class HTTPProtocol(HttpToolsProtocol):
     """One connection of a client."""
 
-    # Of each port, so that one's clients take no place of the other's. A sixteenth is left to
-    # connections that are silent or ask for health.
+    # Per port, so that clients of one port cannot block the other. A sixteenth is reserved for
+    # silent connections and health checks.
     max_connections = 4096
     head_s = 10.0  # for a request's head to arrive, its first byte included
-    # A client that sends a body or reads an answer moves so many bytes in each such time.
+    # A client that sends a body or reads an answer must move `pace_bytes` in each `pace_s`.
     pace_s, pace_bytes = 10.0, 1000
-    unsent_bytes = 128 << 10  # of answers that the kernel keeps for a client that does not read
-    # A client that still sends when it is answered would lose the answer to a reset: what it sends
-    # is read and thrown away until it stops, within these (nginx calls it a lingering close).
+    unsent_bytes = 128 << 10  # of answers, buffered in the kernel for a client that does not read
+    # A client that still sends when it is answered would lose the answer to a TCP reset. So what it
+    # sends is read and discarded until it stops, within these limits (nginx: lingering close).
     linger_s = 10.0
     linger_bytes = 128 << 20
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self._port: Port | None = None
-        self._answering: RequestResponseCycle | None = None  # the last one that was begun
+        self._answering: RequestResponseCycle | None = None  # the request passed on last
         self._timer: asyncio.TimerHandle | None = None
         self._pace_timer: asyncio.TimerHandle | None = None
         self._pace_due = 0.0
-        # Bytes that have moved since the pace was last checked; those that were unwritten then.
+        # Bytes moved since the last check of the pace, and bytes unwritten at that check.
         self._moved = self._unwritten = 0
         self._unread = 0  # bytes since the last callback of the parser
-        self._body_left = 0  # of a body with a length
+        self._body_left = 0  # missing bytes of a body with a Content-Length
         self._unparsed = b""
         self._in_head = self._is_replay = False
         self._lingers = self._lingering = False
@@ -109,7 +109,7 @@ class HTTPProtocol(HttpToolsProtocol):
             transport.close()
             return
         connected: socket.socket = transport.get_extra_info("socket")
-        with contextlib.suppress(OSError):  # a kernel that is not Linux's may not know it
+        with contextlib.suppress(OSError):  # kernels other than Linux may not support it
             connected.setsockopt(socket.IPPROTO_TCP, TCP_NOTSENT_LOWAT, self.unsent_bytes)
         super().connection_made(transport)
         self._port = port
@@ -118,10 +118,7 @@ class HTTPProtocol(HttpToolsProtocol):
         self._start_timer(self.head_s, self._too_slow)
 
     def abort(self) -> None:
-        """Ends the connection without waiting for its client.
-
-        The kernel drops what the client has not read, too.
-        """
+        """Close the connection at once, and drop data that the client has not read."""
         if not self.transport.is_closing() or self._unwritten_bytes():
             if self._unwritten_bytes():
                 connected: socket.socket = self.transport.get_extra_info("socket")
@@ -130,9 +127,9 @@ class HTTPProtocol(HttpToolsProtocol):
             self.transport.abort()
 
     def _note(self) -> None:
-        """Updates the port's order of silent connections.
+        """Update the port's order of silent connections.
 
-        To be called whenever the client has sent or read, or its turn has begun or ended.
+        Call it whenever the client has sent or read, or the server begins or ends to wait for it.
         """
         cycle, port = self.cycle, self._port
         if port is None or self not in port.open:
@@ -150,10 +147,10 @@ class HTTPProtocol(HttpToolsProtocol):
             self._pace_timer.cancel()
         self._unparsed = b""
         self.pipeline.clear()
-        if self._answering is not None:  # uvicorn tells only the last one that has come
+        if self._answering is not None:  # uvicorn notifies only the request that came last
             self._answering.disconnected = True
             self._answering.message_event.set()
-        if self._port is not None:  # else it was one too many
+        if self._port is not None:  # else the connection was refused as one too many
             self._port.open.discard(self)
             self._port.silent.pop(self, None)
             super().connection_lost(exc)
@@ -167,7 +164,7 @@ class HTTPProtocol(HttpToolsProtocol):
             self._timer.cancel()
             self._timer = None
 
-    # The pace of a client whose turn it is
+    # The pace of a client that sends a body or reads an answer
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -246,7 +243,7 @@ class HTTPProtocol(HttpToolsProtocol):
                 self._start_pace()
 
     def _parse(self, data: bytes) -> None:
-        """Feeds the parser as much as may be kept of it."""
+        """Pass received bytes to the parser, piece by piece, until a limit is reached."""
         at = 0
         while at < len(data) and not self._lingering and not self.transport.is_closing():
             if len(self.pipeline) >= MAX_PIPELINED:
@@ -258,20 +255,20 @@ class HTTPProtocol(HttpToolsProtocol):
             try:
                 self._feed(piece)
             except httptools.HttpParserError as error:
-                cause = error.__context__  # of `_check_head`
+                cause = error.__context__  # raised by `_check_head`, which the parser calls
                 if not isinstance(cause, ServingError):
                     cause = BadRequest("this is not HTTP/1.1")
                 self._refuse(cause)
             else:
-                # The parser keeps a head, a chunk's or a trailer to its end, however long.
+                # The parser buffers a head, a chunk's head or a trailer to its end, however long.
                 if self._unread > MAX_HEADER_BYTES:
                     self._refuse(HeadersTooLarge(f"headers have at most {MAX_HEADER_BYTES} bytes"))
 
     def _feed(self, data: bytes) -> None:
-        """Feeds the parser, across an offer of another protocol (`Upgrade: h2c` of Java's client).
+        """Feed the parser, and ignore offers of another protocol (`Upgrade: h2c` of Java's client).
 
-        Such a client sends its body in HTTP/1.1. The parser stops before it, and a new one goes on
-        as after a head without an offer.
+        The parser stops after a head with an offer, though the body follows in HTTP/1.1. A new
+        parser continues there, as after a head without an offer.
         """
         while True:
             try:
@@ -311,7 +308,7 @@ class HTTPProtocol(HttpToolsProtocol):
         self._note()
 
     def _check_head(self) -> None:
-        """Checks a request's head for what a proxy in front may have read otherwise.
+        """Check a request's head for contents that a proxy in front may interpret differently.
 
         See RFC 9112, 3.2 and 6.1; the parser itself refuses lengths that contradict each other.
         Raises `BadRequest`, and `Unavailable` where too many requests are being answered.
@@ -353,14 +350,14 @@ class HTTPProtocol(HttpToolsProtocol):
         async def answer(scope: Any, receive: Any, send: Any) -> None:
             async def send_on(message: Any) -> None:
                 if self.transport.is_closing():
-                    cycle.disconnected = True  # which `connection_lost` says a moment later
+                    cycle.disconnected = True  # `connection_lost` sets it a moment later
                 self._prepare(cycle, message)
                 join(cycle, message)
                 await send(message)
 
             await app(scope, receive, send_on)
             if cycle.response_started and not cycle.response_complete:
-                cycle.disconnected = True  # only so does its client notice
+                cycle.disconnected = True  # closing is the only sign of a cut-off answer
                 self.abort()
 
         super()._start_asgi_task(cycle, answer)
@@ -368,9 +365,9 @@ class HTTPProtocol(HttpToolsProtocol):
     def _prepare(self, cycle: RequestResponseCycle, message: Any) -> None:
         is_old = cycle.scope["http_version"] == "1.0"
         if message["type"] == "http.response.start":
-            if cycle.more_body:  # what comes of it is no further request
+            if cycle.more_body:  # bytes that still arrive are of this body, not a new request
                 cycle.keep_alive = False
-            if is_old:  # knows no chunks: an answer of unknown length ends with its connection
+            if is_old:  # without chunks, an answer of unknown length ends with its connection
                 cycle.chunked_encoding = False
         else:
             if is_old:
@@ -383,7 +380,7 @@ class HTTPProtocol(HttpToolsProtocol):
         if self._unwritten_bytes():
             self._start_pace()
         self._note()
-        if self.cycle.response_complete:  # else one more has come behind it
+        if self.cycle.response_complete:  # else a pipelined request follows
             if self._lingers:
                 self._linger()
             elif self._in_head:
@@ -404,7 +401,10 @@ class HTTPProtocol(HttpToolsProtocol):
             self._start_timer(self.linger_s, self.abort)
 
     def _refuse(self, error: ServingError) -> None:
-        """Answers what has become no request, after the one before it."""
+        """Answer data that is no valid request with an error, and close the connection.
+
+        If an earlier request is still being answered, only its answer is sent.
+        """
         cycle = self.cycle
         if cycle is not None and not cycle.response_complete:
             if not cycle.more_body:
@@ -419,7 +419,7 @@ class HTTPProtocol(HttpToolsProtocol):
 
 
 def _error(error: ServingError) -> bytes:
-    """An answer in the shape of all errors."""
+    """Log an error, and encode it as a response that closes the connection."""
     request_id = str(uuid.uuid4())
     fields = {"request_id": request_id, "status": error.status}
     logger.info("no request: %s", error.message, extra={"fields": fields})

@@ -1,4 +1,4 @@
-"""Calling models: SageMaker's routes, Multi Model Server's, and the AWS client's.
+"""Routes that call models: SageMaker's, Multi Model Server's, TGI's, and the AWS client's.
 
 POST /models/{name}/invoke            SageMaker multi-model
 POST /invocations                     X-Amzn-SageMaker-Adapter-Identifier or -Target-Model,
@@ -40,11 +40,11 @@ from serving.api.worker_calls import CUSTOM_ATTRIBUTES, TARGET_MODEL
 from serving.errors import BadRequest
 from serving.names import normal_name
 
-# Name the model where AWS has no TargetModel: in calls for a stream.
+# The model's name in the custom attributes: AWS's calls for a stream have no TargetModel.
 MODEL_ATTRIBUTE = re.compile(r"(?:^|[\s,;])model=([^\s,;]+)")
 INFERENCE_COMPONENT = "x-amzn-sagemaker-inference-component"
 ADAPTER = "x-amzn-sagemaker-adapter-identifier"
-# What may name the model of a call of /invocations, the first that does counts.
+# Headers of /invocations that may name the model; the first one present counts.
 NAMING = (ADAPTER, TARGET_MODEL, INFERENCE_COMPONENT)
 
 
@@ -69,7 +69,7 @@ async def generate(gateway: Gateway, request: Request) -> Response:
 async def _session(
     gateway: Gateway, request: Request, body: bytes, headers: Mapping[str, str]
 ) -> Response | None:
-    """The answer to a body that opens or closes a session; None for one that is a model's."""
+    """Answer a body that opens or closes a session; return None for a body for a model."""
     kind = headers.get("content-type")
     fields = await off_loop(len(body), sessions.session_request, body, kind)
     id = request.headers.get(sessions.SESSION_ID)
@@ -77,7 +77,7 @@ async def _session(
 
 
 def _target(gateway: Gateway, request: Request) -> str | None:
-    """None where nothing but the body can name the model."""
+    """Return the model that headers, query or settings name; None if only the body can."""
     fields = (request.headers.get(name) for name in NAMING)
     target = next(filter(None, fields), request.query_params.get("model_name"))
     if target:

@@ -1,4 +1,4 @@
-"""Has a model answer a request: by the model's worker, or by the engine directly."""
+"""Answers a request with a model: by the model's worker, or by the engine directly."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ NO_MODEL = (
     " model in a body of OpenAI's, parameters.adapter_id in one of TGI's, or /predictions/{name}"
 )
 
-# Answers a body, with the worker's headers, that is for no model; else None.
+# Gets a body, and the headers for a worker; answers a body that is for no model, else returns None.
 Intercept = Callable[[Gateway, Request, bytes, Mapping[str, str]], Awaitable[Response | None]]
 
 
@@ -41,10 +41,10 @@ Intercept = Callable[[Gateway, Request, bytes, Mapping[str, str]], Awaitable[Res
 class Direct:
     """How a body is answered, if not by the model's worker.
 
-    parse: parses it for the model of this name, if the engine answers without the model's worker
-    shape: of its errors; None for the route's
-    model, user: those that the body names, or ""
-    limit_s: how long the answer may take
+    parse: parses the body, given the model's name; None if the model's worker answers
+    shape: the format of errors; None for the route's format
+    model, user: the model and the user that the body names, or ""
+    limit_s: the time limit that the body sets, from the request's head to the answer
     """
 
     parse: Callable[[str], tuple[EngineRequest, Renderer]] | None = None
@@ -65,11 +65,11 @@ async def invoke(
     headers: Mapping[str, str] | None = None,
     intercept: Intercept | None = None,
 ) -> Response:
-    """Has a model answer a request, loading it first where that is allowed.
+    """Answer a request with a model, which is loaded first where loading on demand is allowed.
 
-    `name` is None where only the body may name the model. `headers` are for the worker, in place
-    of the client's; `intercept` answers a body that is for no model. The deadline is the model's,
-    counted from the request's head, or the body's own where that is shorter.
+    `name` is None if only the body may name the model. `headers` replace the client's headers for
+    the worker; `intercept` answers a body that is for no model. The deadline is the model's,
+    counted from the request's head, or the body's own if that is earlier.
     """
     gateway.check_ready()
     if name is not None:
@@ -97,7 +97,7 @@ async def invoke(
             check_version(request, model)
             end = request.state.started + min(model.request_timeout_s, direct.limit_s)
             scope.deadline = end
-            # Elsewhere what a body holds is the model's own matter.
+            # A model with its own code parses all bodies itself, whatever API they look like.
             if direct.parse is not None and model.in_engine:
                 response = await _answer_directly(gateway, request, direct, model, end, resources)
                 counted.status = response.status_code
@@ -138,9 +138,9 @@ async def _answer_directly(
 
 
 async def describe(gateway: Gateway, request: Request, name: str) -> Model:
-    """Loads a model as `invoke` does and returns it with its metadata (`GET /v2/models/{name}`).
+    """Load a model as `invoke` does and return it with its metadata (`GET /v2/models/{name}`).
 
-    Of an alias it is the model with the largest weight.
+    For an alias, this is the model with the largest weight.
     """
     gateway.check_ready()
     name, *_ = described_models(gateway, name)
@@ -155,9 +155,10 @@ async def describe(gateway: Gateway, request: Request, name: str) -> Model:
 async def engine_model(
     gateway: Gateway, request: Request, name: str, limit_s: float = math.inf, user: str = ""
 ) -> AsyncIterator[tuple[Model, float, AsyncExitStack]]:
-    """A model of the engine, loaded as `invoke` does, until its deadline.
+    """Load a model of the engine as `invoke` does, and hold it until the request's deadline.
 
-    Yields the deadline, too, and what is in use until the answer's end. Raises `NotOfTheEngine`.
+    Yields the model, the deadline on the monotonic clock, and the stack of resources to close at
+    the answer's end. Raises `NotOfTheEngine`.
     """
     gateway.check_ready()
     name_model(gateway, request, name)
@@ -192,9 +193,10 @@ def check_engine(model: Model) -> None:
 async def until(
     gateway: Gateway, request: Request, name: str, limit_s: float = math.inf
 ) -> AsyncIterator[CancelScope]:
-    """Ends what is inside at its deadline, or when the client disconnects.
+    """Cancel the context's body at the request's deadline, or when the client disconnects.
 
-    Raises `Timeout`, or `Unavailable` where the model still waited for memory or disk.
+    Yields the scope, whose deadline may be changed. Raises `ClientDisconnect`, `Timeout`, or
+    `Unavailable` if the model still waited for memory or disk.
     """
     gone = False
 
@@ -211,7 +213,7 @@ async def until(
         late = False
         try:
             yield scope
-        except (Unavailable, EngineUnavailable):  # it waited for a process that restarts
+        except (Unavailable, EngineUnavailable):  # raised after waiting for a restarting process
             late = time.monotonic() >= scope.deadline
             if not late:
                 raise
@@ -228,12 +230,12 @@ async def until(
 
 
 class Counted:
-    """A request that is being answered, until it is."""
+    """Counts a request as in flight for as long as the context lasts, then in the metrics."""
 
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
         self._started = time.monotonic()
-        self.model = ""  # a name that is no model is no label
+        self.model = ""  # set once the model exists: unknown names must not become labels
         self.status = 200
 
     def __enter__(self) -> Counted:

@@ -42,7 +42,7 @@ PAGE = 100
 MAX_WORKERS = 64
 MAX_TEXT = 1024
 OWN_HANDLER = re.compile(r"(?:[\w-]+/){0,8}[\w-]+(?:\.py)?(?::[A-Za-z_]\w*)?", re.ASCII)
-RUNTIMES = ("", "python", "python3")  # of those that MMS knows the one that is here
+RUNTIMES = ("", "python", "python3")  # names of the only runtime of MMS that is available here
 SETTINGS = set(model_settings.schema())
 LOAD_PARAMETERS = SETTINGS | {
     "model_name", "url", "handler", "runtime", "batch_size", "max_batch_delay", "initial_workers",
@@ -63,7 +63,7 @@ async def load(gateway: Gateway, request: Request) -> Response:
     name_source(gateway, request, url)
     if name:
         name_model(gateway, request, normal_name(name))
-    # Of these only what is given: the rest follows from what the model holds.
+    # Only options in the request are passed on: the others follow from the model's files.
     limits = {
         "initial_workers": (1, MAX_WORKERS),
         "batch_size": (1, 1024),
@@ -80,7 +80,7 @@ async def load(gateway: Gateway, request: Request) -> Response:
     if _text(given, "runtime") not in RUNTIMES:
         known = ", ".join(filter(None, RUNTIMES))
         raise BadRequest(f"runtime is {quoted(given['runtime'])}, can be {known}")
-    if "response_timeout" in given:  # another name for it
+    if "response_timeout" in given:  # the name of timeout_s in MMS
         given.setdefault("timeout_s", options["response_timeout"])
     settings = ModelSettings.parse({k: v for k, v in given.items() if k in SETTINGS})
     if given.get("handler") not in (None, "", HANDLER):
@@ -120,13 +120,13 @@ async def list_models(gateway: Gateway, request: Request) -> Response:
 
 
 def _aliases(gateway: Gateway, request: Request, start: int) -> dict[str, Any]:
-    """All of them stand on the first page, where there are any."""
+    """Return the field `aliases` of a page: the first page has all aliases, if there are any."""
     aliases = listed_aliases(gateway, request) if start == 0 else {}
     return {"aliases": aliases} if aliases else {}
 
 
 async def _available(gateway: Gateway, request: Request) -> dict[str, Any]:
-    """What the store offers, and what of it is loaded."""
+    """Return the store's models, each with its size and whether it is loaded."""
     stored = await gateway.lookups.models()
     loaded = {model.name for model in gateway.registry.models()}
     return {
@@ -182,7 +182,7 @@ async def scale(gateway: Gateway, request: Request) -> Response:
     low = _integer(query, "min_worker", 1, MAX_WORKERS, 1)
     high = _integer(query, "max_worker", low, MAX_WORKERS, max(low, 1))
     await gateway.mms.scale(model.id, low, high, gateway.settings.load_timeout_s)
-    # For the next start of its workers.
+    # The options apply to the next start of the model's workers.
     model.options = {**model.options, "initial_workers": low}
     model.connections = low
     model.line.capacity = low * model.batch_size
@@ -198,7 +198,7 @@ async def unload(gateway: Gateway, request: Request) -> Response:
 
 
 def _listed(model: Model) -> dict[str, str]:
-    """What SageMaker's contract has, an adapter's base, and where the engine has the weights."""
+    """Return a model's entry in lists: its name, URL, base if an adapter, and residency."""
     shown = {"modelName": model.name, "modelUrl": model.url}
     if model.stored_base is not None:
         shown["baseModel"] = model.stored_base.name
@@ -215,7 +215,7 @@ def _text(given: Mapping[str, Any], name: str) -> str:
 
 
 def _handler(value: str) -> str:
-    """`module` or `module:function`, a file of the model's own."""
+    """Check a handler, `module` or `module:function` of the model's own files; return it."""
     if not OWN_HANDLER.fullmatch(value):
         raise BadRequest(
             f"handler is {quoted(value)}, must be a Python file of the model and what in it"

@@ -1,4 +1,4 @@
-"""Counts for Prometheus, by model."""
+"""Metrics of requests and models for Prometheus."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from serving.api.collectors import Scrape
 from serving.tokens import Token
 
 LABELS = ("model",)
-# What an unloaded model did stays for some scrapes, usually a minute apart at most.
+# An unloaded model's series last for some more scrapes, usually a minute apart at most.
 GONE_S = 600.0
-MAX_GONE = 1000  # models; each has some 40 lines
+MAX_GONE = 1000  # unloaded models with series; each has some 40 lines
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
 @dataclass
 class Tally:
-    """Requests of a model that were answered, and those that were not: how many, how long."""
+    """Count and total seconds of a model's successful requests, and of its failed ones."""
 
     good: tuple[int, float] = (0, 0.0)
     bad: tuple[int, float] = (0, 0.0)
-    last_ms: int = 0  # since the epoch
+    last_ms: int = 0  # end of the last request, since the epoch
 
     def add(self, status: int, seconds: float) -> None:
         self.last_ms = round(time.time() * 1000)
@@ -47,7 +47,7 @@ class Metrics:
     def __init__(
         self, now: Callable[[], float] = time.monotonic, run_dir: Path | None = None
     ) -> None:
-        """`run_dir` has what the entrypoint counts."""
+        """Register all metrics. `run_dir` is the folder with the entrypoint's counts."""
         self._registry = CollectorRegistry()
         counter = functools.partial(Counter, registry=self._registry)
         histogram = functools.partial(Histogram, registry=self._registry, buckets=SECONDS)
@@ -60,14 +60,14 @@ class Metrics:
             for event, name, labels, text in (
                 ("fetched", "fetch", LABELS, "Time to fetch and unpack one; near zero when cached"),
                 ("loaded", "load", LABELS, "Time from a fetched model to a ready one"),
-                # Those are gone then.
+                # Without the label: the model is no longer there when these are observed.
                 ("unloaded", "unload", (), "Time to drain and free a model"),
                 ("evicted", "idle_at_eviction", (), "How long an evicted model had been idle"),
             )
         }
         self._now = now
         self._labelled: set[str] = set()
-        self._gone: dict[str, float] = {}  # since when, of those models that are not there
+        self._gone: dict[str, float] = {}  # since when models are unloaded, by name
         self.tallies: defaultdict[str, Tally] = defaultdict(Tally)
         text = "Fetches of models, from the disk cache or not"
         self._fetches = counter("kogpt2_cache_requests", text, ["hit"])
@@ -89,7 +89,7 @@ class Metrics:
 
     @contextlib.contextmanager
     def loading(self) -> Iterator[None]:
-        """Counts a load by hand that fails."""
+        """Count the load inside the context, which a client requested, if it fails."""
         try:
             yield
         except Exception as error:
@@ -97,12 +97,12 @@ class Metrics:
             raise
 
     async def loaded(self, load: Awaitable[Any]) -> None:
-        """Waits for a load by hand, which is counted if it fails."""
+        """Wait for a load that a client requested, and count it if it fails."""
         with self.loading():
             await load
 
     def observe(self, event: str, model: Any, seconds: float) -> None:
-        """A stage in a model's life; see `serving.models.registry` and `.on_demand`."""
+        """Record the seconds of an event: "fetched", "loaded", "unloaded" or "evicted"."""
         stage = self._stages[event]
         if event in ("fetched", "loaded"):
             self._labelled.add(model.name)
@@ -122,10 +122,10 @@ class Metrics:
     ) -> bytes:
         """Returns the metrics in Prometheus' text format.
 
-        names: of all models, by their names in the engine; series of others are dropped after
-        `GONE_S`, or earlier where there are too many
-        waiting: requests in the gateway, by model
-        tokens: those of TOKENS_FILE
+        names: names of all models, by their names in the engine; series of other models are dropped
+        after `GONE_S`, or earlier if there are more than `MAX_GONE`
+        waiting: requests queued in the gateway, by model
+        tokens: the tokens of TOKENS_FILE
         """
         now, there = self._now(), {"", *names.values()}
         absent = self._labelled - there

@@ -1,8 +1,8 @@
-"""From the name in a request to a model: what its token may use, what an alias stands for.
+"""Resolves the name in a request to a model: checks the token's right to it, resolves aliases.
 
-`name_model` comes first: `authorize` calls it for the name in a path, routes for one in a header or
-body. Then those that have a model answer call `choose_model`, those that describe a model
-`described_models`, and those that load and unload `check_no_alias`.
+`name_model` comes first: `authorize` calls it for a name in the path, routes for a name in a header
+or body. Then routes that call a model use `choose_model`, routes that describe a model
+`described_models`, and routes that load or unload a model `check_no_alias`.
 """
 
 from __future__ import annotations
@@ -17,16 +17,15 @@ from serving.errors import Conflict, Forbidden
 from serving.names import normal_name
 
 SESSION_ID = "x-session-id"
-CHOSEN = "kogpt2.model"  # in a scope: the model of the alias, where gRPC has chosen it
+CHOSEN = "kogpt2.model"  # key in an ASGI scope: the alias's model, if gRPC has chosen it already
 
 
 def name_model(gateway: Gateway, request: Request, name: str) -> None:
-    """Sets the model or alias of a request, for its log line, and checks the token's right.
+    """Set a request's model or alias for its log line, and check the token's right to it.
 
-    To be called before the store is read or a model loaded.
-
-    Raises `Forbidden` if the request's token may not use the name, or one of the models that it
-    stands for: an alias opens no model, and a refusal does not depend on the choice.
+    Call it before the store is read or a model loaded. Raises `Forbidden` if the request's token
+    may not use the name, or any model that it stands for: an alias gives no access to models, and
+    a refusal does not depend on which of them is chosen.
     """
     request.state.model = name
     token, alias = request.state.token, gateway.aliases.find(name)
@@ -37,11 +36,11 @@ def name_model(gateway: Gateway, request: Request, name: str) -> None:
 
 
 def choose_model(gateway: Gateway, request: Request, name: str, user: str = "") -> str:
-    """The model that answers a request for `name`, once a request.
+    """Return the model that answers a request for `name`. Call it once per request.
 
     Requests with the same SageMaker session, else the same X-Session-Id, else the same `user` of
-    OpenAI's body, get the same model of an alias. A session of SageMaker's that is open stays with
-    its model also when the weights change.
+    OpenAI's body, get the same model of an alias. An open SageMaker session stays with its model
+    when the weights change, as long as the alias has it.
     """
     alias = gateway.aliases.find(name)
     if alias is None:
@@ -62,16 +61,15 @@ def choose_model(gateway: Gateway, request: Request, name: str, user: str = "") 
 
 
 def described_models(gateway: Gateway, name: str) -> tuple[str, ...]:
-    """The models that a name stands for, the one with the largest weight first."""
+    """Return the models that a name or alias stands for, the largest weight first."""
     alias = gateway.aliases.find(name)
     return (name,) if alias is None else alias.models
 
 
 def check_no_alias(gateway: Gateway, name: str) -> None:
-    """Raises `Conflict` for an alias.
+    """Raise `Conflict` for an alias, which cannot be loaded or unloaded.
 
-    An alias that has the name of one of its own models, or of a loaded one, means that model where
-    models are loaded and unloaded.
+    An alias with the name of one of its own models, or of a loaded model, stands for that model.
     """
     alias = gateway.aliases.find(name)
     if alias is None or name in alias.weights or gateway.registry.find(name) is not None:
@@ -80,7 +78,7 @@ def check_no_alias(gateway: Gateway, name: str) -> None:
 
 
 def listed_aliases(gateway: Gateway, request: Request) -> dict[str, dict[str, float]]:
-    """Of each alias that the request's token may use the models and their weights."""
+    """Return the aliases that the request's token may use, each with its models' weights."""
     aliases = sorted(gateway.aliases.all(), key=lambda alias: alias.name)
     return {
         alias.name: dict(alias.weights)
@@ -90,10 +88,10 @@ def listed_aliases(gateway: Gateway, request: Request) -> dict[str, dict[str, fl
 
 
 def name_source(gateway: Gateway, request: Request, url: str) -> None:
-    """Checks what a model is loaded from: its `url`, or its base.
+    """Check the source that a model is loaded from: its `url`, or its base.
 
-    With a token it must be a name in the store: the patterns of TOKENS_FILE are of these. Raises
-    `Forbidden`, and `Conflict` for an alias.
+    With a token of TOKENS_FILE it must be a name in the store, as the token's patterns are for such
+    names. Raises `Forbidden`, and `Conflict` for an alias.
     """
     if request.state.token is not None:
         if "://" in url or url.startswith("/"):
@@ -104,5 +102,5 @@ def name_source(gateway: Gateway, request: Request, url: str) -> None:
 
 
 def may_call(request: Request, name: str) -> bool:
-    """Whether lists show the model."""
+    """Return whether a request's token may call a model, which lists then show."""
     return request.state.token is None or request.state.token.may_call(name)

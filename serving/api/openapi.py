@@ -1,6 +1,6 @@
 """The OpenAPI 3.1 document of both ports, and a page that shows it without any outside host.
 
-What bodies hold is in schemas.json.
+The schemas of bodies are in schemas.json.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ LINKS = {"call": ("/predictions/{name}", "post"), "unload": ("/models/{name}", "
 
 
 def document(routes: Iterable[Route]) -> dict[str, Any]:
-    """Of the routes of a port."""
+    """Return the OpenAPI document of a port's routes."""
     paths: dict[str, dict[str, Any]] = {}
     for route in routes:
         if route.kind.tag:
@@ -98,14 +98,14 @@ def _content(kinds: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def of_model(described: dict[str, Any], name: str) -> dict[str, Any]:
-    """The same of calling one model."""
+    """Return a document with a single route, the one that calls a model."""
     operation = described["paths"]["/predictions/{name}"]["post"]
     path = "/predictions/" + quote(name, safe="")
     return {**described, "paths": {path: {"post": {**operation, "parameters": []}}}}
 
 
 def page(described: dict[str, Any]) -> str:
-    """A document as one HTML page of its own."""
+    """Return a document as a self-contained HTML page."""
     rows = []
     for path, methods in described["paths"].items():
         for method, operation in methods.items():

@@ -21,16 +21,16 @@ from serving.errors import (
     UnsupportedMediaType,
 )
 
-LARGEST_BODIES = 32  # all bodies together may take as much memory as so many of the largest
-LARGE_BYTES = 64 << 10  # takes a millisecond to read, which is not done on the event loop
+LARGEST_BODIES = 32  # all bodies together may take as much memory as so many of the largest size
+LARGE_BYTES = 64 << 10  # parsing so many takes a millisecond; more is parsed on a thread
 T = TypeVar("T")
 
 
 async def read_body(gateway: Gateway, request: Request) -> bytes:
-    """Returns the body.
+    """Return a request's body.
 
-    Raises `BodyTooLarge` as soon as the limit is exceeded, `RequestTimeout` where it is late,
-    `Unavailable` where too many bodies are in memory, `UnsupportedMediaType` for a compressed one.
+    Raises `BodyTooLarge` as soon as the limit is exceeded, `RequestTimeout` if it arrives too late,
+    `Unavailable` if too many bodies are in memory, `UnsupportedMediaType` for a compressed one.
     """
     settings = gateway.settings
     limit = settings.max_request_bytes
@@ -58,7 +58,7 @@ async def read_body(gateway: Gateway, request: Request) -> bytes:
 
 
 async def off_loop(size: int, work: Callable[..., T], *arguments: Any) -> T:
-    """What `work` makes of `size` bytes, on a thread where that takes milliseconds."""
+    """Call `work`, whose input has `size` bytes, on a thread if it may take milliseconds."""
     if size <= LARGE_BYTES:
         return work(*arguments)
     return await asyncio.to_thread(work, *arguments)
@@ -67,7 +67,7 @@ async def off_loop(size: int, work: Callable[..., T], *arguments: Any) -> T:
 async def read_json_object(
     gateway: Gateway, request: Request, *, of_any_type: bool = False
 ) -> dict[str, Any]:
-    """A JSON body, `{}` where there is none. Raises `BadRequest` and what `read_body` does."""
+    """Return a JSON body, `{}` for an empty one. Raises `BadRequest` and what `read_body` does."""
     body = await read_body(gateway, request)
     if not body.strip():
         return {}
@@ -87,7 +87,7 @@ async def read_json_object(
 
 
 def header_text(value: str) -> str:
-    """A header that may hold a name, as UTF-8; HTTP itself knows Latin-1 only."""
+    """Return a header that may hold a name, decoded as UTF-8; HTTP itself knows Latin-1 only."""
     try:
         return value.encode("latin-1").decode("utf-8")
     except UnicodeError:

@@ -18,21 +18,21 @@ from serving.errors import MethodNotAllowed, ResourceNotFound
 from serving.names import normal_name
 
 EVENTS = "text/event-stream"
-# Statuses of errors: of routes that have a model answer, of those that load one, that look one up.
+# Statuses of errors: of routes that call a model, that load one, and that look one up.
 CALL = "400 401 403 404 405 406 408 413 415 429 500 503 504 507"
 LOADING = "400 401 403 404 408 409 413 415 429 500 503 504 507"
 FIND = "401 403 404 429 503"
-ANY = "*"  # methods of a route for what no other route of the path takes
+ANY = "*"  # methods of a route that gets all methods that no other route of the path has
 Endpoint = Callable[[Gateway, Request], Awaitable[Response]]
 
 
 @dataclass(frozen=True)
 class Kind:
-    """What routes of a contract share.
+    """The properties that several routes of a contract share.
 
-    tag: their group in OpenAPI; "" leaves them out
-    right: what a token must allow; None where none is needed
-    error: the schemas of errors; sent, answered: those of bodies, by media type
+    tag: the routes' group in OpenAPI; "" omits them
+    right: the right that a token must have; None if no token is needed
+    error: the schemas of errors; sent, answered: the schemas of bodies, by media type
     """
 
     tag: str
@@ -63,9 +63,11 @@ register_url_convertor("model", ModelName())
 
 @dataclass(frozen=True)
 class Route:
-    """`methods` are separated by spaces; so are `errors`, the statuses of errors.
+    """A path and its endpoint, whose docstring's first line is the summary in OpenAPI.
 
-    query: parameters as `name=type&name=type`. The summary is the endpoint's docstring.
+    methods: HTTP methods, separated by spaces
+    errors: statuses of errors, separated by spaces
+    query: parameters as `name=type&name=type`
     """
 
     methods: str
@@ -77,7 +79,7 @@ class Route:
 
     @functools.cached_property
     def compiled(self) -> Any:
-        """A pattern, the path without types, and the converters of its parameters."""
+        """The path's pattern, the path without types, and the converters of its parameters."""
         return compile_path(self.path)
 
     @functools.cached_property
@@ -91,7 +93,7 @@ class Route:
 
 
 def find_route(routes: Iterable[Route], request: Request) -> Route:
-    """The route of a request, in whose scope its path and the path's parameters are set.
+    """Return a request's route, and set its path and the path's parameters in the scope.
 
     Raises `ResourceNotFound`, `MethodNotAllowed`. Below /v2 the first route of a path decides:
     `sowol/infer` could be a model's name, too.

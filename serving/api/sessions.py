@@ -1,12 +1,12 @@
-"""SageMaker's stateful sessions: the platform sends the requests of one to the same container.
+"""SageMaker's stateful sessions: the platform sends a session's requests to the same container.
 
 POST /invocations  {"requestType": "NEW_SESSION"}  opens a session, whose id and end are in
                                                    X-Amzn-SageMaker-New-Session-Id
                    {"requestType": "CLOSE"}        closes the session of X-Amzn-SageMaker-Session-Id
                    any other body                  with that header only while the session is open
 
-As AWS publishes it in model-hosting-container-standards. A session keeps no state here: what its
-requests gain from reaching the same container is the prefix cache.
+AWS publishes the contract in model-hosting-container-standards. A session stores no prompts or
+answers: the container's prefix cache is what its requests gain.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ UUID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 class Sessions:
     """The open sessions, which outlive the gateway's process.
 
-    Each has a file in `folder`, named by its id, whose time of modification is the session's end.
-    It has the models that answer for aliases, as JSON, and is empty without any.
+    Each has a file in `folder`, named by its id, whose modification time is the session's end. The
+    file has the models chosen for aliases as a JSON object, and is empty without any.
     """
 
     def __init__(self, folder: Path, life_s: int, clock: Callable[[], float] = time.time) -> None:
@@ -52,14 +52,15 @@ class Sessions:
         folder.mkdir(mode=0o700, exist_ok=True)
         files = [path for path in folder.iterdir() if UUID.fullmatch(path.name)]
         ends = {path.name: int(path.stat().st_mtime) for path in files}
-        # By id, in seconds since 1970; the first to end comes first.
+        # Ends of sessions by id, in seconds since 1970, the earliest first.
         self._ends = dict(sorted(ends.items(), key=operator.itemgetter(1)))
         self._models = {path.name: _models(path) for path in files}
 
     async def open(self) -> tuple[str, int]:
-        """A new session's id and end, in seconds since 1970.
+        """Open a session; return its id, and its end in seconds since 1970.
 
-        Raises `TooManyRequests` while `MAX_SESSIONS` are open, `Unavailable` if it cannot be kept.
+        Raises `TooManyRequests` while `MAX_SESSIONS` are open, `Unavailable` if its file cannot be
+        written.
         """
         now = self._clock()
         ended = list(itertools.takewhile(lambda id: self._ends[id] <= now, self._ends))
@@ -98,19 +99,19 @@ class Sessions:
         return self._models.get(id, {}).get(alias, "") if is_open else ""
 
     def keep(self, id: str, alias: str, model: str) -> None:
-        """Has `model` answer an open session's requests for an alias from now on."""
+        """Store the model that answers an open session's requests for an alias from now on."""
         end = self._ends.get(id, 0)
         if end > self._clock():
             models = self._models.setdefault(id, {})
             models[alias] = model
-            with suppress(OSError):  # then only this gateway knows
+            with suppress(OSError):  # then only this process has the choice
                 fresh = self._folder / f"{id}.new"
                 fresh.write_text(json.dumps(models), encoding="utf-8")
                 os.utime(fresh, (end, end))
                 fresh.replace(self._folder / id)
 
     async def close(self, id: str) -> None:
-        """Raises `BadRequest` for the id of a session that is not open."""
+        """Close a session. Raises `BadRequest` for the id of one that is not open."""
         self.check(id)
         del self._ends[id]
         self._models.pop(id, None)
@@ -118,7 +119,7 @@ class Sessions:
 
 
 def _models(path: Path) -> dict[str, str]:
-    """By alias."""
+    """Read the models that a session's file has, by alias; none if it cannot be read."""
     with suppress(OSError, ValueError):
         models: dict[str, str] = json.loads(path.read_text(encoding="utf-8"))
         return models
@@ -126,10 +127,10 @@ def _models(path: Path) -> dict[str, str]:
 
 
 def session_request(body: bytes, content_type: str | None) -> dict[str, Any] | None:
-    """The fields of a body that has a `requestType`; None for any other body."""
+    """Return the fields of a body that has a `requestType`; None for any other body."""
     if b'"requestType"' not in body:
         return None
-    with suppress(InvalidRequest, UnsupportedMediaType):  # the model's answer says what is wrong
+    with suppress(InvalidRequest, UnsupportedMediaType):  # the model reports the error
         value = read_json(body, MAX_VALUES) if media_type(content_type)[0] == JSON else None
         if isinstance(value, dict) and "requestType" in value:
             return value
@@ -139,9 +140,9 @@ def session_request(body: bytes, content_type: str | None) -> dict[str, Any] | N
 async def answer(
     sessions: Sessions | None, fields: dict[str, Any] | None, id: str | None
 ) -> Response | None:
-    """The answer to a request that opens or closes a session; None for one that a model answers.
+    """Answer a request that opens or closes a session; return None for one that a model answers.
 
-    `sessions` is None where they are not enabled, `fields` is what `session_request` returned, `id`
+    `sessions` is None if they are not enabled, `fields` is the result of `session_request`, `id`
     the header's value. Raises `BadRequest` and what `Sessions.open` does.
     """
     kind = fields and fields["requestType"]

@@ -1,4 +1,4 @@
-"""Refuse what a browser sends for a page of another site.
+"""Refuse requests that a browser sends for a page of another site.
 
 A page may have its visitor's browser send any GET, and a POST of text or of a form, to each server
 that the visitor reaches. With a name of its own that resolves to this server (DNS rebinding) it may
@@ -19,8 +19,8 @@ from serving.errors import Forbidden
 
 READS = ("GET", "HEAD", "OPTIONS")
 LOADING_READS = ("/predictions/", "/v2/models/")
-# Browsers send Sec-Fetch-Site by https and to localhost only, and Origin with no plain GET; all of
-# them call themselves so, and no page can change it.
+# Browsers send Sec-Fetch-Site by https and to localhost only, and no Origin with a plain GET. But
+# the User-Agent of all browsers begins so, and pages cannot change it.
 BROWSER = "Mozilla/"
 
 

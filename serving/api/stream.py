@@ -1,4 +1,4 @@
-"""Streams a text while it is made: `{"inputs": ..., "stream": true}`.
+"""Streams a text while it is generated: `{"inputs": ..., "stream": true}`.
 
 Multi Model Server cannot stream, so the tokens come from the engine directly, as server-sent events
 or, for `Accept: application/x-ndjson`, as JSON lines:
@@ -26,10 +26,10 @@ LINES = "application/x-ndjson"
 
 
 def wanted(body: bytes, headers: Mapping[str, str]) -> GenerateRequest | None:
-    """The request, if it asks for a stream."""
+    """Parse a body and return its request if it is for a stream, else None."""
     if b'"stream"' not in body:
         return None
-    with suppress(EngineError):  # the worker says what is wrong
+    with suppress(EngineError):  # the worker reports the error
         request = parse(body, headers.get("content-type"))
         return request if request.stream else None
     return None
@@ -37,7 +37,7 @@ def wanted(body: bytes, headers: Mapping[str, str]) -> GenerateRequest | None:
 
 class Stream(Renderer):
     def __init__(self, request: GenerateRequest, accept: str) -> None:
-        """Raises `NotAcceptable`."""
+        """Raise `NotAcceptable` if `accept`, the header, excludes both media types of streams."""
         self.stream_type = _kind(accept)
         self._full = ""
         if isinstance(request.inputs, str) and request.parameters.get("return_full_text"):
@@ -66,11 +66,11 @@ class Stream(Renderer):
 
 
 def _kind(accept: str) -> str:
-    """Raises `NotAcceptable`."""
+    """Return the media type of a stream by an Accept header. Raises `NotAcceptable`."""
     accepted = {kind for kind, weight in ranges(accept).items() if weight}
     if LINES in accepted:
         return LINES
-    # `Accept: application/json` of a client that always sends it; the body says that it streams.
+    # Some clients always send `Accept: application/json`; the body's `stream` has precedence.
     if accepted & {"*/*", "text/*", JSON, EVENTS}:
         return EVENTS
     raise NotAcceptable(f"Accept is {accept}, can be {EVENTS} or {LINES} for a stream")

@@ -1,12 +1,13 @@
 """The API of Hugging Face's Text Generation Inference, as `huggingface_hub` calls it.
 
-A body is TGI's on its own routes; on ours, where it has `parameters.details`, an object as
-`parameters.grammar` or `parameters.adapter_id`, or comes from that client, whose newer versions
-leave `details` out. `adapter_id` names the model that answers, whatever the route names.
+TGI's own routes take such bodies; other routes recognize them by `parameters.details`, by
+`parameters.adapter_id`, by an object as `parameters.grammar`, or by the User-Agent of
+`huggingface_hub`, whose newer versions omit `details`. The model that `adapter_id` names answers,
+whatever model the route names. A whole answer is
 
     {"generated_text", "details"?}
 
-and of a stream each token, whose last two fields are null but at the end:
+and each token of a stream, whose last two fields are null except in the last token, is
 
     {"index", "token": {"id", "text", "logprob", "special"}, "top_tokens"?, "generated_text",
      "details"}
@@ -32,22 +33,22 @@ from serving.api.answering import EngineRequest, Renderer, event
 from serving.api.engine_calls import Item
 from serving.names import normal_name
 
-# What is not done, with the values that ask for nothing.
+# Parameters that are not supported, with the values that are accepted as they have no effect.
 NOT_DONE: Mapping[str, tuple[Any, ...]] = {
     "best_of": (1,),
     "truncate": (),
     "watermark": (False,),
 }
-# Any of these makes TGI draw, whatever `do_sample` says.
+# Any of these makes TGI sample, even where `do_sample` is false.
 DRAWS = ("temperature", "top_k", "top_p", "min_p", "typical_p")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ParsedRequest(EngineRequest):
-    """A request as the engine and the answer need it.
+    """A request to the engine, and the options of its answer in TGI's format.
 
-    before: the prompt, where it is a part of the answer
-    top: whether the answer has the likeliest tokens
+    before: the prompt if the answer begins with it, else ""
+    top: whether the answer has the likeliest tokens of each step
     """
 
     details: bool
@@ -63,13 +64,13 @@ def is_meant(body: Mapping[str, Any], agent: str) -> bool:
     parameters = body.get("parameters", {})
     if not isinstance(parameters, Mapping) or not isinstance(body.get("inputs"), str):
         return False
-    grammar = isinstance(parameters.get("grammar"), Mapping)  # ours is a text
+    grammar = isinstance(parameters.get("grammar"), Mapping)  # the engine's own grammar is text
     own = (parameters.get(name) is not None for name in ("details", "adapter_id"))
     return CLIENT in agent or grammar or any(own)
 
 
 def parse(body: Mapping[str, Any]) -> ParsedRequest:
-    """Raises `InvalidRequest`."""
+    """Parse a body of TGI's API. Raises `InvalidRequest`."""
     for name in body:
         if name not in ("inputs", "parameters", "stream"):
             raise InvalidRequest(f"{name} is not known; known are inputs, parameters, stream")
@@ -90,7 +91,7 @@ def parse(body: Mapping[str, Any]) -> ParsedRequest:
     )
     given["logprobs"] = max(top, logprobs)
     if not given.get("stop"):
-        given.pop("stop", None)  # the client sends an empty list where it means the model's own
+        given.pop("stop", None)  # clients send an empty list for the model's own stop sequences
     if given.get("do_sample") is False and any(name in given for name in DRAWS):
         del given["do_sample"]
     form = None
@@ -118,7 +119,7 @@ def parse(body: Mapping[str, Any]) -> ParsedRequest:
 
 
 def adapter_of(body: Mapping[str, Any]) -> str:
-    """The model that a body names; "" for none. Raises `InvalidRequest`."""
+    """Return the model that `adapter_id` in a body names, or "". Raises `InvalidRequest`."""
     parameters = body.get("parameters")
     given = parameters.get("adapter_id") if isinstance(parameters, Mapping) else None
     if given is not None and (not isinstance(given, str) or not given.strip("/")):
@@ -127,7 +128,7 @@ def adapter_of(body: Mapping[str, Any]) -> str:
 
 
 class Text(Renderer):
-    """An answer in the making."""
+    """Writes an answer in TGI's format, whole or token by token."""
 
     def __init__(self, parsed: ParsedRequest) -> None:
         self._parsed, self._prompt_tokens = parsed, 0
@@ -160,11 +161,11 @@ class Text(Renderer):
         return event(error_body(error))
 
     def add(self, item: Item) -> dict[str, Any]:
-        """The event of a token of the engine's, whose texts together are the answer's."""
+        """Return the event of a token from the engine; the events' texts are the answer's text."""
         step, text, reason = item["logprobs"], item["text"], item.get("finish_reason")
         self._text += text
         self._count += 1
-        # Clients leave out the text of a special one; what had waited for it is none of its own.
+        # Clients omit the text of special tokens, but a text here was held back from earlier ones.
         token = {**_token(step), "text": text}
         token["special"] = token["special"] and not text
         sent = {"index": self._count, "token": token, "generated_text": None, "details": None}

@@ -1,6 +1,6 @@
-"""OpenTelemetry spans of requests, sent by OTLP over HTTP. Imported only where that is on.
+"""OpenTelemetry spans of requests, sent by OTLP over HTTP. Imported only if tracing is on.
 
-A request's span has those of its parts below it:
+A request's span has child spans:
 
     POST /predictions/{name}
         load      until the model is ready, where it was not
@@ -9,8 +9,8 @@ A request's span has those of its parts below it:
         tokens    from the first token to the last
         answer    in place of the last two: an answer that comes whole, from a worker or the engine
 
-The gateway's parts are wrapped once at the start, so without tracing a request passes nothing of
-this. The SDK reads the standard variables (`OTEL_*`) itself. Attributes have the names of
+The gateway's parts are wrapped once at the start, so requests have no overhead if tracing is off.
+The SDK reads the standard variables (`OTEL_*`) itself. Attributes have the names of
 https://opentelemetry.io/docs/specs/semconv/; none holds a prompt, an answer or an error's text.
 """
 
@@ -47,8 +47,8 @@ logger = logging.getLogger(__name__)
 SERVICE = "kogpt2-serving"  # unless OTEL_SERVICE_NAME or OTEL_RESOURCE_ATTRIBUTES names another
 PROTOCOL = "http/protobuf"
 UNTRACED = HEALTH_PATHS | {"/metrics"}
-# For the last spans at a stop, as far as DRAIN_S has time left. Longer: a collector that does not
-# answer delays each stop by that. Shorter: a slow one loses the spans of the last seconds.
+# Time to send the last spans at a stop, as far as DRAIN_S has time left. Longer: a collector that
+# does not answer delays each stop more. Shorter: a slow collector loses the last seconds' spans.
 FLUSH_S, MIN_FLUSH_S = 3.0, 0.5
 LOG_EVERY_S = 60.0  # each message at most once in that time, however often an export fails
 CONTEXT = TraceContextTextMapPropagator()
@@ -61,9 +61,9 @@ STATUS, ERROR = "http.response.status_code", "error.type"
 
 @contextlib.asynccontextmanager
 async def traced(gateway: Gateway, app: ASGIApp) -> AsyncIterator[ASGIApp]:
-    """Has spans of the gateway's requests made and sent; yields the application to serve.
+    """Trace the gateway's requests; yield the application to serve.
 
-    Raises `SettingError`.
+    Raises `SettingError` for a wrong variable `OTEL_*`.
     """
     provider = _provider()
     tracer = provider.get_tracer(SERVICE)
@@ -77,13 +77,13 @@ async def traced(gateway: Gateway, app: ASGIApp) -> AsyncIterator[ASGIApp]:
     finally:
         left_s = gateway.drain_end - time.monotonic()
         with move_on_after(min(FLUSH_S, max(left_s, MIN_FLUSH_S)), shield=True):
-            await asyncio.to_thread(_close, provider)  # one that hangs ends with the process
+            await asyncio.to_thread(_close, provider)  # a hanging thread ends with the process
 
 
 def _provider() -> TracerProvider:
     for name in [name for name, value in os.environ.items() if name.startswith("OTEL_")]:
         if not os.environ[name]:
-            del os.environ[name]  # empty is not set, and not every version of the SDK knows that
+            del os.environ[name]  # empty means unset, which not every version of the SDK respects
     general = os.environ.get("OTEL_EXPORTER_OTLP_PROTOCOL", PROTOCOL)
     protocol = os.environ.get("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", general)
     if protocol != PROTOCOL:
@@ -112,7 +112,7 @@ class _Seldom(logging.Handler):
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
-        self._next: dict[str, float] = {}  # by message without its values: there are some twenty
+        self._next: dict[str, float] = {}  # by message template: there are some twenty
 
     def emit(self, record: logging.LogRecord) -> None:
         now = time.monotonic()
@@ -123,7 +123,7 @@ class _Seldom(logging.Handler):
 
 
 class _App:
-    """Each request has a span, a child of its `traceparent`, whose own takes its place."""
+    """Gives each request a span, a child of its `traceparent` header, which it replaces."""
 
     def __init__(self, app: ASGIApp, tracer: Tracer) -> None:
         self._app, self._tracer = app, tracer
@@ -162,7 +162,7 @@ class _App:
 
 
 def _describe(span: Span, scope: Scope, status: int) -> None:
-    """Sets what is known of a request once it is answered; `status` is 0 without an answer."""
+    """Set a span's attributes once its request is answered; `status` is 0 without an answer."""
     state: Mapping[str, Any] = scope.get("state", {})
     if (route := scope.get("route")) is not None:
         span.update_name(f"{scope['method']} {route}")
@@ -180,7 +180,7 @@ def _describe(span: Span, scope: Scope, status: int) -> None:
 
 
 class _Part:
-    """A part of the gateway, some of whose calls have spans."""
+    """A proxy of a part of the gateway; subclasses trace some of its methods."""
 
     def __init__(self, part: Any, tracer: Tracer) -> None:
         self._part, self._tracer = part, tracer
@@ -190,7 +190,7 @@ class _Part:
 
     @contextlib.contextmanager
     def _span(self, name: str) -> Iterator[Span]:
-        """A child of the request's span, which is not the current one: a generator may have it."""
+        """Start a child of the current span; it does not become current, as generators hold it."""
         span = self._tracer.start_span(name)
         try:
             yield span

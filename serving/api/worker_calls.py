@@ -1,4 +1,4 @@
-"""Calls of models' workers, through Multi Model Server: what they get, retries, what returns."""
+"""Calls of models' workers through Multi Model Server: headers, retries, answers."""
 
 from __future__ import annotations
 
@@ -39,19 +39,19 @@ from serving.mms.workers import MMS_GRACE_S
 from serving.models.model import Model
 from serving.tokens import current
 
-MAX_HEADER_CHARACTERS = 6000  # together; MMS takes 8192
-MAX_QUERY_CHARACTERS = 3000  # MMS takes a first line of 4096
+MAX_HEADER_CHARACTERS = 6000  # all forwarded headers together; MMS accepts 8192
+MAX_QUERY_CHARACTERS = 3000  # MMS accepts a request line of 4096
 TARGET_MODEL = "x-amzn-sagemaker-target-model"
 CUSTOM_ATTRIBUTES = "x-amzn-sagemaker-custom-attributes"
-# Of a client's headers only these reach a worker: an odd one can stop it (fault 3 of MMS).
+# Only these client headers are forwarded: an unusual one can stop a worker (fault 3 of MMS).
 FORWARDED = ("content-type", "accept", TARGET_MODEL, CUSTOM_ATTRIBUTES)
-# A worker dies in two steps, its process and the one that watches it, so twice is not enough.
+# A worker ends in two steps, its process and the process that watches it: 2 would be too few.
 ATTEMPTS = 3
-MAX_MMS_ENDS = 2  # under one request; then it fails, as other models need that process, too
+MAX_MMS_ENDS = 2  # per request; then it fails, as other models need MMS, too
 RETRY_S = 0.1
 AWS_ACCEPT = "x-amzn-sagemaker-accept"
-# What a worker's answer may not set: this connection's own headers, what holds for the whole origin
-# and so for other models, and what Multi Model Server puts on each answer.
+# Headers dropped from a worker's answer: those of the connection, those that apply to the whole
+# origin and so to other models, and those that Multi Model Server adds to each answer.
 WITHHELD = {
     "connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "proxy-connection",
     "te", "trailer", "transfer-encoding", "upgrade", "content-length", "date", "server",
@@ -73,10 +73,11 @@ class WorkerCall:
     end: float
 
     async def answer(self, used: AsyncExitStack) -> Response:
-        """Returns the answer of the worker. Raises `Timeout`, `Unavailable`, `WorkerFailed`.
+        """Return the worker's answer. Raises `Timeout`, `Unavailable`, `WorkerFailed`.
 
-        Where the client is gone the engine is cancelled, which Multi Model Server cannot be: what
-        is `used`, the model and its place in the queue, stays so until the worker has answered.
+        If the client disconnects, the engine's part of the request is cancelled; Multi Model
+        Server cannot cancel a request, so `used`, the stack of the model and its place in the
+        queue, is closed only when the worker has answered.
         """
         id = self.headers[REQUEST_HEADER] = secrets.token_hex(8)
 
@@ -92,7 +93,7 @@ class WorkerCall:
             task.add_done_callback(lambda task: task.cancelled() or task.exception())
             spawn(self._cancel(id))
             raise
-        if time.monotonic() >= self.end:  # it came while the loop was busy with others
+        if time.monotonic() >= self.end:  # the event loop was too busy to cancel in time
             raise Timeout(f"no answer within {self.end - self.started:g} s")
         if self.model.in_engine:
             _count_tokens(answer)
@@ -103,11 +104,11 @@ class WorkerCall:
             await self.gateway.engine.cancel(id)
 
     async def _ask(self) -> Answer:
-        """Returns the worker's answer, and sends the request again where the worker was lost."""
+        """Return the worker's answer; send the request again if the worker was lost."""
         answer: Answer | None = None
         ends = 0
         for attempt in range(ATTEMPTS):
-            if answer is not None and answer.status == 503:  # of MMS, which has no worker now
+            if answer is not None and answer.status == 503:  # MMS has no worker now
                 await asyncio.sleep(RETRY_S * 2**attempt)
             if attempt:
                 left_s = self.end - time.monotonic()
@@ -117,7 +118,7 @@ class WorkerCall:
                 break
             try:
                 answer = await self._ask_once(left_s)
-            except Unavailable as error:  # MMS is being started again
+            except Unavailable as error:  # MMS restarts
                 ends += isinstance(error, MMSEnded)
                 if ends == MAX_MMS_ENDS:
                     raise WorkerFailed(
@@ -135,7 +136,7 @@ class WorkerCall:
         return answer
 
     async def _ask_once(self, left_s: float) -> Answer | None:
-        """None if the worker is given up meanwhile: MMS would not answer then."""
+        """Send the request; return None if recovery cancels it, as MMS would not answer it."""
         model, headers = self.model, {**self.headers, TIMEOUT_HEADER: f"{left_s:.3f}"}
         timeout_s = left_s + MMS_GRACE_S
         with CancelScope() as scope:
@@ -149,9 +150,9 @@ class WorkerCall:
         return None
 
     async def _has_lost_memory(self) -> bool:
-        """Whether a restarted engine has no memory left for the model, which other models took.
+        """Return whether a restarted engine lost the model and has no memory to load it again.
 
-        The request is then repeated; one that can never fit gets 507.
+        The request is then repeated; a request that can never fit gets 507.
         """
         if not self.model.in_engine:
             return False
@@ -163,7 +164,7 @@ class WorkerCall:
 
 
 def read_query(request: Request) -> Query:
-    """For services of Multi Model Server. Raises `BadRequest` for one that it could not take."""
+    """Return a request's query, for models' own code. Raises `BadRequest` if too long for MMS."""
     size = len(request.scope["query_string"])
     if not size:
         return ()
@@ -176,7 +177,7 @@ def read_query(request: Request) -> Query:
 
 
 def _error_of_mms(model: Model, answer: Answer | None) -> ServingError:
-    """The error for a status that MMS sent itself, or for no answer at all."""
+    """Return the error for a status that MMS itself sent, or for no answer at all."""
     if answer is None or answer.status == 404:
         return Unavailable(f"Model {model.name} is being loaded again")
     if answer.status == 503:
@@ -185,7 +186,7 @@ def _error_of_mms(model: Model, answer: Answer | None) -> ServingError:
 
 
 def _count_tokens(answer: Answer) -> None:
-    """For the token of TOKENS_FILE that the request has."""
+    """Count the tokens of an answer for the request's token of TOKENS_FILE."""
     token, counts = current.get(), answer.headers.get(TOKENS_HEADER)
     if token is not None and counts is not None:
         prompt, made = counts.split()
@@ -201,12 +202,12 @@ def _response(answer: Answer) -> Response:
 
 
 def forwarded_headers(request: Request) -> dict[str, str]:
-    """The headers for a worker. Raises `BadRequest` for one that it could not take."""
+    """Return the headers for a worker. Raises `BadRequest` for those that MMS cannot forward."""
     forwarded = {REQUEST_ID: request.state.request_id}
     if request.state.traceparent is not None:
         forwarded[TRACEPARENT] = request.state.traceparent
     given = dict(reversed(request.headers.items()))  # the first of each name
-    if AWS_ACCEPT in given:  # the AWS client's call for a stream has another name for it
+    if AWS_ACCEPT in given:  # the name of Accept in the AWS client's calls for a stream
         given["accept"] = given[AWS_ACCEPT]
     for name in FORWARDED:
         value = given.get(name)

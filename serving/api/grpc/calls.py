@@ -1,4 +1,4 @@
-"""Asks the gateway's HTTP routes from within the process, and says their errors in gRPC's words.
+"""Calls the gateway's HTTP routes within the process, and converts their errors to gRPC's.
 
 https://github.com/grpc/grpc/blob/master/doc/statuscodes.md
 """
@@ -39,9 +39,10 @@ CODES = {
     504: grpc.StatusCode.DEADLINE_EXCEEDED,
     507: grpc.StatusCode.RESOURCE_EXHAUSTED,
 }
-# A status is sent as a header: a byte beyond ASCII takes three characters, and clients take 8 KiB.
+# Limit in characters: a header carries the message, where a byte beyond ASCII takes three
+# characters, and clients accept headers of 8 KiB.
 MAX_MESSAGE = 600
-# Of a call's metadata.
+# Keys of a call's metadata that become HTTP headers.
 FORWARDED = ("authorization", REQUEST_ID, TRACEPARENT, "tracestate", SESSION_ID)
 # gRPC's own name for Retry-After: https://github.com/grpc/proposal/blob/master/A6-client-retries.md
 PUSHBACK = "grpc-retry-pushback-ms"
@@ -52,7 +53,7 @@ Answering = Callable[[Any, Any], Awaitable[Any]]  # a request, or requests, and 
 
 @dataclass(frozen=True)
 class Call:
-    """A request to a route; `model` is the one of an alias that is chosen already, or ""."""
+    """A request to a route; `model` is the model already chosen for an alias, or ""."""
 
     path: str
     method: str = "GET"
@@ -69,7 +70,7 @@ class Reply:
 
     @property
     def message(self) -> str:
-        """What an error says: `{"error": message}`, or `{"message": ...}` beside other fields."""
+        """The message of an error: `{"error": message}`, or `{"message": ...}` and more fields."""
         try:
             error = json.loads(self.body)
             return str(error.get("error") or error["message"])
@@ -95,16 +96,16 @@ class Routes:
     async def ask(
         self, call: Call, metadata: Iterable[tuple[str, Any]], piece: Piece | None = None
     ) -> Reply:
-        """Returns the whole answer; `piece` gets the body of a successful one in pieces.
+        """Return a route's answer; if given, `piece` gets the body of a successful one in pieces.
 
-        Cancelling it ends the request as a closed HTTP connection does.
+        Cancelling the call ends the request, as a closed HTTP connection does.
         """
         reply, taken = Reply(), False
 
         async def receive() -> dict[str, Any]:
             nonlocal taken
             if taken:
-                await asyncio.get_running_loop().create_future()  # there is no more
+                await asyncio.get_running_loop().create_future()  # for ever: the body is complete
             taken = True
             return {"type": "http.request", "body": call.body, "more_body": False}
 
@@ -141,14 +142,15 @@ class Routes:
 
 
 async def abort(context: Any, reply: Reply) -> None:
-    """Ends a call with the error of a route. Raises."""
+    """End a call with the error of a route, by raising gRPC's `AbortError`."""
     await context.abort(reply.code, cut(reply.message, MAX_MESSAGE), trailing(reply))
 
 
 class Idle:
-    """Calls in which the server waits for the client, at most `limit`.
+    """The calls in which the server waits for the client, `limit` at most.
 
-    One more ends the call that has waited longest: calls without requests cannot block the port.
+    A further one ends the call that has waited longest: calls without requests cannot block the
+    port.
     """
 
     def __init__(self, limit: int) -> None:
@@ -164,9 +166,9 @@ class Idle:
         self._waits.pop(wait, None)
 
     async def run(self, work: Awaitable[T]) -> T:
-        """Returns what `work` returns, which waits for the client.
+        """Return the result of `work`, which waits for the client.
 
-        Raises `TooManyRequests` when a newer call has ended it.
+        Raises `TooManyRequests` if a newer call has ended this one.
         """
         with CancelScope() as wait:
             self.add(wait)
@@ -182,7 +184,7 @@ def superseded() -> TooManyRequests:
 
 
 def with_request(idle: Idle, answer: Answering) -> Answering:
-    """For a method that takes one request: gRPC itself would wait for it without a limit."""
+    """Wrap a method that takes one request to wait for it in `idle`; gRPC itself has no limit."""
 
     async def answer_one(requests: AsyncIterator[Any], context: Any) -> Any:
         request = await idle.run(anext(requests, None))
@@ -194,7 +196,7 @@ def with_request(idle: Idle, answer: Answering) -> Answering:
 
 
 def service(name: str, answers: Mapping[str, Answering]) -> Any:
-    """A service for a server, from what answers its methods."""
+    """Return the handler of a service; `answers` has the functions that answer its methods."""
     handlers = {}
     for method_name, method in methods(name).items():
         stream, unary = grpc.stream_stream_rpc_method_handler, grpc.stream_unary_rpc_method_handler
@@ -211,7 +213,7 @@ def error_reply(error: ServingError, headers: Mapping[str, str] | None = None) -
 
 
 def guarded(answer: Answering) -> Answering:
-    """What is not meant for people goes to the log only."""
+    """Wrap a method to end its call at an error; details of unexpected errors are only logged."""
 
     async def guarded_answer(request: Any, context: Any) -> Any:
         try:
@@ -228,7 +230,7 @@ def guarded(answer: Answering) -> Answering:
 
 
 def trailing(reply: Reply) -> tuple[tuple[str, str], ...]:
-    """The metadata behind an answer: its id in the log, an alias's model, when to come back."""
+    """Return an answer's trailing metadata: the request's id, an alias's model, the retry delay."""
     metadata = {name: reply.headers.get(name) for name in (REQUEST_ID, SERVED_MODEL)}
     if "retry-after" in reply.headers:
         metadata[PUSHBACK] = str(int(reply.headers["retry-after"]) * 1000)

@@ -1,7 +1,7 @@
-"""Requests for tensors as the HTTP route takes them, and its answers as messages.
+"""Converts ModelInfer requests to bodies of the HTTP route, and its answers to messages.
 
-Raw tensors are binary ones there, and `contents` are `data`. Outputs are requested as bytes, as
-Triton returns them; what a model sends as `data` all the same is returned as `contents`.
+Raw tensors become binary tensors, and `contents` become `data`. Outputs are requested in binary, as
+Triton returns them; an output that a model sends as `data` all the same is returned as `contents`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from serving.api.grpc.messages import message
 from serving.api.v2.inference import HEADER_LENGTH
 from serving.errors import BadRequest, WorkerFailed
 
-# A parameter of Triton's client, which asks for what is done here anyway.
+# A parameter of Triton's client that has no effect here: its behavior is always on.
 EMPTY_END = "triton_enable_empty_final_response"
 CONTENTS = {
     "BOOL": "bool_contents",
@@ -37,20 +37,20 @@ ModelInferResponse = message("inference.ModelInferResponse")
 
 
 def parameters(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Parameters as JSON has them."""
+    """Convert gRPC's parameters to values for JSON."""
     chosen = {name: value.WhichOneof("parameter_choice") for name, value in given.items()}
     return {name: getattr(given[name], kind) if kind else None for name, kind in chosen.items()}
 
 
 def set_parameter(into: Mapping[str, Any], name: str, value: Any) -> None:
-    """What is no single value, gRPC has no parameter for; it is left out."""
+    """Set a gRPC parameter; ignore a value that gRPC has no type for, such as a list."""
     kinds = {bool: "bool_param", int: "int64_param", float: "double_param", str: "string_param"}
     if type(value) in kinds:
         setattr(into[name], kinds[type(value)], value)
 
 
 def to_http(request: Any) -> tuple[bytes, dict[str, str]]:
-    """The body of a `ModelInferRequest`, and its headers. Raises `BadRequest`."""
+    """Convert a `ModelInferRequest` to an HTTP body and its headers. Raises `BadRequest`."""
     raw = request.raw_input_contents
     if raw and len(raw) != len(request.inputs):
         raise BadRequest(f"raw_input_contents has {len(raw)} tensors, inputs {len(request.inputs)}")
@@ -79,7 +79,7 @@ def to_http(request: Any) -> tuple[bytes, dict[str, str]]:
 
 
 def _data(tensor: Any) -> list[Any]:
-    """The values of `contents`."""
+    """Return the values of a tensor's `contents`. Raises `BadRequest`."""
     field = CONTENTS.get(tensor.datatype)
     if field is None:
         raise BadRequest(f"{tensor.name}: {tensor.datatype or 'a tensor'} is sent raw only")
@@ -95,7 +95,7 @@ def _text(name: str, value: bytes) -> str:
 
 
 def one_text(request: Any) -> str:
-    """Returns the text that a text model is to continue. Raises `BadRequest`."""
+    """Return the prompt of a request to a text model. Raises `BadRequest`."""
     if len(request.inputs) == 1 and request.inputs[0].name == "text":
         (tensor,), raw = request.inputs, request.raw_input_contents
         if tensor.datatype == "BYTES" and list(tensor.shape) in ([1], [1, 1]):
@@ -108,11 +108,11 @@ def one_text(request: Any) -> str:
 
 
 def from_http(body: bytes, header_length: str | None) -> Any:
-    """A `ModelInferResponse`. Raises `WorkerFailed` for what is no answer of the protocol."""
+    """Convert an answer to a `ModelInferResponse`. Raises `WorkerFailed` for an invalid answer."""
     at = len(body) if header_length is None else int(header_length)
     response = ModelInferResponse()
     try:
-        head = json.loads(body[:at])  # which knows NaN
+        head = json.loads(body[:at])  # orjson does not accept NaN
         response.model_name, response.model_version = head["model_name"], head["model_version"]
         response.id = head.get("id", "")
         for name, value in head.get("parameters", {}).items():

@@ -1,4 +1,4 @@
-"""`grpc.health.v1.Health`: whether requests are taken, as `/v2/health/ready` has it."""
+"""`grpc.health.v1.Health`: whether the server takes requests, as `/v2/health/ready` does."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Health:
         return Response(status=status)
 
     async def _watch(self, request: Any, context: Any) -> None:
-        """The status, and again whenever it has changed, until the client goes."""
+        """Send the status, and each change of it, until the client ends the call."""
 
         async def watch() -> None:
             sent = None

@@ -1,4 +1,4 @@
-"""`inference.GRPCInferenceService`, each method over its HTTP route."""
+"""The service `inference.GRPCInferenceService`; each method calls its HTTP route."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ TEXT_PLATFORM = "kogpt2"
 
 
 def model_path(name: str, version: str, action: str = "") -> str:
-    """`action` begins with a slash."""
+    """Return the path of a model's route; `action` is empty or begins with a slash."""
     return f"/v2/models/{name}{f'/versions/{version}' if version else ''}{action}"
 
 
 def _stored(request: Any) -> str:
-    """The name of a model to load or unload, where Triton has it or where KServe does."""
+    """Return the name of a model to load or unload, from Triton's field or from KServe's."""
     return str(request.model_name or request.repository_name)
 
 
@@ -46,7 +46,8 @@ def _repository(request: Any, action: str) -> Call:
     return Call(f"/v2/repository/models/{_stored(request)}/{action}", "POST", body)
 
 
-# What the methods without tensors ask; the answers' fields are those of JSON, but for SHAPED.
+# The route's request for each method without tensors. Messages have the fields of the route's JSON,
+# except for the methods in SHAPED.
 CALLS: dict[str, Callable[[Any], Call]] = {
     "ServerLive": lambda r: Call("/v2/health/live"),
     "ServerReady": lambda r: Call("/v2/health/ready"),
@@ -63,12 +64,12 @@ CALLS: dict[str, Callable[[Any], Call]] = {
     "RepositoryModelLoad": lambda r: _repository(r, "load"),
     "RepositoryModelUnload": lambda r: _repository(r, "unload"),
 }
-# Where HTTP says that something is not ready by a status, the answer is no.
+# Statuses of routes that mean "not ready", which gRPC's methods answer without an error.
 NOT_READY = {"ServerReady": (503,), "ModelReady": (404, 503)}
 
 
 def _config(request: Any, body: dict[str, Any]) -> dict[str, Any]:
-    """A model of texts streams them."""
+    """Convert a model's configuration; text models are "decoupled", as they stream answers."""
     policy = {"decoupled": body["platform"] == TEXT_PLATFORM}
     return {"config": {**body, "model_transaction_policy": policy}}
 
@@ -82,7 +83,7 @@ SHAPED: dict[str, Callable[[Any, Any], dict[str, Any]]] = {
 
 
 def handlers(routes: Routes, stream: Answering, idle: Idle) -> Any:
-    """The service for a server; `stream` answers ModelStreamInfer."""
+    """Return the service's handler; `stream` answers ModelStreamInfer."""
     answers = {"ModelInfer": _infer(routes), **{name: _describe(routes, name) for name in CALLS}}
     waiting = {name: with_request(idle, answer) for name, answer in answers.items()}
     return service(SERVICE, {**waiting, "ModelStreamInfer": guarded(stream)})
@@ -117,7 +118,10 @@ def _infer(routes: Routes) -> Answering:
 
 
 async def infer(routes: Routes, request: Any, metadata: Any, model: str = "") -> tuple[Reply, Any]:
-    """The route's reply and what it answers, None where that is an error; see `Call.model`."""
+    """Call the infer route; return its reply, and the response message or None for an error.
+
+    `model` is the model already chosen for an alias, or "".
+    """
     reply = Reply()
     try:
         body, headers = await off_loop(request.ByteSize(), to_http, request)

@@ -1,6 +1,7 @@
 """The protocols' messages and services, from `inference.proto` and `health.proto` as compiled.
 
-They have a pool of their own: a program may have another's `inference.ModelInferRequest`, too.
+They are in a descriptor pool of their own, so that a process can have Triton's client, too, which
+defines the same names.
 """
 
 from __future__ import annotations
@@ -24,11 +25,11 @@ POOL = _pool()
 
 
 def message(name: str) -> Any:
-    """The class of a message, by its full name."""
+    """Return the class of a message, by its full name."""
     return message_factory.GetMessageClass(POOL.FindMessageTypeByName(name))
 
 
 def methods(service: str) -> dict[str, Any]:
-    """A service's methods by name, each with `input_type`, `output_type` and who streams."""
+    """Return a service's methods by name, with their types and which of their sides stream."""
     methods: dict[str, Any] = POOL.FindServiceByName(service).methods_by_name
     return methods

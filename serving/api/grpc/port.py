@@ -1,4 +1,4 @@
-"""The gRPC server, in the gateway's own loop."""
+"""The gRPC server, in the gateway's own event loop."""
 
 from __future__ import annotations
 
@@ -16,18 +16,21 @@ from serving.api.grpc.stream import Streams
 from serving.api.http_protocol import HTTPProtocol
 from serving.errors import StartError
 
-HEADROOM_BYTES = 64 << 10  # for what stands around a body's tensors
-IDLE_S = 300.0  # until a connection without calls is closed; clients open another
+HEADROOM_BYTES = 64 << 10  # for the parts of a message beside its tensors
+IDLE_S = 300.0  # until a connection without calls is closed; clients then open another
 
 
 @contextlib.asynccontextmanager
 async def grpc_port(gateway: Gateway, asgi: ASGIApp, grace_s: float) -> AsyncIterator[None]:
-    """Listens; whatever is still being answered at the end has `grace_s`. Raises `StartError`."""
+    """Open the gRPC port for as long as the context lasts. Raises `StartError` if it is taken.
+
+    On exit, calls in flight have `grace_s` seconds to end.
+    """
     settings = gateway.settings
     calls = HTTPProtocol.max_connections
     idle = Idle(calls)
     server = grpc.aio.server(
-        # Those that wait for their clients take no place of those that are answered.
+        # Calls that wait for their clients, limited by `idle`, do not block those in progress.
         maximum_concurrent_rpcs=2 * calls + MAX_WATCHES,
         options=[
             ("grpc.max_receive_message_length", settings.max_request_bytes + HEADROOM_BYTES),

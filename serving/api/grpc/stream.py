@@ -1,9 +1,9 @@
-"""ModelStreamInfer: models of texts answer a response a token, others one response a request.
+"""ModelStreamInfer: text models send one response per token, others one per request.
 
-A token's response has the outputs of ModelInfer: the texts in a row are the whole text, the
-`tokens` add up, and `finish_reason` is empty until the last one, which has `triton_final_response`
-true. Requests of one call for texts are worked on at once, each under its `id`; an error is a
-response, and the call goes on.
+A token's response has the outputs of ModelInfer: all texts joined are the whole text, the sum of
+all `tokens` is their number, and `finish_reason` is empty until the last response, which has
+`triton_final_response` true. Requests of one call to text models run concurrently; responses have
+the `id` of their request. An error is sent as a response, and the call continues.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from serving.names import normal_name
 ModelStreamInferResponse = message("inference.ModelStreamInferResponse")
 
 FINAL = "triton_final_response"
-AT_ONCE = 64  # requests of one call; the next one is read when one of them is done
+AT_ONCE = 64  # concurrent requests of one call; a further one waits until one of them is done
 HEADERS = {"content-type": "application/json", "accept": "application/x-ndjson"}
 DATATYPES = {"generated_text": "BYTES", "tokens": "INT64", "finish_reason": "BYTES"}
 
@@ -45,7 +45,7 @@ class Streams:
     async def answer(self, requests: Any, context: Any) -> None:
         places, writing = anyio.Semaphore(AT_ONCE), asyncio.Lock()
         metadata = context.invocation_metadata()
-        reading: anyio.CancelScope | None = None  # while the next request is waited for
+        reading: anyio.CancelScope | None = None  # set while the call waits for its next request
         ended = False
 
         def note_idle() -> None:
@@ -53,7 +53,7 @@ class Streams:
                 self._idle.add(reading)
 
         async def read() -> Any:
-            """The next request, None at the end, also one that `Idle` makes."""
+            """Return the next request; None at the end of the call, or if `Idle` ends it."""
             nonlocal reading, ended
             with anyio.CancelScope() as scope:
                 reading = scope
@@ -95,14 +95,14 @@ class Streams:
             raise superseded()
 
     def _choose(self, request: Any, metadata: Any) -> str:
-        """The model that answers: an alias may have models of texts and of tensors."""
+        """Return the model that answers, known in advance as an alias may mix kinds of models."""
         name = normal_name(request.model_name)
         alias = self._gateway.aliases.find(name)
         session = dict(metadata).get(SESSION_ID, "")
         return name if alias is None else alias.choose(header_text(session))
 
     async def _load(self, request: Any, metadata: Any, name: str) -> Reply | None:
-        """What kind a model is, is known once it is loaded. None if all is well."""
+        """Load a model, whose kind is known only then; return an error, None on success."""
         model = self._gateway.registry.find(name)
         if model is not None and model.state is State.READY and not request.model_version:
             return None
@@ -145,7 +145,7 @@ class Tokens:
     """One request for a text, and its responses."""
 
     def __init__(self, request: Any) -> None:
-        """Raises `BadRequest`."""
+        """Parse a `ModelInferRequest` to a text model. Raises `BadRequest`."""
         self.text = one_text(request)
         self._request = request
         self.model = normal_name(request.model_name)
@@ -163,7 +163,7 @@ class Tokens:
         self._unfinished = self.parameters.get("num_return_sequences", 1)
 
     def response(self, lines: list[Mapping[str, Any]]) -> Any:
-        """Of a token, and of its sequence's end where that is it."""
+        """Return the response of a token; the last one also has the end of its sequence."""
         item, ends = lines[0], lines[1:]
         if "error" in item:
             return _error(self._request, Reply(body=orjson.dumps(item["error"])))
@@ -195,13 +195,13 @@ def _head(request: Any) -> Any:
 
 
 def _error(request: Any, reply: Reply) -> Any:
-    """An error with the id of its request: one call may have several requests."""
+    """Return an error with the id of its request, as one call may have several requests."""
     head = _head(request)
     head.parameters[FINAL].bool_param = True
     return ModelStreamInferResponse(error_message=reply.message, infer_response=head)
 
 
 def _packed(text: str) -> bytes:
-    """The one element of a BYTES tensor."""
+    """Encode a text as a BYTES tensor of one element."""
     value = text.encode("utf-8", "replace")
     return struct.pack("<I", len(value)) + value

@@ -1,4 +1,4 @@
-"""Answers in OpenAI's words: whole ones, and the chunks of a stream."""
+"""Answers of OpenAI's completions and chats: whole bodies, and the chunks of streams."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from serving.api.openai.errors import error_body
 from serving.api.openai.parsing import Kind, ParsedRequest
 from serving.api.openai.tools import Call, message
 
-Item = Mapping[str, Any]  # a token of the engine's
+Item = Mapping[str, Any]  # one token from the engine
 
 DONE = b"data: [DONE]\n\n"
-# Of each kind the beginning of an id, the name of a whole answer, and that of a chunk.
+# For each kind: the prefix of ids, the `object` of a whole answer, and the `object` of a chunk.
 NAMES = {
     Kind.COMPLETION: ("cmpl-", "text_completion", "text_completion"),
     Kind.CHAT: ("chatcmpl-", "chat.completion", "chat.completion.chunk"),
@@ -30,7 +30,7 @@ NAMES = {
 
 
 class Usage:
-    """Tokens, counted."""
+    """Counts the tokens of an answer, for its field `usage`."""
 
     def __init__(self) -> None:
         self.prompt = self.cached = self.completion = self.accepted = self.rejected = 0
@@ -47,7 +47,7 @@ class Usage:
             "completion_tokens": self.completion,
             "total_tokens": self.prompt + self.completion,
             "prompt_tokens_details": {"cached_tokens": self.cached},
-            # The rejected ones are in no answer and, unlike OpenAI's, in no other number.
+            # Rejected tokens are in no answer and, unlike OpenAI's, not in `completion_tokens`.
             "completion_tokens_details": {
                 "accepted_prediction_tokens": self.accepted,
                 "rejected_prediction_tokens": self.rejected,
@@ -56,7 +56,7 @@ class Usage:
 
 
 class Answer(Renderer):
-    """What goes around the choices of one answer."""
+    """Writes one answer: the fields around its choices, and the choices of a whole answer."""
 
     def __init__(self, parsed: ParsedRequest, model: str) -> None:
         self._parsed = parsed
@@ -65,7 +65,7 @@ class Answer(Renderer):
         self._head |= {"model": model}
         self.usage = Usage()
 
-    # A whole one
+    # A whole answer
 
     def compact(self, token: Item) -> Item:
         if self._parsed.kind == Kind.CHAT:
@@ -76,7 +76,7 @@ class Answer(Renderer):
         return {**token, "top": orjson.Fragment(orjson.dumps(top))}
 
     def whole(self, results: Sequence[Mapping[str, Any]]) -> bytes:
-        """`results` are the engine's answers to the prompts."""
+        """Return the body of a whole answer; `results` are the engine's answers to the prompts."""
         choices: list[dict[str, Any]] = []
         for prompt, result in zip(self._parsed.prompts, results, strict=True):
             completions = result["completions"]
@@ -91,7 +91,7 @@ class Answer(Renderer):
         return orjson.dumps({**head, "choices": choices, "usage": self.usage.body()})
 
     def _best(self, completions: list[Any]) -> list[Any]:
-        """The `n` answers whose tokens were the likeliest on average."""
+        """Return the `n` answers whose tokens were the likeliest on average."""
         if self._parsed.n == len(completions):
             return completions
 
@@ -128,7 +128,7 @@ class Answer(Renderer):
             return {"content": [chat_logprobs(step) for step in steps], "refusal": None}
         return {
             "tokens": [token_name(step) for step in steps],
-            # Nothing is known of a prompt's first token.
+            # The first token of a prompt has no log-probability.
             "token_logprobs": [step.get("logprob") for step in steps],
             "top_logprobs": [self.compact(step).get("top") for step in steps],
             "text_offset": [offsets.next(step) for step in steps],
@@ -151,13 +151,13 @@ class Answer(Renderer):
         return event(body)
 
     def end(self) -> bytes:
-        """Behind the last choice."""
+        """Return the end of a stream: its usage, if the request includes it, and `[DONE]`."""
         usage = self.chunk([], self.usage.body()) if self._parsed.include_usage else b""
         return usage + DONE
 
 
 class Choices:
-    """The choices of a stream that continue one prompt; the first of them has `first` as index."""
+    """Writes the choices of a stream that continue one prompt; their indexes begin at `first`."""
 
     def __init__(self, answer: Answer, parsed: ParsedRequest, prompt: Any, first: int) -> None:
         self._answer, self._parsed, self._prompt, self._first = answer, parsed, prompt, first
@@ -165,9 +165,9 @@ class Choices:
         self._calls: dict[int, Call] = {}
 
     def write(self, item: Item) -> bytes:
-        """Writes a token; before a choice's first, its role or the prompt's echo."""
+        """Return a token's chunks; before a choice's first token, its role or the prompt's echo."""
         index, reason, usage = item["index"], item.get("finish_reason"), self._answer.usage
-        if not self._offsets:  # the first of all
+        if not self._offsets:  # the first token of all choices
             usage.prompt += item["prompt_tokens"]
             usage.cached += item["cached_tokens"]
         begun = b"" if index in self._offsets else self._begin(index, item.get("prefill", []))
@@ -192,7 +192,7 @@ class Choices:
         return self._answer.chunk([{**choice, "finish_reason": None}])
 
     def _token(self, item: Item, reason: str | None) -> bytes:
-        """With the end of its choice if it is the last. Half a character waits."""
+        """Return a token's chunks; without text, only scores and a choice's end need any."""
         choice: dict[str, Any] = {"index": self._first + item["index"], "logprobs": None}
         labels = choice_logprobs(item)
         if self._parsed.logprobs:
@@ -213,7 +213,7 @@ class Choices:
         return sent
 
     def _deltas(self, item: Item, ended: bool) -> list[dict[str, Any]]:
-        """What a token adds to a chat's answer: its log-probabilities also where it has no text."""
+        """Return the deltas of a chat's token; log-probabilities need one even without text."""
         text, tools = item["text"], self._parsed.tool_choice
         deltas: list[dict[str, Any]] = [{"content": text}] if text else []
         if tools is not None:
@@ -224,9 +224,9 @@ class Choices:
 
 
 class Offsets:
-    """Where in an answer's text each of its tokens begins, in characters.
+    """Computes where in an answer's text each of its tokens begins, in characters.
 
-    unseen: characters before the text, such as a space in front of it
+    unseen: number of characters that the tokens have before the text, such as a space
     """
 
     def __init__(self) -> None:
@@ -240,8 +240,8 @@ class Offsets:
 
 
 def _echo(prompt: Any, prefill: Sequence[Item], offsets: Offsets) -> tuple[str, Sequence[Item]]:
-    """A prompt as text, and its tokens: of a text without what the tokenizer puts in front, `<s>`.
-    By the number of a text's own tokens its scores are found, as lm-eval does it."""
+    """Return a prompt as text, and its tokens; `<s>`, added by the tokenizer, is not among them.
+    Clients such as lm-eval find a text's scores by the number of the text's own tokens."""
     if isinstance(prompt, str):
         put = [bool(t.get("special")) and not prompt.startswith(t["text"]) for t in prefill]
         prefill = prefill[[*put, False].index(False) :]
@@ -253,19 +253,19 @@ def _echo(prompt: Any, prefill: Sequence[Item], offsets: Offsets) -> tuple[str, 
 
 
 def _bytes(token: Mapping[str, Any]) -> list[int]:
-    """Of a token of the engine's, which gives them where its text is not all of it."""
+    """Return a token's bytes, which the engine sends only if they are not a whole text."""
     return token.get("bytes") or list(token["text"].encode())
 
 
 def token_name(token: Mapping[str, Any]) -> str:
-    """Its text; its bytes where that is only a part of a character, as OpenAI writes them."""
+    """Return a token's text, or its bytes as OpenAI writes them if it is a part of a character."""
     if "bytes" in token:
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in token["bytes"])
     return str(token["text"])
 
 
 def compact(token: Item) -> Item:
-    """A chat's token with its likeliest others as JSON, a tenth of the memory that values take."""
+    """Return a chat's token with `top` as JSON, which takes a tenth of the objects' memory."""
     if isinstance(token["top"], orjson.Fragment):
         return token
     top = orjson.dumps([_shown(other) for other in token["top"]])

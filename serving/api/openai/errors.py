@@ -10,17 +10,17 @@ from serving.errors import BadRequest, NotOfTheEngine, ServingError
 
 CODES = {401: "invalid_api_key", 404: "model_not_found", 429: "rate_limit_exceeded"}
 TOO_LONG = "context_length_exceeded"
-# OpenAI's own words, by which LiteLLM tells these from other wrong requests.
+# OpenAI's own messages, by which LiteLLM recognizes these errors.
 WORDS = {
     "invalid_api_key": "Incorrect API key provided: ",
     TOO_LONG: "This model's maximum context length is exceeded: ",
 }
-# What the engine says of a field begins with its name.
+# The engine's message about a field begins with the field's name.
 FIELD = re.compile(r"(?:parameters\.)?(prompt|messages|logit_bias|bad_words_ids|min_new_tokens)\b")
 
 
 class Refused(BadRequest):
-    """A field is wrong, or asks for what is not done here."""
+    """A field is wrong, or requests a feature that is not supported."""
 
     def __init__(self, param: str, message: str, code: str | None = None) -> None:
         super().__init__(f"{param} {message}")

@@ -1,7 +1,7 @@
-"""Requests of OpenAI's API: what they may hold, and what they ask of the engine.
+"""Parses requests of OpenAI's API to requests to the engine.
 
-The defaults are OpenAI's. What its API has no name for, such as `repetition_penalty`, is the
-fine-tune's own where a request does not give it, and so are the texts at which an answer stops.
+The defaults are OpenAI's. Parameters that its API does not have, such as `repetition_penalty`, and
+the texts at which an answer stops have the fine-tune's own defaults.
 """
 
 from __future__ import annotations
@@ -21,26 +21,26 @@ from serving.api.openai.tools import ToolChoice
 
 Body = Mapping[str, Any]
 
-DEFAULT_TOKENS = 16  # of a completion; a chat's answer has as many as fit
+DEFAULT_TOKENS = 16  # of a completion; a chat's answer may fill the context
 MAX_TOKENS = 1_000_000
 MAX_PROMPTS = 64
 CONTEXT = 1024  # tokens of a GPT-2, prompt and answer
-MAX_PARTS = 50_000  # messages or ids: more than any context, and looked at while others wait
+MAX_PARTS = 50_000  # messages or token ids, more than any context: checks block the event loop
 ROLES = ("system", "user", "assistant")
-# About the account or the platform; nothing of the answer depends on them.
+# Fields about the account or the platform, accepted without effect on the answer.
 WITHOUT_EFFECT = {
     *("user", "metadata", "store", "service_tier", "safety_identifier", "prediction"),
     *("prompt_cache_key", "prompt_cache_retention", "parallel_tool_calls"),
     "guided_decoding_backend",
 }
-# Not OpenAI's: ours, as vLLM, llama.cpp and what is made for them have them, too.
+# Parameters that OpenAI's API does not have, by the names of vLLM, llama.cpp and their clients.
 OURS = (
     *("top_k", "min_p", "typical_p", "repetition_penalty", "repeat_penalty", "ignore_eos"),
     *("no_repeat_ngram_size", "min_tokens", "min_new_tokens", "bad_words", "bad_words_ids"),
     *("dry_multiplier", "dry_base", "dry_allowed_length", "dry_penalty_last_n"),
     "dry_sequence_breakers",
 )
-# What an answer is held to, by the names of several servers.
+# Constraints on an answer, by the names of several servers.
 FORMS = (*answer_form.FIELDS, answer_form.PATTERN)
 SHARED = {
     *("model", "stream", "stream_options", "temperature", "top_p", "n", "stop", "seed"),
@@ -50,7 +50,7 @@ SHARED = {
     "choice_logprobs",
 }
 STREAM_OPTIONS = ("include_usage", "continuous_usage_stats", "include_obfuscation")
-# What is not done, why, and the values that ask for nothing.
+# Fields that are not supported: why, and the values that are accepted as they have no effect.
 NO_TOOLS = "asks for tools; these are for /v1/chat/completions, with a tool_choice"
 NO_RESULTS = (
     "is not known to templates of these models: say what was called and what came of it in a"
@@ -77,7 +77,7 @@ CHAT = SHARED | {
 
 
 class Kind:
-    """The field that holds what the engine is to continue."""
+    """The request's field with the input for the engine, a prompt or a chat."""
 
     COMPLETION = "prompt"
     CHAT = "messages"
@@ -85,13 +85,13 @@ class Kind:
 
 @dataclass(frozen=True, kw_only=True)
 class ParsedRequest(EngineRequest):
-    """A request as the engine and the answers need it.
+    """A request to the engine, and the options of its answer in OpenAI's format.
 
-    parameters: for the engine, `best_of` sequences of each prompt
-    logprobs: whether they are in the answer
-    only_echo: no new token is in the answer; the engine makes one
-    continuous_usage: each chunk of a stream has the usage so far
-    tool_choice: where the answer is a call of a function
+    parameters: the engine's parameters, for `best_of` sequences of each prompt
+    logprobs: whether the answer has log-probabilities
+    only_echo: whether the answer has no new token; the engine generates one all the same
+    continuous_usage: whether each chunk of a stream has the usage so far
+    tool_choice: the function that the answer calls; None if it is text
     """
 
     model: str
@@ -104,7 +104,7 @@ class ParsedRequest(EngineRequest):
 
 
 def completion(body: Body) -> ParsedRequest:
-    """Raises `Refused`."""
+    """Parse a body of /v1/completions. Raises `Refused`."""
     given = known_fields(body, COMPLETION)
     shared = common_fields(given)
     echo = get(given, "echo", fields.boolean, False)
@@ -122,7 +122,7 @@ def completion(body: Body) -> ParsedRequest:
     if logprobs is not None:
         parameters["logprobs"] = fields.integer("logprobs", logprobs, 0, MAX_LOGPROBS)
     elif best_of > n:
-        parameters["logprobs"] = 0  # tells which are the best
+        parameters["logprobs"] = 0  # to rank the sequences
     if echo and (logprobs is not None or not all(isinstance(p, str) for p in prompts)):
         parameters["decoder_input_details"] = True
     _check_scores(parameters, len(prompts))
@@ -138,7 +138,7 @@ def completion(body: Body) -> ParsedRequest:
 
 
 def chat(body: Body) -> ParsedRequest:
-    """Raises `Refused`."""
+    """Parse a body of /v1/chat/completions. Raises `Refused`."""
     given = known_fields(body, CHAT)
     shared = common_fields(given)
     logprobs = get(given, "logprobs", fields.boolean, False)
@@ -165,9 +165,9 @@ def chat(body: Body) -> ParsedRequest:
 
 
 def known_fields(body: Body, known: set[str], not_done: NotDone = NOT_DONE) -> dict[str, Any]:
-    """Returns the fields that are not null.
+    """Return the fields of a body that are not null.
 
-    Raises `Refused` for fields that are unknown, or not supported with a value that matters.
+    Raises `Refused` for fields that are unknown, or not supported with a value that has an effect.
     """
     given = {name: value for name, value in body.items() if value is not None}
     for name, value in given.items():
@@ -185,7 +185,7 @@ def get(given: Body, name: str, check: Callable[[str, Any], Any], default: Any) 
 
 
 def common_fields(given: Body) -> dict[str, Any]:
-    """Fields of `ParsedRequest`."""
+    """Return those fields of `ParsedRequest` that all requests for text share."""
     if "model" not in given:
         raise Refused("model", "is missing, must name a model (GET /v1/models lists them)")
     stream = get(given, "stream", fields.boolean, False)
@@ -211,7 +211,7 @@ def common_fields(given: Body) -> dict[str, Any]:
 
 
 def sampling(given: Body, sequences: int, form: GivenForm | None) -> dict[str, Any]:
-    """The engine's, but for how many tokens."""
+    """Return the engine's parameters, except the number of tokens."""
     temperature = get(given, "temperature", lambda n, v: fields.number(n, v, 0, 2), 1.0)
     top_p = get(given, "top_p", lambda n, v: fields.number(n, v, 0, 1), 1.0)
     parameters: dict[str, Any] = {"num_return_sequences": sequences, "do_sample": True}
@@ -220,7 +220,7 @@ def sampling(given: Body, sequences: int, form: GivenForm | None) -> dict[str, A
         "presence_penalty": lambda n, v: fields.number(n, v, -2, 2),
         "logit_bias": _biases,
         "stop": lambda n, v: list(fields.stops(n, v)),
-        # OpenAI's may be negative.
+        # OpenAI's seeds may be negative.
         "seed": lambda n, v: fields.integer(n, v, -MAX_SEED - 1, MAX_SEED) & MAX_SEED,
     }
     parameters |= {
@@ -231,7 +231,7 @@ def sampling(given: Body, sequences: int, form: GivenForm | None) -> dict[str, A
     parameters |= {known: CHECKS[known](name, given[name]) for name, known in own.items()}
     if (temperature == 0 or top_p == 0) and sequences == 1:
         return {**parameters, "do_sample": False}
-    if temperature == 0 or top_p == 0:  # the likeliest token, in each of them
+    if temperature == 0 or top_p == 0:  # greedy decoding, for several sequences
         return {**parameters, "temperature": 1.0, "top_p": 1.0, "top_k": 1}
     return {**parameters, "temperature": temperature, "top_p": top_p}
 
@@ -242,7 +242,7 @@ def max_tokens(given: Body, name: str, default: int, least: int = 1) -> int:
 
 
 def _check_scores(parameters: Mapping[str, Any], prompts: int) -> None:
-    """Raises `Refused` where the answer could not be bounded."""
+    """Raise `Refused` if the answer could have more than `MAX_SCORES` log-probabilities."""
     if "logprobs" not in parameters:
         return
     whole = parameters.get("decoder_input_details")
@@ -258,7 +258,7 @@ def _check_scores(parameters: Mapping[str, Any], prompts: int) -> None:
 
 
 def _prompts(prompt: Any) -> list[Any]:
-    """One or several, each a text or its ids."""
+    """Return the prompts in the field `prompt`, each a text or a list of token ids."""
     if isinstance(prompt, list):
         bounded("prompt", prompt)
     several = prompt if isinstance(prompt, list) and not is_ids(prompt) else [prompt]
@@ -285,7 +285,7 @@ def messages(value: Any) -> list[dict[str, str]]:
 
 
 def message(name: str, value: Any, kinds: Sequence[str] = ("text",)) -> dict[str, str]:
-    """`kinds` are those that parts of its content may have."""
+    """Parse a message of a chat; the parts of its content may have a type of `kinds`."""
     given = {k: v for k, v in mapping(name, value).items() if v not in (None, [])}
     role = given.get("role")
     if role == "developer":  # OpenAI's newer name; templates know the older one
@@ -308,7 +308,7 @@ def message(name: str, value: Any, kinds: Sequence[str] = ("text",)) -> dict[str
 
 
 def _content(name: str, content: Any, kinds: Sequence[str]) -> str:
-    """A text, or the text of parts."""
+    """Return the text of a message's content, which is a text or a list of parts."""
     if not isinstance(content, list):
         return text(name, content)
     parts = []
@@ -321,7 +321,7 @@ def _content(name: str, content: Any, kinds: Sequence[str]) -> str:
 
 
 def user(body: Body) -> str:
-    """Returns the request's user, by OpenAI's field or its newer name; an alias chooses by it."""
+    """Return the user in OpenAI's field or its newer name; an alias chooses a model by it."""
     value = body.get("user") or body.get("safety_identifier")
     return value if isinstance(value, str) else ""
 

@@ -59,12 +59,15 @@ NOT_DONE: NotDone = {
     "tools": (NO_TOOLS, ([],)),
     "tool_choice": (NO_TOOLS, ("none", "auto")),
 }
-PARTS = ("input_text", "output_text")  # of messages and of answers that come back
+PARTS = ("input_text", "output_text")  # of the user's messages, and of earlier answers
 LOGPROBS = "message.output_text.logprobs"
 
 
 def parse(body: Body) -> tuple[ParsedRequest, dict[str, Any]]:
-    """Also what its answer says of the request. Raises `Refused`."""
+    """Parse a body; return the request, and the fields that its answer repeats.
+
+    Raises `Refused`.
+    """
     given = known_fields(body, KNOWN, NOT_DONE)
     shared = common_fields(given)
     shared["form"] = answer_form.only([shared["form"], _text_format(given)])
@@ -100,9 +103,9 @@ def parse(body: Body) -> tuple[ParsedRequest, dict[str, Any]]:
 
 
 def _text_format(given: Body) -> GivenForm | None:
-    """Returns the form in `text`.
+    """Return the form in the field `text`, None without one.
 
-    Raises `Refused` for other fields of it, or of `reasoning`, that would change the answer.
+    Raises `Refused` for fields of `text` or `reasoning` that would otherwise change the answer.
     """
     about = get(given, "text", mapping, {})
     if about.get("verbosity") not in (None, "medium"):
@@ -115,7 +118,7 @@ def _text_format(given: Body) -> GivenForm | None:
 
 
 def _input(value: Any) -> list[dict[str, str]]:
-    """Messages for the model's template."""
+    """Convert the field `input` to messages for the model's chat template."""
     if isinstance(value, str):
         return [{"role": "user", "content": text("input", value)}]
     if not isinstance(value, list) or not value:
@@ -133,7 +136,7 @@ def _input(value: Any) -> list[dict[str, str]]:
 
 
 class Response(Renderer):
-    """An answer: whole, or as the events of a stream."""
+    """Writes an answer: whole, or as the events of a stream."""
 
     def __init__(self, parsed: ParsedRequest, request: Mapping[str, Any], model: str) -> None:
         self._parsed = parsed
@@ -141,7 +144,7 @@ class Response(Renderer):
         self._head = {"id": self._id, "object": "response", "created_at": int(time.time())}
         self._head |= {"model": model, **request}
         self._text, self._logprobs = "", list[dict[str, Any]]()
-        self._bare = list[orjson.Fragment]()  # the same in events
+        self._bare = list[orjson.Fragment]()  # the log-probabilities as events have them
         self._reason, self._tokens = "", 0
         self._prompt: Mapping[str, Any] = {}  # with `prompt_tokens` and `cached_tokens`
         self._events = 0
@@ -196,7 +199,7 @@ class Response(Renderer):
         failure = {"code": "server_error", "message": error_body(error)["error"]["message"]}
         return self._lifecycle("failed", "failed", error=failure)
 
-    # Their parts
+    # Parts of answers and of events
 
     @property
     def _status(self) -> str:
@@ -255,7 +258,7 @@ def _part(text: str, logprobs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _bare(step: Item) -> orjson.Fragment:
-    """A token's log-probabilities as the events of a text have them, without bytes."""
+    """Return a token's log-probabilities as events have them, without bytes."""
 
     def shown(token: Item) -> dict[str, Any]:
         return {"token": token_name(token), "logprob": token["logprob"]}

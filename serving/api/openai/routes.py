@@ -3,8 +3,8 @@
 GET  /v1/models, /v1/models/{id}    what the store offers and what is loaded
 POST /v1/completions                continues texts or token ids
 POST /v1/chat/completions           answers a chat, by the fine-tune's own template
-POST /v1/responses                  the same as the Responses API has it
-POST /tokenize, /detokenize         a text's ids, as vLLM has them
+POST /v1/responses                  answers a chat, in the format of the Responses API
+POST /tokenize, /detokenize         converts texts to token ids and back, in vLLM's format
 POST /v1/embeddings                 refused
 """
 

@@ -1,7 +1,8 @@
-"""Calls of functions, as a request's `tool_choice` wants them.
+"""Function calls, for requests whose `tool_choice` requires one.
 
-The models know no tools. Where the client has decided that a function is called, the answer is held
-to the schema of its arguments; of several functions, the model chooses one by its name.
+The models cannot decide to call a function. If the request requires a call, the answer is
+constrained to the schema of the function's arguments; of several functions, the model chooses one
+by generating its name.
 """
 
 from __future__ import annotations
@@ -24,17 +25,17 @@ UNDECIDED = (
     'these models cannot decide whether to call a function: tool_choice must be "none", "required"'
     ' or {"type": "function", "function": {"name": ...}}'
 )
-# Of an answer to several functions: what stands before the arguments. Behind them is a brace.
+# The text before the arguments in a call of one of several functions; a brace follows them.
 HEAD = re.compile(r'\{"name": ?("(?:[^"\\]|\\.)*"), ?"arguments": ?(?=\S)')
 
 
 @dataclass(frozen=True)
 class ToolChoice:
-    """The function that an answer has to call.
+    """The function, or one of several, that an answer must call.
 
-    form: of the arguments, or of {"name", "arguments"} where there are several functions
-    name: empty where there are several
-    finish_reason: of an answer that is whole, as OpenAI's API gives it
+    form: the form of the arguments, or of {"name", "arguments"} for several functions
+    name: "" for several functions
+    finish_reason: the reason of a complete answer, as in OpenAI's API
     """
 
     form: GivenForm
@@ -43,7 +44,10 @@ class ToolChoice:
 
 
 def read(given: Mapping[str, Any]) -> ToolChoice | None:
-    """None where no function is to be called. Raises `Refused`, `InvalidRequest`."""
+    """Return the function that an answer must call, or None.
+
+    Raises `Refused`, `InvalidRequest`.
+    """
     functions = _functions(given.get("tools", []))
     choice = given.get("tool_choice", "auto")
     if choice == "none" or (choice == "auto" and not functions):
@@ -69,7 +73,7 @@ def read(given: Mapping[str, Any]) -> ToolChoice | None:
 
 
 def _functions(tools: Any) -> dict[str, GivenForm]:
-    """The forms of their arguments, by name."""
+    """Return the forms of functions' arguments, by the functions' names. Raises `Refused`."""
     if not isinstance(tools, list) or len(tools) > MAX_TOOLS:
         raise Refused("tools", f"must be a list of at most {MAX_TOOLS} functions")
     result = {}
@@ -91,7 +95,7 @@ def _functions(tools: Any) -> dict[str, GivenForm]:
 
 
 def _call(name: str, arguments: GivenForm, index: int) -> dict[str, Any]:
-    """The `$id` keeps references within the arguments to their own schema."""
+    """Return the schema of a call; `$id` limits references in the arguments to their schema."""
     schema = {"$id": f"urn:tool:{index}", **arguments.value}
     return {
         "type": "object",
@@ -102,18 +106,18 @@ def _call(name: str, arguments: GivenForm, index: int) -> dict[str, Any]:
 
 
 class Call:
-    """The call that an answer is, while it is made."""
+    """Converts an answer to the call of a function while it is generated."""
 
     def __init__(self, choice: ToolChoice) -> None:
         self._name, self._several = choice.name, not choice.name
         self._id = f"call_{secrets.token_hex(12)}"
         self._text, self._begun = "", False
-        self._at = 0  # in the text: up to there the arguments were given, or they begin there
+        self._at = 0  # where in the text the arguments begin that were not yet returned
 
     def write(self, text: str, last: bool) -> list[dict[str, Any]]:
-        """Returns a stream's `tool_calls` for the answer's next piece.
+        """Return a stream's `tool_calls` for the answer's next piece of text.
 
-        First is the function, then come pieces of its arguments.
+        The first of all has the function's name, the others have pieces of its arguments.
         """
         self._text += text
         if not self._name:
@@ -128,7 +132,7 @@ class Call:
             self._begun = True
         end = len(self._text)
         if self._several and (not last or _is_json(self._text)):
-            end -= 1  # the brace behind the arguments, as far as is known
+            end -= 1  # the last character may be the brace after the arguments
         if end > self._at:
             result.append({"index": 0, "function": {"arguments": self._text[self._at : end]}})
             self._at = end
@@ -136,7 +140,7 @@ class Call:
 
 
 def message(choice: ToolChoice, text: str) -> dict[str, Any]:
-    """Of a whole answer. One that was cut off before the function's name has no call."""
+    """Return the message of a whole answer, without a call if it ended before the name."""
     result: dict[str, Any] = {"role": "assistant", "content": None, "refusal": None}
     if deltas := Call(choice).write(text, True):
         arguments = "".join(delta["function"]["arguments"] for delta in deltas)

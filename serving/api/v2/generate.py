@@ -38,9 +38,10 @@ from serving.errors import BadRequest
 
 @dataclass(frozen=True, kw_only=True)
 class ParsedRequest(EngineRequest):
-    """A request as the engine and the answer need it.
+    """A request to the engine, and the options of its answer in Triton's format.
 
-    head: fields of every answer; before: the prompt, where it is a part of the answer
+    head: fields of every answer
+    before: the prompt if the answer begins with it, else ""
     """
 
     head: dict[str, Any]
@@ -49,7 +50,7 @@ class ParsedRequest(EngineRequest):
 
 
 def parse(name: str, body: dict[str, Any], stream: bool) -> ParsedRequest:
-    """Raises `BadRequest`, `InvalidRequest`."""
+    """Parse a body of Triton's generate extension. Raises `BadRequest`, `InvalidRequest`."""
     text, id_ = body.get("text_input"), body.get("id")
     if isinstance(text, list) and len(text) == 1:
         (text,) = text
@@ -73,7 +74,7 @@ def parse(name: str, body: dict[str, Any], stream: bool) -> ParsedRequest:
         raise BadRequest("exclude_input_in_output must be true or false")
     if "max_tokens" in parameters:
         parameters.setdefault("max_new_tokens", parameters.pop("max_tokens"))
-    # That answers be drawn may be the model's own default, which the engine knows.
+    # Sampling may be the model's own default, which only the engine knows.
     checked = Parameters.parse(parameters, {"do_sample": True})
     if stream and checked.num_return_sequences > 1:
         raise BadRequest("num_return_sequences must be 1 in a stream, which has one text")
@@ -91,7 +92,7 @@ def parse(name: str, body: dict[str, Any], stream: bool) -> ParsedRequest:
 
 
 class Text(Renderer):
-    """`as_events`: whether a whole answer is an event, for a client of /generate_stream."""
+    """Writes answers in Triton's format; with `as_events`, a whole answer is one event, too."""
 
     def __init__(self, parsed: ParsedRequest, model: str, as_events: bool) -> None:
         self._head = {**parsed.head, "model_name": model}

@@ -1,15 +1,15 @@
 """The Open Inference Protocol (V2), for models of tensors and of texts.
 
 GET  /v2, /v2/health/live, /v2/health/ready
-GET  /v2/models/{name}                 what goes in and what comes out; loads the model
+GET  /v2/models/{name}                 the model's inputs and outputs; loads the model
 GET  /v2/models/{name}/ready, /config, /stats
 POST /v2/models/{name}/infer
 POST /v2/models/{name}/generate, /generate_stream   see `serving.api.v2.generate`
-     /v2/models/{name}/versions/{version}/...       the same of the version that is loaded
+     /v2/models/{name}/versions/{version}/...       the same for the version that is loaded
 GET  /v2/models/stats                               see `serving.api.v2.statistics`
 POST /v2/repository/...                             see `serving.api.v2.repository`
 
-A worker speaks the protocol itself (`handlers.tensors.v2`). Here are its routes, its errors and the
+Workers implement the protocol (`handlers.tensors.v2`). Here are its routes, its errors and the
 header with the length of the JSON in front of binary tensors, which a worker gets in the content
 type.
 
@@ -153,17 +153,17 @@ async def no_traces(gateway: Gateway, request: Request) -> Response:
 
 
 def _limit_s(body: bytes) -> float:
-    """The seconds that a request's own `timeout` leaves it."""
+    """Return the `timeout` in a request's body in seconds, infinity without one."""
     if b'"timeout"' not in body:
         return math.inf
-    with contextlib.suppress(InvalidRequest):  # the worker says what is wrong
+    with contextlib.suppress(InvalidRequest):  # the worker reports the error
         value = read_json(body)
         return timeout_s(value.get("parameters") if isinstance(value, dict) else None) or math.inf
     return math.inf
 
 
 def _described(name: str, metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """A model's metadata. Own scripts tell nothing."""
+    """Return a model's metadata, with defaults for models with their own code."""
     known = {"name": name, "versions": ["1"], "platform": "", "inputs": [], "outputs": []}
     return {**known, **metadata, "name": name}
 
@@ -174,11 +174,11 @@ def _configured(tensor: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _as_error(response: Response) -> Response:
-    """A worker's error in the shape of the protocol; the status stays."""
+    """Rewrite a worker's error in the format of the protocol, with the same status."""
     body = bytes(response.body[: LARGE_BYTES + 1])
     try:
         message = str(json.loads(body)["message"])
-    except (ValueError, KeyError, TypeError):  # a script's own words
+    except (ValueError, KeyError, TypeError):  # an error of a model's own code, in any format
         message = cut(body.decode("utf-8", "replace"), LARGE_BYTES)
     response.body = orjson.dumps({"error": message.encode("utf-8", "backslashreplace").decode()})
     response.headers["content-type"] = JSON

@@ -1,11 +1,11 @@
-"""The Open Inference Protocol's model repository: what there is, loading and unloading it.
+"""The Open Inference Protocol's model repository: lists, loads and unloads models.
 
 POST /v2/repository/index                      {"ready"?}
 POST /v2/repository/models/{name}/load
 POST /v2/repository/models/{name}/unload
 
-KServe's agent and Seldon Core's scheduler call these. Where models are loaded on demand, an
-unloaded one comes back with its next request.
+KServe's agent and Seldon Core's scheduler call these routes. If models are loaded on demand, the
+next request to an unloaded model loads it again.
 
 https://github.com/triton-inference-server/server/blob/main/docs/protocol/extension_model_repository.md
 """
@@ -62,7 +62,7 @@ async def load(gateway: Gateway, request: Request) -> Response:
         stored, model = await gateway.lookups.find(name), gateway.registry.find(name)
         if model is not None and model.stored != stored:
             await gateway.registry.unload(name)
-        if gateway.settings.sagemaker_multi_model:  # SageMaker unloads others itself
+        if gateway.settings.sagemaker_multi_model:  # no eviction: SageMaker unloads models
             await gateway.on_demand.preload(name)
         else:
             async with gateway.on_demand.use(name):
@@ -88,7 +88,7 @@ async def _parameters(gateway: Gateway, request: Request) -> Mapping[str, Any]:
 
 
 def _alias(name: str, weights: Mapping[str, float], ready: set[str]) -> dict[str, Any]:
-    """It is ready when all of its models are."""
+    """Return the entry of an alias, which is ready if all of its models are."""
     state = "READY" if ready.issuperset(weights) else "UNAVAILABLE"
     shown = ", ".join(f"{model} ({weight:g})" for model, weight in weights.items())
     return {"name": name, "version": "1", "state": state, "reason": f"an alias of {shown}"}
@@ -100,7 +100,7 @@ def _entry(model: Model) -> dict[str, Any]:
 
 
 async def read_object(gateway: Gateway, request: Request) -> dict[str, Any]:
-    """The protocol's clients name no content type."""
+    """Read a JSON object with any Content-Type, as the protocol's clients send none."""
     return await read_json_object(gateway, request, of_any_type=True)
 
 

@@ -1,9 +1,9 @@
-"""Triton's statistics extension, as far as it is counted here.
+"""Triton's statistics extension, for those statistics that this server counts.
 
 GET /v2/models/stats, /v2/models/{name}[/versions/{version}]/stats
 
-Requests are counted by the gateway, steps and the time until a prompt is begun by the engine. What
-lies between that and the answer is `compute_infer`; copies of tensors are not timed apart.
+The gateway counts requests; the engine counts steps and the time until a prompt is begun. The time
+from then to the answer is `compute_infer`; copies of tensors are not timed separately.
 
 https://github.com/triton-inference-server/server/blob/main/docs/protocol/extension_statistics.md
 """
