@@ -70,10 +70,7 @@ class Alias:
         return max(self.models, key=score)
 
     def _in_turn(self) -> str:
-        """Chooses the next model by smooth weighted round-robin.
-
-        With the weights 9 and 1, any 10 requests in a row are split into exactly 9 and 1.
-        """
+        """Chooses by smooth weighted round-robin: at weights 9 and 1, exactly 9 of 10 in a row."""
         for model in self.models:
             self._credit[model] += self.weights[model]
         chosen = max(self.models, key=self._credit.__getitem__)
@@ -175,10 +172,7 @@ class Aliases:
                 self._of.setdefault(model, []).append(name)
 
     async def _warn_of_unknown(self) -> None:
-        """Logs a warning, once per file, if aliases name models that are not in the store.
-
-        This is no error: such models may be loaded by their url.
-        """
+        """Warns, once per file, of models that the store lacks; they may be loaded by their url."""
         if self._checked or self._lookups is None:
             return
         with contextlib.suppress(ServingError):

@@ -57,10 +57,7 @@ class Usage:
 
 @dataclass(frozen=True)
 class Token:
-    """A token's permissions, limits and usage.
-
-    `requests_per_minute` and `concurrency` are None if unlimited.
-    """
+    """A token of the file; `requests_per_minute` and `concurrency` are None if unlimited."""
 
     name: str
     models: frozenset[str]

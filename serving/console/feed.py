@@ -54,10 +54,7 @@ class Sample:
 
 
 class Feed:
-    """Makes the messages of event streams.
-
-    All streams share the samples of the engine and the listings of the store.
-    """
+    """Makes the messages of all streams, with shared samples of the engine and store listings."""
 
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway

@@ -18,10 +18,7 @@ EVENTS = ("loaded", "unloaded", "evicted")
 
 @dataclass(frozen=True)
 class Entry:
-    """An event of a model's life.
-
-    `seconds` is the duration of the event; for an eviction, the time that the model was idle.
-    """
+    """An event; `seconds` is its duration, or for an eviction the time that the model was idle."""
 
     number: int
     at_ms: int  # since the epoch
