@@ -20,10 +20,7 @@ FORMAT = struct.Struct(f"={len(NAMES)}Q")
 
 
 class Counts:
-    """Creates the file of counters, all 0, and increments them.
-
-    A counter must not be incremented by two threads.
-    """
+    """Creates and increments the counters. Two threads must not increment the same counter."""
 
     def __init__(self, run_dir: Path) -> None:
         path = _path(run_dir)

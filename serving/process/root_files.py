@@ -60,10 +60,7 @@ def _answer(answer: socket.socket, path: bytes, folders: Sequence[bytes]) -> Non
 
 
 def open_below(path: bytes, folders: Sequence[bytes]) -> int:
-    """Opens a plain file or folder below one of `folders`.
-
-    Raises `OSError`, also for links, for `..`, and for paths elsewhere.
-    """
+    """Opens a file or folder below `folders`. Raises `OSError`, also for links, `..` and pipes."""
     inside = (folder for folder in folders if path == folder or path.startswith(folder + b"/"))
     folder = next(inside, None)
     if folder is None:

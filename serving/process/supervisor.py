@@ -24,8 +24,8 @@ STEADY_S = 20.0  # a process that ran this long is restarted without back-off
 # is noticed later. Shorter: on a busy machine, processes that work are killed.
 UNHEALTHY_S = 15.0
 
-# Time limits of a stop: for the child that was started last, after DRAIN_S; for all others together;
-# for processes that outlive SIGKILL. Together 3.5 s of the 4 s that `Supervisor` promises.
+# Time limits of a stop: for the child that was started last, after DRAIN_S; for all others; for
+# processes that outlive SIGKILL. Together 3.5 s of the 4 s that `Supervisor` promises.
 LAST_GRACE_S, GRACE_S, KILLED_S = 1.8, 1.2, 0.5
 
 

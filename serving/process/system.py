@@ -88,10 +88,7 @@ class Processes:
         return pids
 
     def signal_session(self, id: int, number: int) -> None:
-        """Sends a signal to all processes of a session.
-
-        SIGKILL is repeated until there are none, because they may fork meanwhile.
-        """
+        """Signals a session's processes; repeats SIGKILL until there are none: they may fork."""
         end = time.monotonic() + KILLED_S
         while pids := self.session(id):
             for pid in pids:
