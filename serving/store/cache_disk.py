@@ -35,7 +35,7 @@ STEP_BYTES = 4 << 20
 
 
 class CacheDisk:
-    """The models on disk, within `max_bytes` (0: no limit). Raises `StartError` for a bad folder."""
+    """Models on disk, within `max_bytes` (0: no limit). Raises `StartError` for a bad folder."""
 
     def __init__(self, root: Path, max_bytes: int) -> None:
         self._root, self._max_bytes = root, max_bytes
