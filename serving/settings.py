@@ -22,7 +22,7 @@ LIMITS = {  # largest allowed values; the smallest is 1
     "port": MAX_PORT, "management_port": MAX_PORT,
     "script_workers": math.inf, "max_rows": math.inf, "max_waiting": math.inf,
     "max_connections": math.inf, "request_timeout_s": math.inf, "start_timeout_s": math.inf,
-    "sessions_expiration": 365 * 86_400,  # far later ends overflow a date
+    "sessions_expiration": 365 * 86_400,  # a later end could not be written as a date
 }  # fmt: skip
 
 

@@ -47,7 +47,7 @@ class Usage:
     prompt_tokens: int = 0
     completion_tokens: int = 0
     refused: dict[str, int] = field(default_factory=lambda: dict.fromkeys(REFUSALS, 0))
-    allowance: float = math.inf  # requests that the rate allowed at `allowance_at`
+    allowance: float = math.inf  # requests in the token bucket at the time `allowance_at`
     allowance_at: float = 0.0
 
     def count(self, prompt_tokens: int, completion_tokens: int) -> None:
@@ -124,7 +124,7 @@ class Tokens:
         self.now: Callable[[], float] = time.monotonic
         self._path = Path(path) if path else None
         self._tokens: Mapping[str, Token] = {}  # by the SHA-256 of each, in hex
-        self.version: object = ()  # of the file when it was read last
+        self.version: object = ()  # result of `_version` at the last read of the file
 
     @property
     def exist(self) -> bool:

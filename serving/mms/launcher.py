@@ -127,7 +127,7 @@ def _find_java(output: JsonOutput) -> psutil.Process:
     from sagemaker_inference import model_server
 
     session = os.getsid(0)
-    # Before the search: the starter exits once Java runs, perhaps during the search.
+    # Checked before the search: the process that starts Java may exit during it, once Java runs.
     launchers = psutil.Process().children()
     ended = all(child.status() == psutil.STATUS_ZOMBIE for child in launchers)
     for process in psutil.process_iter():

@@ -243,7 +243,7 @@ class Workers:
 
         A worker's socket listens until the worker's last process has ended.
         """
-        # On a thread: the list has every unix socket of the machine, up to thousands.
+        # Read on a thread: the list has all unix sockets of the machine, up to thousands.
         sockets = await asyncio.to_thread(unix_sockets)
         return {path for path, listens in sockets if listens}
 

@@ -222,7 +222,7 @@ class Registry:
                         break
                     except WorkerLost:
                         await self._workers.forget(model)
-                        model.id = next(self._ids)  # MMS still has the old one
+                        model.id = next(self._ids)  # MMS still has the model under the old id
                         if last:
                             raise
                     except ServiceError as error:

@@ -20,7 +20,7 @@ from typing import IO
 from common.logs import JsonFormatter
 
 FLUSH_S = 0.5  # maximum wait of `close` for queued lines, which delays the server's stop
-MAX_QUEUED_BYTES = 4 << 20  # some 16,000 lines: seconds of the busiest server's
+MAX_QUEUED_BYTES = 4 << 20  # some 16,000 lines: seconds of a busy server's log
 MAX_LINE_BYTES = 1 << 20  # a longer line is split
 PIPE_BYTES = 1 << 20  # Linux's limit for an unprivileged user
 

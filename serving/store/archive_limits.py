@@ -55,7 +55,7 @@ class Output:
     def add_file(
         self, name: str, source: IO[bytes] | BufferedIOBase, size: int, executable: bool
     ) -> None:
-        """Writes `size` bytes of `source`."""
+        """Writes the next `size` bytes of `source` to a new file."""
         self._count(size)
         path = inside(name, name)
         if _is_skipped(path):

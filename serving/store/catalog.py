@@ -51,7 +51,7 @@ class StoredFile:
 
 
 class Store(Protocol):
-    """A place with models by name."""
+    """A place from which models are fetched by name."""
 
     location: str
 

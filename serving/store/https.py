@@ -23,7 +23,7 @@ from serving.store.stopping import StoppableAdapter
 
 TIMEOUT_S = (3.0, 20.0)  # to connect; between two bytes
 MAX_REDIRECTS = 5
-CHUNK_BYTES = 32 << 10  # progress of a slow store is measured in such chunks
+CHUNK_BYTES = 32 << 10  # the pace of a slow host is measured in chunks of this size
 PORTS = {"https": 443, "http": 80}
 
 

@@ -75,7 +75,7 @@ class ObjectStore:
         raise ModelNotInStore(f"there is no model {name} in the store")
 
     def locate(self, url: str, handler: str | None = None) -> StoredModel:
-        """The model at a url of this store. Raises `UrlNotAllowed` if it is outside."""
+        """Returns the model at a url of this store. Raises `UrlNotAllowed` for other urls."""
         if not url.startswith(self.location):
             raise UrlNotAllowed(f"{url} is outside of {self.location}")
         return self.find(url.removeprefix(self.location).rstrip("/"), handler)
