@@ -1,1 +1,1 @@
-"""What the container runs and what the world sees."""
+"""The server: its processes, its HTTP and gRPC contracts, and the life of models."""

@@ -26,17 +26,20 @@ from serving.store import Lookups
 logger = logging.getLogger(__name__)
 
 FILE = "aliases.json"
-# Between two checks whether the file has changed; on S3 they cost some 0.5 USD a month.
+# Poll interval for changes of the file. Shorter: requests to S3 cost more than 0.5 USD a month.
 CHECK_S = 2.0
 MAX_BYTES = 4 << 20  # some 40,000 aliases
-MAX_MODELS = 64  # of one alias
+MAX_MODELS = 64  # per alias
 MAX_WEIGHT = 1_000_000
-MAX_SHOWN = 5  # names in a line of the log
+MAX_SHOWN = 5  # unknown models that a warning in the log names
 
 
 @dataclass
 class Alias:
-    """`weights` by model; `requests` counts those that each model was chosen for."""
+    """A name that stands for one or more models, each with a share of the requests.
+
+    `weights` has the share of each model, `requests` the number of requests it was chosen for.
+    """
 
     name: str
     weights: Mapping[str, float]
@@ -57,7 +60,7 @@ class Alias:
         return self._by_hash(key) if key else self._in_turn()
 
     def _by_hash(self, key: str) -> str:
-        """Weighted rendezvous hashing."""
+        """Chooses a model for `key` by weighted rendezvous hashing."""
 
         def score(model: str) -> float:
             text = "\0".join((self.name, key, model)).encode("utf-8", "surrogateescape")
@@ -67,7 +70,7 @@ class Alias:
         return max(self.models, key=score)
 
     def _in_turn(self) -> str:
-        """Smooth weighted round-robin: of 10 requests in a row 9 : 1 has exactly 9 and 1."""
+        """Chooses by smooth weighted round-robin: at weights 9 and 1, exactly 9 of 10 in a row."""
         for model in self.models:
             self._credit[model] += self.weights[model]
         chosen = max(self.models, key=self._credit.__getitem__)
@@ -79,18 +82,18 @@ class Aliases:
     """The store's aliases, read again when the file changes."""
 
     def __init__(self, lookups: Lookups | None = None, copy: Path | None = None) -> None:
-        """Reads nothing yet. Without `lookups` there are no aliases.
+        """Creates an empty table, which `watch` fills. Without `lookups` it stays empty.
 
-        copy: where the last valid file is stored, for a gateway that starts without the store
+        copy: path of a copy of the last valid file, for a gateway that starts without the store
         """
         self._lookups, self._copy = lookups, copy
         self._aliases: dict[str, Alias] = {}
-        self._of: dict[str, list[str]] = {}  # aliases by model
-        self._version: str | None = ""  # of the file that was read last; None where there is none
-        self._problem = ""
-        self._checked = True  # whether the store has the models
-        self.wrong = False  # whether the store's file is not in use
-        self.ready = asyncio.Event()  # they are known
+        self._of: dict[str, list[str]] = {}  # names of aliases, by model
+        self._version: str | None = ""  # of the last file read; None: the store has no such file
+        self._problem = ""  # the last logged error
+        self._checked = True  # the models of the current aliases were searched for in the store
+        self.wrong = False  # the aliases in use are not those of the store's file
+        self.ready = asyncio.Event()  # set once requests may use the aliases
         if lookups is None:
             self.ready.set()
 
@@ -111,16 +114,17 @@ class Aliases:
                 self._take(parse(self._copy.read_bytes()))
                 self.ready.set()
         while self._lookups is not None:
-            with contextlib.suppress(RuntimeError):  # no thread: the next time
+            with contextlib.suppress(RuntimeError):  # no thread can be started: poll again later
                 await self.refresh()
                 self.ready.set()
                 await self._warn_of_unknown()
             await asyncio.sleep(CHECK_S)
 
     async def refresh(self) -> None:
-        """Reads the file if it has changed.
+        """Reads the file again if it has changed.
 
-        A file that is wrong or cannot be read changes nothing, and is logged once.
+        If it is invalid or cannot be read, the aliases stay as they are and the error is logged
+        once.
         """
         if self._lookups is None:
             return
@@ -151,8 +155,8 @@ class Aliases:
         if error.message != self._problem:
             logger.error("%s; the %d aliases before stay", error.message, len(self._aliases))
         self._problem = error.message
-        # A store that does not answer may have none. Where the server may not list a bucket, a file
-        # that is not there is denied.
+        # With no aliases in use, a failed read is not a fault: the store may have no aliases.json.
+        # S3 answers 403 for a missing file if the server may not list the bucket.
         self.wrong = bool(self._aliases) or isinstance(error, SettingError)
 
     def _take(self, aliases: dict[str, Alias]) -> None:
@@ -168,7 +172,7 @@ class Aliases:
                 self._of.setdefault(model, []).append(name)
 
     async def _warn_of_unknown(self) -> None:
-        """Once a file. A model that the store does not have may be loaded by its url."""
+        """Warns, once per file, of models that the store lacks; they may be loaded by their url."""
         if self._checked or self._lookups is None:
             return
         with contextlib.suppress(ServingError):
@@ -188,7 +192,7 @@ class Aliases:
 
 
 class _Pairs(list[tuple[str, Any]]):
-    """A JSON object whose names may be there twice."""
+    """The members of a JSON object as pairs, so that duplicate names can be rejected."""
 
 
 def _write(path: Path, content: bytes | None) -> None:
@@ -201,7 +205,7 @@ def _write(path: Path, content: bytes | None) -> None:
 
 
 def parse(content: bytes) -> dict[str, Alias]:
-    """The aliases by name. Raises `SettingError`."""
+    """Parses the content of aliases.json into aliases by name. Raises `SettingError`."""
     try:
         if len(content) > MAX_BYTES:
             raise SettingError(f"it has more than {MAX_BYTES} bytes")
@@ -225,7 +229,7 @@ def parse(content: bytes) -> dict[str, Alias]:
 
 
 def _weights(name: str, value: Any) -> dict[str, float]:
-    """Raises `SettingError`."""
+    """Parses the models of an alias into weights by model. Raises `SettingError`."""
     if isinstance(value, str):
         return {_name(value): 1}
     if not isinstance(value, _Pairs) or not 1 <= len(value) <= MAX_MODELS:

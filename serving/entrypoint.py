@@ -42,7 +42,7 @@ from serving.settings import REPOSITORY, Settings
 logger = logging.getLogger(__name__)
 
 MAX_SOCKET_PATH = 107  # bytes; Linux's sockaddr_un less its final zero
-LONGEST_SOCKET = ".mms.sock.999999"  # a worker's
+LONGEST_SOCKET = ".mms.sock.999999"  # the longest file name of a worker's socket
 PROBE_TIMEOUT_S = 2.0
 # Longer than for other processes: a gateway that is slow under many clients must not be restarted.
 GATEWAY_TIMEOUT_S = 10.0
@@ -71,7 +71,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def serve(settings: Settings) -> int:
     """Runs the server until a signal stops it; returns the exit status.
 
-    Raises `StartError` or `SettingError` for what can be checked before anything is started.
+    Raises `StartError` or `SettingError` if a check before the start of the processes fails.
     """
     started = time.monotonic()
     root_opener = _give_up_root(settings)
@@ -136,7 +136,7 @@ def serve(settings: Settings) -> int:
                 [*run, "serving.gateway", *(str(listener.fileno()) for listener in listeners)],
                 gateway,
                 gives_up=2,
-                # With any status: it is healthy while it loads or drains, too.
+                # An answer with any status counts: /ping returns 503 while models load or drain.
                 healthy=poll(lambda: _ping(settings, GATEWAY_TIMEOUT_S)[0] != 0),
                 listeners=[*listeners, *root_opener],
             ),
@@ -149,7 +149,7 @@ def serve(settings: Settings) -> int:
 
         progress = Poll(lambda: _progress(settings), Progress.STARTING, PROGRESS_S.get)
         limits = (settings.start_timeout_s, settings.drain_s)
-        # All processes print through it, so it lives in this one, which does nothing else.
+        # Output of all processes passes through this one, which is not slowed by other work.
         output = JsonOutput("entrypoint", functools.partial(counts.add, DROPPED))
         try:
             run_all = Supervisor(children, progress, on_ready, *limits, on_restart=counts.add)
@@ -159,9 +159,10 @@ def serve(settings: Settings) -> int:
 
 
 def _give_up_root(settings: Settings) -> list[socket.socket]:
-    """Becomes RUN_AS_USER if this process is root.
+    """Switches this process from root to RUN_AS_USER, if it is root and the variable is set.
 
-    Returns the socket of `serving.process.root_files` then, nothing otherwise. Raises `StartError`.
+    Returns a list with the socket of `serving.process.root_files`, or an empty list if the user
+    does not change. Raises `StartError`.
     """
     if os.geteuid() != 0 or not settings.run_as_user:
         return []
@@ -175,7 +176,7 @@ def _give_up_root(settings: Settings) -> list[socket.socket]:
 
 
 def check_java() -> None:
-    """Raises `StartError` unless the Java that MMS will use runs."""
+    """Runs `java -version`. Raises `StartError` if there is no Java for MMS or it fails."""
     home = os.environ.get("JAVA_HOME")
     java = str(Path(home) / "bin" / "java") if home else "java"
     try:
@@ -190,7 +191,10 @@ def check_java() -> None:
 
 @contextlib.contextmanager
 def _run_dir(settings: Settings) -> Iterator[Path]:
-    """The folder of sockets and temporary files, for one server at a time."""
+    """Creates and locks RUN_DIR, the folder of sockets and temporary files, until the exit.
+
+    Raises `StartError` if another server uses the folder or its path is too long.
+    """
     if settings.run_dir:
         run_dir = Path(settings.run_dir).absolute()
         run_dir.parent.mkdir(parents=True, exist_ok=True)
@@ -215,7 +219,7 @@ def _run_dir(settings: Settings) -> Iterator[Path]:
 
 
 def _progress(settings: Settings) -> Progress:
-    """The progress of the gateway's start."""
+    """Returns how far the gateway's start is, by its answer to `/ping`."""
     status, body = _ping(settings, PROBE_TIMEOUT_S)
     if status == 200:
         return Progress.READY
@@ -237,7 +241,7 @@ def _answers(path: str, url: str) -> bool:
 
 
 def _get(connection: HTTPConnection, url: str) -> tuple[int, bytes]:
-    """The status and the body; 0 and nothing without an answer."""
+    """Sends a GET request; returns status and body, or `(0, b"")` if there is no answer."""
     with contextlib.closing(connection), contextlib.suppress(OSError, HTTPException):
         connection.request("GET", url)
         answer = connection.getresponse()
@@ -246,7 +250,7 @@ def _get(connection: HTTPConnection, url: str) -> tuple[int, bytes]:
 
 
 def host_accepts(run_dir: Path) -> bool:
-    """Whether the workers' host accepts connections: it closes one that names no model."""
+    """Returns whether the workers' host works: it has to close a connection that names no model."""
     with socket.socket(socket.AF_UNIX) as connection:
         connection.settimeout(PROBE_TIMEOUT_S)
         try:

@@ -12,20 +12,20 @@ class ServingError(ServiceError):
 
 
 def explained(error: Exception) -> str:
-    """The message of one of our errors; what to look up for any other."""
+    """Returns the message of a `ServiceError`; for other errors, a reference to the log."""
     if isinstance(error, ServiceError):
         return error.message
     return "an error inside the server; the log has it"
 
 
 class StartError(ServingError):
-    """The server cannot start here: a taken port, no Java, a second server in the same folder."""
+    """The server cannot start: a port is taken, Java is missing, RUN_DIR is in use, or the like."""
 
 
 class ArchiveError(ServingError, status=400, type="ArtifactError"):
     """An archive is damaged, too large, or would write outside its folder.
 
-    The type is the one that the engine has for a folder that is no model.
+    It has the type of the engine's error for a folder that is no model.
     """
 
 
@@ -37,7 +37,7 @@ class BadRequest(ServingError, status=400, type="BadRequestException"):
 
 
 class NotOfTheEngine(BadRequest):
-    """The route is for text models of the engine, and this model is none."""
+    """The route works for text models of the engine only, and the model is of another kind."""
 
 
 class Unauthorized(ServingError, status=401, type="UnauthorizedException"): ...
@@ -50,11 +50,11 @@ class ModelNotFound(ServingError, status=404, type="ModelNotFoundException"): ..
 
 
 class ResourceNotFound(ServingError, status=404, type="ResourceNotFoundException"):
-    """No such route."""
+    """The server has no route with this path."""
 
 
 class MethodNotAllowed(ServingError, status=405, type="MethodNotAllowedException"):
-    """The path has no such method; `allowed` are those that it has."""
+    """The path does not support the request's method; `allowed` are the methods it supports."""
 
     def __init__(self, message: str, allowed: Iterable[str] = ()) -> None:
         super().__init__(message)
@@ -62,7 +62,7 @@ class MethodNotAllowed(ServingError, status=405, type="MethodNotAllowedException
 
 
 class RequestTimeout(ServingError, status=408, type="RequestTimeoutException"):
-    """The request itself did not arrive in time."""
+    """The client did not send its whole request in time."""
 
 
 class Conflict(ServingError, status=409, type="ConflictStatusException"):
@@ -95,13 +95,13 @@ class WorkerLost(WorkerFailed):
 
 
 class Unavailable(ServingError, status=503, type="ServiceUnavailableException"):
-    """Starting, draining or broken; a later retry may succeed."""
+    """A part of the server is starting, draining or broken; a later retry may succeed."""
 
     retry_after_s = 1.0
 
 
 class MMSEnded(Unavailable):
-    """Multi Model Server ended while it had the request."""
+    """Multi Model Server ended while it was processing the request."""
 
 
 class StillLoading(Unavailable, type="ModelsLoadingException"):
@@ -112,7 +112,10 @@ class Timeout(ServingError, status=504, type="TimeoutException"): ...
 
 
 class InsufficientStorage(ServingError, status=507, type="InsufficientStorageException"):
-    """No memory or disk for the model: unload another one. `missing_bytes` is 0 if unknown."""
+    """There is too little memory or disk for the model until another model is unloaded.
+
+    `missing_bytes` is 0 if unknown.
+    """
 
     def __init__(self, message: str, *, missing_bytes: int = 0) -> None:
         super().__init__(message)
@@ -123,7 +126,7 @@ class InsufficientStorage(ServingError, status=507, type="InsufficientStorageExc
 
 
 class UrlNotAllowed(BadRequest):
-    """A model's url or name is outside what may be loaded; the message says what may."""
+    """A model's url or name is invalid or not allowed; the message has the allowed ones."""
 
 
 class ModelNotInStore(ModelNotFound):
@@ -131,7 +134,7 @@ class ModelNotInStore(ModelNotFound):
 
 
 class NotAModel(ServingError, status=400, type="ArtifactError"):
-    """What has that name in the store is no model."""
+    """A folder or file in the store has the requested name but is no model."""
 
 
 class StoreAccessDenied(ServingError, status=403, type="AccessDeniedException"):

@@ -1,9 +1,9 @@
 """The gateway process: the public ports and contracts, in front of Multi Model Server.
 
-`python -m serving.gateway [FILE...]`, started by the entrypoint, which listens already: the open
-files are the ports' sockets, and outlive this process, so who connects while it is started again
-waits for it. Two ports, one process: the port for requests answers every contract, the management
-port loads, lists and unloads, and tells its health.
+The entrypoint opens the ports and starts `python -m serving.gateway [FILE...]` with the file
+descriptors of their sockets. The sockets outlive this process, so clients that connect while it is
+restarted wait for it. The port for requests serves all contracts; the management port loads, lists
+and unloads models and reports health.
 """
 
 from __future__ import annotations
@@ -61,11 +61,14 @@ from serving.tokens import Tokens
 logger = logging.getLogger(__name__)
 
 GIVES_UP = 2  # exit status: it cannot start, and the log has the reason
-GRACEFUL_S = 1  # for connections, once the requests are answered or DRAIN_S has passed
+GRACEFUL_S = 1  # for connections to close after the drain
 
 
 class _Server(uvicorn.Server):
-    """Drains before it stops: `/ping` says 503 while requests in flight are finished."""
+    """A uvicorn server that drains before it stops.
+
+    While requests in flight are finished, for at most DRAIN_S, `/ping` returns 503.
+    """
 
     def __init__(self, config: uvicorn.Config, gateway: Gateway) -> None:
         super().__init__(config)
@@ -119,7 +122,7 @@ async def _gateway(settings: Settings, run_dir: Path, secret: str) -> AsyncItera
     cache, lookups = Cache(stores, store), Lookups(store, stores)
     workers, snapshot = Workers(settings, run_dir, client, engine), Snapshot(run_dir)
     bases = Bases(lookups, settings.adapter_bases)
-    # SageMaker decides which models there are by itself.
+    # No aliases in a multi-model endpoint: there, SageMaker decides which models are loaded.
     aliases = Aliases(None if settings.sagemaker_multi_model else lookups, run_dir / ALIASES_FILE)
     sessions = None
     if settings.stateful_sessions:
@@ -156,16 +159,15 @@ async def _gateway(settings: Settings, run_dir: Path, secret: str) -> AsyncItera
 
 
 async def serve(settings: Settings, run_dir: Path, secret: str) -> None:
-    """Runs until SIGTERM.
+    """Runs the gateway until SIGTERM or SIGINT.
 
-    Raises `ServingError` where it cannot start, and an `ExceptionGroup` where a background task has
-    failed.
+    Raises `ServingError` if it cannot start, an `ExceptionGroup` if a background task fails.
     """
     listeners = [socket.socket(fileno=int(file)) for file in sys.argv[1:]]
     listeners = listeners or [listen(settings.host, port) for port in settings.ports]
     for listener in listeners:
         listener.set_inheritable(False)
-    # One more is for requests within the server.
+    # Each port may use an equal share of the open files; one more share is for internal requests.
     shares = len(settings.ports) + bool(settings.grpc_port) + 1
     HTTPProtocol.max_connections = min(settings.max_connections, _open_files() // shares)
     async with (
@@ -195,7 +197,10 @@ async def serve(settings: Settings, run_dir: Path, secret: str) -> None:
 
 
 def _grpc_port(gateway: Gateway, app: ASGIApp) -> contextlib.AbstractAsyncContextManager[None]:
-    """Its library is an extra, and takes memory."""
+    """Opens the gRPC port, if GRPC_PORT is set, for as long as the context lasts.
+
+    grpcio is imported only then: it is optional and takes memory. Raises `StartError` without it.
+    """
     if not gateway.settings.grpc_port:
         return contextlib.nullcontext()
     try:
@@ -208,7 +213,10 @@ def _grpc_port(gateway: Gateway, app: ASGIApp) -> contextlib.AbstractAsyncContex
 
 
 def _traced(gateway: Gateway, app: ASGIApp) -> contextlib.AbstractAsyncContextManager[ASGIApp]:
-    """The application, wrapped where spans are to be sent. The SDK is an extra, too."""
+    """Wraps the application to send traces, if OTEL_EXPORTER_OTLP_ENDPOINT is set.
+
+    Raises `StartError` if the OpenTelemetry SDK, which is optional, is not installed.
+    """
     if not gateway.settings.otlp_endpoint:
         return contextlib.nullcontext(app)
     try:
@@ -222,14 +230,14 @@ def _traced(gateway: Gateway, app: ASGIApp) -> contextlib.AbstractAsyncContextMa
 
 
 def _open_files() -> int:
-    """How many files this process may open, now that it may open as many as it is ever allowed."""
+    """Raises the soft limit of open files to the hard limit, and returns that limit."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     return most
 
 
 async def _run() -> None:
-    """Ends the process: threads that hang in a store or in a file hold up nothing."""
+    """Runs the gateway, then ends the process without waiting for threads that hang in a store."""
     status = 0
     try:
         settings, run_dir = Settings.read(), Path(os.environ["RUN_DIR"])
@@ -250,7 +258,7 @@ def main() -> None:
     expendable(SERVER)
     log_as_json("gateway")
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
-    # uvicorn raises the signal again when it is done; the exit status shall be 0.
+    # uvicorn sends itself the signal again after its shutdown: ignore it, to exit with status 0.
     signal.signal(signal.SIGTERM, lambda number, frame: None)
     signal.signal(signal.SIGINT, lambda number, frame: None)
     uvloop.run(_run())

@@ -9,9 +9,9 @@ from common.errors import SettingError
 
 
 def parse_json(content: bytes, **options: Any) -> Any:
-    """Parses a file's content, with the options of `json.loads`.
+    """Parses the content of a JSON file; `options` are passed to `json.loads`.
 
-    Raises `SettingError` with the line of what is wrong.
+    Raises `SettingError` with the line of a syntax error.
     """
     try:
         return json.loads(content, **options)

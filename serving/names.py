@@ -1,7 +1,7 @@
-"""Model names: which are valid, and one normal form for all spellings.
+"""Checks names of models and converts all spellings of a name to one normal form.
 
-`소월`, `소월.tar.gz` and either of them as macOS writes it (one code point per jamo, NFD) are one
-model: names are normalized where they come in, and only the normal form is used inside.
+`소월`, `소월.tar.gz` and both in NFD (one code point per jamo, as macOS writes names) are the same
+model. Names are normalized when they are read; all other code has only the normal form.
 """
 
 from __future__ import annotations
@@ -10,20 +10,20 @@ import unicodedata
 
 from serving.errors import UrlNotAllowed
 
-# Of archives; where a store has both, the first is used.
+# Suffixes of archives; if a store has a model with both, the first takes precedence.
 SUFFIXES = (".tar.gz", ".mar")
 MAX_NAME_BYTES = 1000  # S3's keys end at 1,024
 
 
 def normal_name(name: str) -> str:
-    """The name in NFC without `.tar.gz` or `.mar`; idempotent."""
+    """Returns the name in NFC and without `.tar.gz` or `.mar`. Idempotent."""
     while name.endswith(SUFFIXES):
         name = name.removesuffix(SUFFIXES[0]).removesuffix(SUFFIXES[1])
     return unicodedata.normalize("NFC", name)
 
 
 def model_name(name: str) -> str:
-    """The normal form of a name. Raises `UrlNotAllowed` if it is invalid."""
+    """Returns the normal form of a model's name. Raises `UrlNotAllowed` if the name is invalid."""
     normal = normal_name(name)
     if not is_clean(normal):
         raise UrlNotAllowed(
@@ -35,7 +35,7 @@ def model_name(name: str) -> str:
 
 
 def is_clean(path: str) -> bool:
-    """Whether a relative path stays below any folder that it is joined to, and is not hidden."""
+    """Returns whether a relative path is safe to join to a folder and has no hidden parts."""
     if any(unicodedata.category(c) in ("Cc", "Cs") or c == "\\" for c in path):
         return False
     if len(path.encode()) > MAX_NAME_BYTES:
@@ -44,10 +44,10 @@ def is_clean(path: str) -> bool:
 
 
 def spellings(name: str) -> tuple[str, ...]:
-    """The ways in which a store may spell a normal name."""
+    """Returns the NFC and NFD spellings of a normal name, either of which a store may have."""
     return tuple(dict.fromkeys((name, unicodedata.normalize("NFD", name))))
 
 
 def archive_spellings(name: str) -> tuple[str, ...]:
-    """The file names of its archive, in order of preference."""
+    """Returns the possible file names of a model's archive, in order of preference."""
     return tuple(spelling + suffix for spelling in spellings(name) for suffix in SUFFIXES)

@@ -18,11 +18,11 @@ from serving.names import model_name
 REPOSITORY = Path(__file__).resolve().parent.parent
 
 MAX_PORT = 65535
-LIMITS = {  # from 1 on
+LIMITS = {  # largest allowed values; the smallest is 1
     "port": MAX_PORT, "management_port": MAX_PORT,
     "script_workers": math.inf, "max_rows": math.inf, "max_waiting": math.inf,
     "max_connections": math.inf, "request_timeout_s": math.inf, "start_timeout_s": math.inf,
-    "sessions_expiration": 365 * 86_400,  # far later ends overflow a date
+    "sessions_expiration": 365 * 86_400,  # a later end could not be written as a date
 }  # fmt: skip
 
 
@@ -203,7 +203,7 @@ class Settings:
                 f"GRPC_PORT is {self.grpc_port}, must be a port of its own, or 0 for none"
             )
         module = self.handler.partition(":")[0].removesuffix(".py")
-        # The toolkits' own services: ours does what they do.
+        # SageMaker's toolkits set their own handler_service; this server's does the same work.
         if ("." in module or module.startswith("/")) and not module.endswith("handler_service"):
             raise SettingError(
                 f"SAGEMAKER_HANDLER is {self.handler:.200}, must name a file in the models, such as"
@@ -216,32 +216,35 @@ class Settings:
 
     @property
     def requests_at_once(self) -> int:
-        """How many requests to one model are worked on at once."""
+        """The number of requests that one model answers at the same time."""
         return self.workers_per_model or self.max_rows
 
     @functools.cached_property
     def host_names(self) -> tuple[str, ...]:
-        """Patterns for the `Host` of requests, beside addresses and localhost; `*` for any."""
+        """Allowed `Host` headers, as patterns; IP addresses and localhost are always allowed."""
         is_loopback = self.host in ("localhost", "::1") or self.host.startswith("127.")
         names = tuple(comma_separated(self.allowed_hosts.lower()))
         return names or (() if is_loopback else ("*",))
 
     @property
     def ports(self) -> tuple[int, ...]:
-        """The ports to listen on; one serves everything where both settings are the same."""
+        """The HTTP ports to listen on: two, or one if requests and management share a port."""
         return tuple(dict.fromkeys((self.port, self.management_port)))
 
     @classmethod
     def read(
         cls, options: Sequence[str] = (), environment: Mapping[str, str] = os.environ
     ) -> Settings:
-        """Environment first, then options. Raises `SettingError` naming the variable."""
+        """Reads the settings from the environment and from options, which take precedence.
+
+        Raises `SettingError` with the name of the variable.
+        """
         settings = read_settings(cls, environment)
         values = vars(_parser(cls).parse_args(options))
         return replace(settings, **{k: v for k, v in values.items() if v is not None})
 
     def environment(self) -> dict[str, str]:
-        """The settings as variables, for a process that reads them again."""
+        """Returns the settings as environment variables for a child process."""
         values = {f: getattr(self, f.name) for f in fields(self)}
         return {
             f.metadata["variable"]: str(value).lower() if isinstance(value, bool) else str(value)

@@ -1,4 +1,4 @@
-"""The tokens of `TOKENS_FILE`: which models each may call, and how much.
+"""The tokens of `TOKENS_FILE`: the models that each may call, and its limits.
 
 {"tokens": [{"name", "sha256", "models": [patterns], "load"?, "requests_per_minute"?,
              "concurrency"?}]}
@@ -30,7 +30,7 @@ from serving.names import normal_name
 
 logger = logging.getLogger(__name__)
 
-CHECK_S = 1.0  # between two checks whether the file has changed; a change takes as long at most
+CHECK_S = 1.0  # poll interval for changes of the file
 MAX_NAME = 100  # characters
 REFUSALS = ("model", "load", "rate", "concurrency")
 REQUIRED = {"name", "sha256", "models"}
@@ -40,14 +40,14 @@ SHA256 = re.compile(r"[0-9a-f]{64}", re.IGNORECASE)
 
 @dataclass
 class Usage:
-    """What was done with a token since the gateway's start. It outlives a reload of the file."""
+    """Counters of one token since the gateway's start. A reload of the file preserves them."""
 
     in_flight: int = 0
     requests: int = 0
     prompt_tokens: int = 0
     completion_tokens: int = 0
     refused: dict[str, int] = field(default_factory=lambda: dict.fromkeys(REFUSALS, 0))
-    allowance: float = math.inf  # requests that the rate allowed at `allowance_at`
+    allowance: float = math.inf  # requests in the token bucket at the time `allowance_at`
     allowance_at: float = 0.0
 
     def count(self, prompt_tokens: int, completion_tokens: int) -> None:
@@ -57,20 +57,21 @@ class Usage:
 
 @dataclass(frozen=True)
 class Token:
-    """`requests_per_minute` and `concurrency` are None where there is no limit."""
+    """A token of the file; `requests_per_minute` and `concurrency` are None if unlimited."""
 
     name: str
     models: frozenset[str]
-    prefixes: tuple[str, ...]  # of other models, from patterns that end with `*`
+    prefixes: tuple[str, ...]  # of allowed names, from patterns that end with `*`
     load: bool
     requests_per_minute: int | None
     concurrency: int | None
     usage: Usage
 
     def begin(self, now: float) -> None:
-        """Takes the place of a request, which `end` gives back. Raises `TooManyRequests`.
+        """Counts a request against the limits. `end` must be called when the request ends.
 
-        A token bucket holds a minute's requests: as many may come at once.
+        `requests_per_minute` is also the burst size: the token bucket holds a minute's requests.
+        Raises `TooManyRequests`.
         """
         usage = self.usage
         usage.requests += 1
@@ -105,38 +106,38 @@ class Token:
             raise Forbidden(f"{self.name} may not use model {model[:200]}")
 
     def check_load(self) -> None:
-        """Raises `Forbidden` unless models may be loaded and unloaded."""
+        """Raises `Forbidden` if the token may not load and unload models."""
         if not self.load:
             self.usage.refused["load"] += 1
             raise Forbidden(f"{self.name} may not load or unload models")
 
 
-# The token of the request that is being answered; the engine's answers are counted for it.
+# The token of the current request. Prompt and completion tokens of the engine are counted for it.
 current: ContextVar[Token | None] = ContextVar("current", default=None)
 
 
 class Tokens:
-    """The file's tokens, read again when it changes."""
+    """The table of tokens, read again when TOKENS_FILE changes."""
 
     def __init__(self, path: str) -> None:
-        """`path` is empty where there is no file. Nothing is read yet."""
+        """Creates an empty table, which `refresh` fills. `path` is TOKENS_FILE, or empty."""
         self.now: Callable[[], float] = time.monotonic
         self._path = Path(path) if path else None
         self._tokens: Mapping[str, Token] = {}  # by the SHA-256 of each, in hex
-        self.version: object = ()  # of the file when it was read last
+        self.version: object = ()  # result of `_version` at the last read of the file
 
     @property
     def exist(self) -> bool:
-        """Whether there is a file: then each request needs a token."""
+        """True if TOKENS_FILE is set; then each request needs a token."""
         return self._path is not None
 
     def all(self) -> list[Token]:
         return list(self._tokens.values())
 
     def find(self, sent: bytes) -> Token | None:
-        """Returns the token that a request carries.
+        """Returns the token of a request, None if it is unknown.
 
-        The lookup's time reveals at most a part of a hash, from which no token follows.
+        The time of the lookup can reveal a part of a hash at most, but not the token.
         """
         return self._tokens.get(hashlib.sha256(sent).hexdigest())
 
@@ -144,13 +145,13 @@ class Tokens:
         """Reads the file again after each change, until it is cancelled."""
         while self._path is not None:
             await asyncio.sleep(CHECK_S)
-            with contextlib.suppress(RuntimeError):  # no thread: the next time
+            with contextlib.suppress(RuntimeError):  # no thread can be started: poll again later
                 await self.refresh()
 
     async def refresh(self) -> None:
-        """Reads the file if it has changed.
+        """Reads the file again if it has changed.
 
-        A wrong file changes nothing, and is logged once.
+        If it is invalid, the tokens stay as they are and the error is logged once.
         """
         if self._path is None:
             return
@@ -168,7 +169,7 @@ class Tokens:
 
 
 def _version(path: Path) -> object:
-    """What differs once a file was changed or replaced; None where it cannot be read."""
+    """Returns modification time, size and inode of a file, to detect changes; None on error."""
     try:
         status = os.stat(path)
     except (OSError, ValueError):
@@ -177,10 +178,10 @@ def _version(path: Path) -> object:
 
 
 def read(path: Path, usages: Mapping[str, Usage] | None = None) -> dict[str, Token]:
-    """Returns the tokens of a file by their SHA-256 in hex.
+    """Reads a file of tokens; returns them by their SHA-256 in hex.
 
-    usages: of earlier tokens, by name
-    Raises `SettingError`, without any hash: it may be a token by mistake.
+    usages: counters of the previous tokens, by name
+    Raises `SettingError`. Its message contains no sha256 value: it may be a token by mistake.
     """
     usages = usages or {}
     try:
@@ -208,7 +209,7 @@ def read(path: Path, usages: Mapping[str, Usage] | None = None) -> dict[str, Tok
 
 
 def _token(where: str, entry: Any, usages: Mapping[str, Usage]) -> tuple[str, Token]:
-    """The hash and the token of an entry. Raises `SettingError`."""
+    """Parses an entry of the file into the token's hash and the token. Raises `SettingError`."""
     if not isinstance(entry, dict):
         raise SettingError(f"{where} must be an object")
     if unknown := sorted(set(entry) - FIELDS):

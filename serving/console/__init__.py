@@ -1,4 +1,4 @@
-"""The console: a page at `/` that shows the models, asks them and manages them.
+"""The console: a web page at `/` that shows, calls, loads and unloads models.
 
-`page/` is what the browser gets, as it is: no build step, nothing from another host.
+The files of `page/` are served unchanged: no build step, nothing from another host.
 """

@@ -3,7 +3,7 @@
     {"whole"?, "models": {name: row or null}, "engine", "store", "pace"?, "journal"}
 
 A change of a model's state is sent when it happens. The engine's counters are polled once a second
-for all watchers together, and not at all without one.
+for all watchers together, and only while there are watchers.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from serving.store import StoredModel
 
 SAMPLE_S = 1.0
 PACE_SAMPLES = 60  # a minute of tokens per second
-STORE_S = 30.0  # how old a listing of the store may be; each one costs a remote store calls
-SETTLE_S = 0.1  # changes within it share a message; more delays the page
+STORE_S = 30.0  # maximum age of a listing of the store; shorter: more requests to a remote store
+SETTLE_S = 0.1  # changes within this time share a message; longer: the page is updated later
 MAX_WATCHERS = 32
-MAX_ALIASES = 5  # in a row
+MAX_ALIASES = 5  # aliases shown in a model's row
 PARTS = ("budget_bytes", "weight_bytes", "kv_bytes", "prefix_bytes")
 
 Row = dict[str, Any]
@@ -36,7 +36,7 @@ MaySee = Callable[[str], bool]
 
 @dataclass(frozen=True)
 class Sample:
-    """The engine's counters; `models` by engine name, `rates` in tokens per second."""
+    """The engine's counters at one time; `models` by engine name, `rates` in tokens per second."""
 
     at: float = -SAMPLE_S  # on the monotonic clock
     totals: dict[str, Any] | None = None
@@ -54,7 +54,7 @@ class Sample:
 
 
 class Feed:
-    """The stream's messages; watchers share samples of the engine and listings of the store."""
+    """Makes the messages of all streams, with shared samples of the engine and store listings."""
 
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
@@ -68,7 +68,7 @@ class Feed:
         self._watchers = 0
 
     def check_watchers(self) -> None:
-        """Raises `Unavailable` at MAX_WATCHERS."""
+        """Raises `Unavailable` if MAX_WATCHERS streams are open."""
         if self._watchers >= MAX_WATCHERS:
             raise Unavailable(
                 f"{MAX_WATCHERS} console pages are open, which is the limit; close one",
@@ -129,7 +129,7 @@ class Feed:
                 totals = None
             before, now = self._sample, time.monotonic()
             self._sample = before.followed_by(totals, now)
-            # Else the last sample is from before a time without watchers.
+            # An older sample is from before a pause without watchers: rates since then mean little.
             if now - before.at < 3 * SAMPLE_S:
                 self._pace.append((_epoch_ms(now), round(sum(self._sample.rates.values()), 1)))
 
@@ -149,7 +149,7 @@ class Feed:
     # Models
 
     def _list_store(self) -> None:
-        """Lists the store in the background, as a remote one may be slow."""
+        """Starts to list the store in the background, if the last listing is older than STORE_S."""
         gateway, busy = self._gateway, self._listing is not None and not self._listing.done()
         if not busy and time.monotonic() >= self._listed_at + STORE_S:
             self._listed_at = time.monotonic()
@@ -165,9 +165,9 @@ class Feed:
         self._gateway.journal.notify()
 
     def _rows(self, may_see: MaySee) -> dict[str, Row]:
-        """Rows by name: stored models, loaded and loading ones, and those that failed to load.
+        """Returns a row for each model that is stored, loading, loaded, or failed to load, by name.
 
-        Of each model's aliases the first `MAX_ALIASES` are in its row.
+        A row has at most MAX_ALIASES of the model's aliases.
         """
         gateway, failed = self._gateway, self._gateway.journal.failed
         rows: dict[str, Row] = {}
@@ -214,5 +214,5 @@ class Feed:
 
 
 def _epoch_ms(at: float) -> int:
-    """A time of the monotonic clock in milliseconds since the epoch."""
+    """Converts a time of the monotonic clock to milliseconds since the epoch."""
     return round((time.time() - time.monotonic() + at) * 1000)

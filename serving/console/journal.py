@@ -1,4 +1,4 @@
-"""The last events of models, and the reasons of failed loads."""
+"""The journal of the console: recent loads and unloads of models, and errors of failed loads."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ EVENTS = ("loaded", "unloaded", "evicted")
 
 @dataclass(frozen=True)
 class Entry:
-    """An event. `seconds` is how long it took; of an eviction, how long the model was idle."""
+    """An event; `seconds` is its duration, or for an eviction the time that the model was idle."""
 
     number: int
     at_ms: int  # since the epoch
@@ -33,9 +33,10 @@ class Journal:
 
     def __init__(self) -> None:
         self.entries: deque[Entry] = deque(maxlen=MAX_ENTRIES)
-        self.failed: dict[str, str] = {}  # reasons by name, until it is loaded again
+        self.failed: dict[str, str] = {}  # reasons by model, until its next load begins
         self._numbers = itertools.count(1)
-        self.news = asyncio.Event()  # of the next change: take it before reading, to miss none
+        # Set and replaced at each change. Get it before reading the entries, to miss no change.
+        self.news = asyncio.Event()
 
     def notify(self) -> None:
         """Wakes all readers."""
@@ -48,7 +49,7 @@ class Journal:
             self._add(event, model.name, seconds)
 
     def changed(self, model: Model) -> None:
-        """Records a failed load; called at each change of a model's state."""
+        """Records a load that failed; `Registry` calls it at each change of a model's state."""
         if model.error is None:
             if model.state is State.FETCHING:
                 self.failed.pop(model.name, None)

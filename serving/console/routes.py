@@ -1,6 +1,6 @@
 """The console's routes, on the port for requests.
 
-GET /                  the page, where `Accept` names text/html; otherwise 405
+GET /                  the page, if `Accept` contains text/html; otherwise 405
 GET /console/{file}    scripts and images of the page
 GET /console/events    the data of the page, as server-sent events (`serving.console.feed`)
 """
@@ -31,7 +31,7 @@ PAGE = Path(__file__).with_name("page")
 PAGE_METHODS = ("GET", "HEAD", "OPTIONS")
 INDEX, STYLE = "index.html", "style.css"
 TYPES = {
-    ".css": "text/css",  # is inlined into the page
+    ".css": "text/css",  # inlined into the page, not served
     ".html": "text/html",
     ".js": "text/javascript",
     ".svg": "image/svg+xml",
@@ -65,7 +65,7 @@ class _File:
 
 
 def _styled(page: bytes, style: bytes) -> tuple[_File, str]:
-    """The page with its style inlined, so that it needs one request to show, and its policy."""
+    """Returns the page, its style inlined to save a request, and its Content-Security-Policy."""
     link = b'<link rel="stylesheet" href="/console/style.css">'
     digest = base64.b64encode(hashlib.sha256(style).digest()).decode()
     whole = page.replace(link, b"<style>" + style + b"</style>")
@@ -106,16 +106,16 @@ class Console:
         return Response(file.content, headers=headers, media_type=file.kind)
 
     async def events(self, _: Gateway, request: Request) -> Response:
-        """Needs a token for requests or for management, where there are tokens."""
+        """Opens an event stream. With tokens set, one for requests or management is needed."""
         self._feed.check_watchers()
         return StreamingResponse(
             self._encoded(request), media_type=EVENTS, headers={"cache-control": "no-store"}
         )
 
     async def _encoded(self, request: Request) -> AsyncGenerator[bytes, None]:
-        """The feed as server-sent events, of the models that the request's token may see.
+        """Yields the feed as server-sent events about the models that the token may call.
 
-        For a token of TOKENS_FILE it ends when that file changes; the page then connects again.
+        With a token of TOKENS_FILE the stream ends when the file changes: the page connects again.
         """
         tokens, may_see = self._gateway.tokens, functools.partial(may_call, request)
         version = tokens.version

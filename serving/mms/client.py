@@ -1,4 +1,4 @@
-"""The gateway's client of Multi Model Server, on its unix socket."""
+"""An asynchronous client of Multi Model Server (MMS), for its unix socket."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ logger = logging.getLogger(__name__)
 
 PAGE = 100  # models in a page of a list
 BACK_S = 2.0  # sent as Retry-After; a restarted MMS answers after 1.6 (docs/operate/reliability.md)
-UNQUOTED = "?/:@!$'()*,"  # in a query, which MMS takes up to a length
+UNQUOTED = "?/:@!$'()*,"  # not escaped in a query, because MMS limits its length
 
 Query = Mapping[str, str] | Sequence[tuple[str, str]]
 
 
 @dataclass(frozen=True)
 class Answer:
-    """An answer of MMS. Names in `headers` are in lower case; the body is unchanged."""
+    """An HTTP response of MMS. The names of `headers` are in lower case."""
 
     status: int
     headers: Mapping[str, str]
@@ -34,11 +34,11 @@ class Answer:
 
     @property
     def by_worker(self) -> bool:
-        """Whether the answer is a worker's, not MMS's own."""
+        """True if a worker produced the response, false if MMS itself did."""
         return WORKER_HEADER in self.headers
 
     def json(self) -> dict[str, Any]:
-        """The JSON object in the body; empty where there is none."""
+        """Returns the JSON object in the body; an empty one if the body is anything else."""
         try:
             value = json.loads(self.body)
         except (ValueError, RecursionError):
@@ -47,7 +47,7 @@ class Answer:
 
 
 class MMSClient:
-    """Names are ids of models (`Model.id`), which are ASCII and never reused."""
+    """Calls MMS. A `name` is the id of a model (`Model.id`), which is ASCII and never reused."""
 
     def __init__(self, socket_path: str, probe_secret: str) -> None:
         self._http = UnixHTTP(socket_path)
@@ -66,9 +66,9 @@ class MMSClient:
         body: bytes | None = None,
         query: Query | None = None,
     ) -> Answer:
-        """Sends one request; the type of `body` is in `headers`.
+        """Sends a request. `headers` must contain the type of `body`.
 
-        Raises `Unavailable` if MMS does not run, `MMSEnded` if it ends meanwhile, `Timeout`.
+        Raises `Unavailable` if MMS does not run, `MMSEnded` if it ends during the call, `Timeout`.
         """
         if query:
             url += "?" + urlencode(query, safe=UNQUOTED, quote_via=quote_plus)
@@ -86,7 +86,10 @@ class MMSClient:
     async def register(
         self, name: str, folder: Path, options: Mapping[str, Any], timeout_s: float
     ) -> None:
-        """Starts a worker in `folder`. Raises `WorkerFailed` or `InsufficientStorage`."""
+        """Registers a model and waits until its worker has started in `folder`.
+
+        Raises `WorkerFailed`, `InsufficientStorage`, and what `call` raises.
+        """
         body = {"model_name": name, "url": str(folder), "synchronous": True, **options}
         answer = await self.call(
             "POST",
@@ -101,9 +104,9 @@ class MMSClient:
             raise WorkerFailed(f"the model's worker did not start ({message_of(answer)})")
 
     async def scale(self, name: str, low: int, high: int, timeout_s: float = 30.0) -> None:
-        """Sets how many connections MMS has to a model's worker. Raises `Unavailable`, `Timeout`.
+        """Sets the number of MMS's connections to a worker. Raises `Unavailable`, `Timeout`.
 
-        One fewer may be one that has a request.
+        A smaller number may close connections that have a request.
         """
         query = {"min_worker": str(low), "max_worker": str(high), "synchronous": "true"}
         answer = await self.call("PUT", f"/models/{name}", timeout_s=timeout_s, query=query)
@@ -111,9 +114,10 @@ class MMSClient:
             raise Unavailable("Multi Model Server could not scale the workers")
 
     async def probe(self, name: str, timeout_s: float) -> dict[str, Any]:
-        """The result of the worker's load.
+        """Returns the result of a worker's load of its model.
 
-        `{"status": 200, "in_engine": bool}`, or `{"status", "type", "message"}` of an error.
+        It is `{"status": 200, "in_engine": bool, ...}`, or an error's `{"status", "type",
+        "message"}`. Raises `WorkerFailed` if the worker returns neither.
         """
         answer = await self.invoke(name, b"", {PROBE_HEADER: self._probe_secret}, timeout_s)
         outcome = answer.json()
@@ -129,7 +133,7 @@ class MMSClient:
         timeout_s: float,
         query: Query | None = None,
     ) -> Answer:
-        """Calls a model. MMS adds `query` to the body: a service's `row["data"]` is `?data=`."""
+        """Calls a model. A service gets `?data=` of `query` as `row["data"]`, beside the body."""
         return await self.call(
             "POST",
             f"/models/{name}/invoke",
@@ -144,12 +148,12 @@ class MMSClient:
         await self.call("DELETE", f"/models/{name}", timeout_s=30)
 
     async def describe(self, name: str) -> dict[str, Any]:
-        """MMS's description of a model; `{}` if it has none of that name."""
+        """Returns MMS's description of a model; `{}` if MMS does not have the model."""
         answer = await self.call("GET", f"/models/{name}", timeout_s=10)
         return answer.json() if answer.status == 200 else {}
 
     async def socket_number(self, name: str) -> str:
-        """N of the socket `.mms.sock.N` of a model's worker. Raises `WorkerFailed`."""
+        """Returns the N of a worker's socket file `.mms.sock.N`. Raises `WorkerFailed`."""
         try:
             threads = (await self.describe(name))["workers"]
             return str(threads[0]["id"]).partition("-")[0]  # "9000-0a0a1da0"
@@ -157,7 +161,7 @@ class MMSClient:
             raise WorkerFailed("the model's worker is gone") from None
 
     async def names(self) -> set[str]:
-        """The names of all models. Raises `Unavailable`, also for an invalid answer."""
+        """Returns the names of all models. Raises `Unavailable`, also for an invalid response."""
         names: set[str] = set()
         query = {"limit": str(PAGE)}
         for _ in range(1000):
@@ -176,5 +180,5 @@ class MMSClient:
 
 
 def message_of(answer: Answer) -> str:
-    """The message of MMS's error, or its status."""
+    """Returns the message of an error response, or its status if it has none."""
     return str(answer.json().get("message", f"status {answer.status}"))

@@ -1,8 +1,8 @@
-"""Starts Multi Model Server through the SageMaker Inference Toolkit, in a process of its own.
+"""Starts Multi Model Server (MMS) through the SageMaker Inference Toolkit.
 
-`python -m serving.mms.launcher` runs as long as MMS's Java process does. The toolkit looks for that
-process among all of the machine and waits ten minutes for it. Here only this session is searched,
-and a Java process that exits during its start is noticed at once.
+`python -m serving.mms.launcher` runs as long as MMS's Java process does. The toolkit searches all
+processes of the machine for it and waits ten minutes. The launcher replaces this by a search of its
+own session, and fails at once if Java exits during its start.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from serving.settings import REPOSITORY, Settings
 HANDLER = "handlers.handler_service"
 MMS_HOME = REPOSITORY / "handlers" / "mms_home"
 EXIT_NOT_STARTED = 3
-LAUNCHER_S = 5  # for the exit of the process that starts Java
+LAUNCHER_S = 5  # time limit for the exit of the process that starts Java
 WORKER_GRACE_S = 15  # added to REQUEST_TIMEOUT_S, so that the gateway times out before MMS
 QUEUE_SIZE = 1000  # jobs of a model in MMS; the gateway's queue is the one that limits requests
 # Each registration blocks a thread, and with it the requests on 1/NETTY_THREADS of the connections.
@@ -64,9 +64,9 @@ LOG_CONFIGURATION = """<?xml version="1.0" encoding="UTF-8"?>
 
 
 def environment(settings: Settings, run_dir: Path) -> dict[str, str]:
-    """The environment of `python -m serving.mms.launcher`, of MMS, and of its workers.
+    """Returns the environment of the launcher, of MMS, and of its workers.
 
-    Variables of the server are filtered by `serving.process.isolation`, as models' code runs there.
+    Workers run models' code, so the server's variables are filtered by `serving.process.isolation`.
     """
     inherited = passed(os.environ, settings.worker_variables)
     path = os.pathsep.join([str(Path(sys.executable).parent), inherited.get("PATH", "")])
@@ -120,11 +120,14 @@ def remove_stale_files(run_dir: Path) -> None:
 
 
 def _find_java(output: JsonOutput) -> psutil.Process:
-    """MMS's Java process in this session. Exits if the process that starts Java failed."""
+    """Returns MMS's Java process in this session. Raises `RuntimeError` if it is not there yet.
+
+    Ends this process with EXIT_NOT_STARTED if the process that starts Java has exited without it.
+    """
     from sagemaker_inference import model_server
 
     session = os.getsid(0)
-    # Before the search: the starter exits once Java runs, perhaps during the search.
+    # Checked before the search: the process that starts Java may exit during it, once Java runs.
     launchers = psutil.Process().children()
     ended = all(child.status() == psutil.STATUS_ZOMBIE for child in launchers)
     for process in psutil.process_iter():
@@ -142,7 +145,7 @@ def _find_java(output: JsonOutput) -> psutil.Process:
 
 
 def _wait_for_java(output: JsonOutput, timeout_s: int) -> psutil.Process:
-    """Replaces the toolkit's loop, which polls once a second."""
+    """Polls for MMS's Java process every 100 ms; the toolkit's own loop polls once a second."""
     find = retry(wait_fixed=100, stop_max_delay=timeout_s * 1000)(_find_java)
     process: psutil.Process = find(output)
     psutil.wait_procs(psutil.Process().children(), LAUNCHER_S)  # the toolkit does not reap it

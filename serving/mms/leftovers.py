@@ -1,4 +1,4 @@
-"""Removes files that workers and Multi Model Server leave in RUN_DIR."""
+"""Removes files in RUN_DIR that workers and Multi Model Server no longer use."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ LISTENING = "00010000"  # __SO_ACCEPTCON in the column of flags
 
 
 def unix_sockets() -> list[tuple[str, bool]]:
-    """The path of each unix socket of the machine, and whether it listens."""
+    """Returns the path of each unix socket of the machine, with true if it listens."""
     lines = SOCKETS.read_text(encoding="utf-8", errors="replace").splitlines()
     columns = (line.split(maxsplit=7) for line in lines[1:])
     return [(c[7], c[3] == LISTENING) for c in columns if len(c) == 8]

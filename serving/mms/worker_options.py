@@ -1,4 +1,4 @@
-"""Multi Model Server's options for a model's worker, by the model's files."""
+"""Chooses Multi Model Server's options for a model's worker by the files of the model."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ BATCHING = ("batch_size", "max_batch_delay")
 def worker_options(
     path: Path, requested: Mapping[str, Any], settings: Settings
 ) -> tuple[dict[str, Any], str | None]:
-    """The options for MMS and the `handler` for the worker, from those `requested` for the load.
+    """Returns MMS's options for a worker, and its `handler` (None: the files decide).
 
-    A model's own script gets the requested batches and SCRIPT_WORKERS processes by default. The
-    built-in handlers forward requests concurrently and without MMS's batches, in which a single
-    request waits for others and all take as long as the longest.
+    `requested` are the options of the load request. A model's own script gets the requested batches
+    and SCRIPT_WORKERS processes by default. Built-in handlers get no batches, in which a request
+    would wait for others and take as long as the longest: they forward requests concurrently.
     """
     options = dict(requested)
     handler: str | None = options.pop("handler", None)

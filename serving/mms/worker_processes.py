@@ -1,4 +1,4 @@
-"""The operating system's processes of workers: their memory, and waiting for their exit."""
+"""Finds the processes of workers, measures their memory and waits for their exit."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ import psutil
 
 logger = logging.getLogger(__name__)
 
-# How long killed processes may take to free their memory; many gigabytes take seconds.
+# Time limit for killed processes to free their memory; many gigabytes take seconds.
 EXIT_S, EXIT_POLL_S = 10.0, 0.005
 
 
 def private_bytes(sockets: Set[str]) -> dict[str, int]:
-    """The private memory of each worker with its descendants, by socket.
+    """Returns the private memory in bytes of each worker and its descendants, by socket.
 
-    Memory that a file does not back; shared memory counts for each process. Reads each process
-    once, because there may be as many as models.
+    It is the resident memory that neither files nor shared memory back; pages shared after a fork
+    count for each process. The machine's processes are read once for all workers.
     """
     sizes: dict[int, int] = {}
     children: defaultdict[int, list[int]] = defaultdict(list)
@@ -41,12 +41,12 @@ def private_bytes(sockets: Set[str]) -> dict[str, int]:
 
 
 def has_process(id: str) -> bool:
-    """Whether the process of a worker runs."""
+    """Returns whether a process of the worker with this id exists."""
     return next(_with_argument(id), None) is not None
 
 
 def _with_argument(id: str) -> Iterator[int]:
-    """The pids of processes with the argument `id`, such as the worker of a model."""
+    """Yields the pids of processes with `id` on their command line, as a model's worker has."""
     wanted = f"\0{id}\0".encode()
     for command_line in Path("/proc").glob("[0-9]*/cmdline"):
         with contextlib.suppress(OSError):  # it has ended
@@ -55,7 +55,7 @@ def _with_argument(id: str) -> Iterator[int]:
 
 
 def processes_of(id: str) -> list[psutil.Process]:
-    """The processes of a worker and their descendants."""
+    """Returns the processes of the worker with this id, and all their descendants."""
     processes = set()
     for pid in _with_argument(id):
         with contextlib.suppress(psutil.Error):
@@ -65,7 +65,7 @@ def processes_of(id: str) -> list[psutil.Process]:
 
 
 async def wait_for_exit(processes: Iterable[psutil.Process]) -> None:
-    """Waits until killed processes have freed their memory."""
+    """Waits until killed processes have exited, for at most EXIT_S; then logs an error."""
     end = asyncio.get_running_loop().time() + EXIT_S
     while left := [process for process in processes if _lives(process)]:
         if asyncio.get_running_loop().time() >= end:

@@ -1,4 +1,4 @@
-"""The worker of each model: starts it in Multi Model Server, checks its load, ends it."""
+"""Starts and ends the workers of models through Multi Model Server (MMS)."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ from serving.store.disk import raise_disk_full
 
 LOADS_AT_ONCE = 2
 MMS_GRACE_S = 20.0  # added to a request's limit, so that the gateway times out before MMS
-# While a worker starts, its process is polled. It has exited if it was seen and is missing
-# MISSING_POLLS times in a row, or was not seen in UNSEEN_POLLS: a busy machine starts it later.
-# More polls: a lost worker is noticed later. Fewer: a slow start is taken for an exit.
+# While a worker starts, its process is polled. The worker counts as lost once a process that was
+# seen is missing in MISSING_POLLS polls in a row, or none was seen in UNSEEN_POLLS polls. More
+# polls: a lost worker is noticed later. Fewer: a slow start on a busy machine is taken for an exit.
 START_POLL_S, MISSING_POLLS, UNSEEN_POLLS = 1.5, 3, 10
-# Counters of a model in the engine that add up to its part of the budget.
+# Counters of a model in the engine whose sum is the model's share of the engine's budget.
 ENGINE_PARTS = ("reserved_bytes", "row_bytes", "kv_bytes")
 
 logger = logging.getLogger(__name__)
 
 
 class Workers:
-    """One worker per model, each with a folder that MMS takes for the model's."""
+    """Manages one worker per model. MMS gets a folder per worker in place of the model's own."""
 
     def __init__(
         self, settings: Settings, run_dir: Path, mms: MMSClient, engine: AsyncEngineClient
@@ -48,21 +48,21 @@ class Workers:
         self._settings, self._mms, self._engine = settings, mms, engine
         self._run_dir, self._folders = run_dir, run_dir / "workers"
         self._folders.mkdir(parents=True, exist_ok=True)
-        self.turn = asyncio.Semaphore(LOADS_AT_ONCE)  # held while one starts
-        # Bytes that each pending load needs, by engine name, in order of `check`. A later load
-        # cannot use them; the engine knows which of these loads it has begun.
+        self.turn = asyncio.Semaphore(LOADS_AT_ONCE)  # held while a worker starts
+        # Bytes that each pending load needs, by engine name, in order of `check`. They are reserved
+        # against later loads; the engine knows which of these loads it has begun.
         self._promised: dict[str, int] = {}
 
     async def check(self, model: Model) -> bool:
         """Checks a model's settings and memory before its worker is started.
 
-        Returns whether the engine could check it. Reserves its memory until it has started, or
-        `end` is called. Raises `OutOfMemory`, `BadRequest`.
+        Returns true if the engine has checked the model. Its memory is then reserved until `start`
+        succeeds, or `end` or `forget` is called. Raises `OutOfMemory`, `BadRequest`.
         """
         assert model.fetched is not None
         path = model.fetched.path
         settings = model.settings
-        if not is_hosted(path, model.options.get("handler")):  # and need not use the engine
+        if not is_hosted(path, model.options.get("handler")):  # its own code computes it
             if engine := settings.of_engine():
                 raise BadRequest(
                     f"{' and '.join(engine)} cannot be set for model {model.name}: the engine does"
@@ -86,7 +86,7 @@ class Workers:
             except OutOfMemory as error:
                 needed = error.needed_bytes
                 raise
-            except (ArtifactError, EngineUnavailable):  # its worker returns the error
+            except (ArtifactError, EngineUnavailable):  # `start` raises the worker's error
                 return False
             finally:
                 if needed:
@@ -97,7 +97,7 @@ class Workers:
         return dict(itertools.takewhile(lambda row: row[0] != name, self._promised.items()))
 
     def promised_bytes(self, model: Model) -> int:
-        """The engine's memory that is reserved for a pending load."""
+        """Returns the bytes of the engine's memory that are reserved for a model's pending load."""
         return self._promised.get(model.engine_name, 0)
 
     async def start(self, model: Model) -> None:
@@ -126,7 +126,7 @@ class Workers:
         options["response_timeout"] = int(limit_s)
         capacity = options["initial_workers"] * options.get("batch_size", 1)
         if hosted and "initial_workers" not in model.options and model.in_flight < 2:
-            options["initial_workers"] = 1  # each costs a thread of MMS; `connect` adds more
+            options["initial_workers"] = 1  # each costs MMS a thread; `connect` adds more on demand
         model.connections = options["initial_workers"]
         await self._register(model.id, folder, options, timeout_s)
         outcome = await self._mms.probe(model.id, timeout_s)
@@ -143,9 +143,9 @@ class Workers:
     async def _register(
         self, id: str, folder: Path, options: Mapping[str, Any], timeout_s: float
     ) -> None:
-        """Registers a worker. Raises `WorkerLost` soon after its process has exited.
+        """Registers a model with MMS. Raises `WorkerLost` soon after its worker has exited.
 
-        Multi Model Server itself waits a minute for such a worker, and then drops the model.
+        MMS itself would wait a minute for the worker and then drop the model.
         """
         registered = asyncio.ensure_future(self._mms.register(id, folder, options, timeout_s))
         missing, limit = 0, UNSEEN_POLLS
@@ -167,10 +167,10 @@ class Workers:
         await asyncio.to_thread(remove, self._folders / model.id)
 
     async def connect(self, model: Model) -> None:
-        """Makes MMS open or close connections, so that there are `model.connections`.
+        """Makes MMS open or close connections to a worker, to have `model.connections` of them.
 
-        Do not close connections with requests. Raises `Unavailable`, `Timeout`; then there may be
-        as few as one.
+        Requests on closed connections fail, so decrease the number only while there are none.
+        Raises `Unavailable`, `Timeout`; the number is then unknown, and 1 is assumed.
         """
         try:
             await self._mms.scale(model.id, model.connections, model.connections)
@@ -179,11 +179,11 @@ class Workers:
             raise
 
     async def end(self, model: Model) -> None:
-        """Frees a model's worker, memory and folder; a failed step does not stop the others."""
+        """Frees a model's worker, memory and folder. Errors of MMS and the engine are ignored."""
         self._promised.pop(model.engine_name, None)
         folder = self._folders / model.id
         processes: list[psutil.Process] = []
-        # A hosted one has no process of its own; without a folder no worker was started.
+        # A hosted worker has no process of its own. Without a folder, no worker was started.
         if folder.exists() and not (folder / "hosted").exists():
             processes = await asyncio.to_thread(processes_of, model.id)
         with contextlib.suppress(ServingError):
@@ -200,31 +200,31 @@ class Workers:
                 remove(folder)
 
     async def unregister(self, id: str) -> None:
-        """Ends a worker only: it is restarted, or belongs to no model.
+        """Ends a worker and frees nothing else, for a restart or for a worker without a model.
 
         Raises `Unavailable`, `Timeout`.
         """
         await self._mms.unregister(id)
 
     async def registered(self) -> set[str]:
-        """The ids of MMS's models. Raises `ServingError`."""
+        """Returns the ids of the models that MMS has. Raises `ServingError`."""
         return await self._mms.names()
 
     async def is_registered(self, id: str) -> bool:
-        """Whether MMS has the model. Raises `ServingError`."""
+        """Returns whether MMS has the model with this id. Raises `ServingError`."""
         return bool(await self._mms.describe(id))
 
     async def held_by_engine(self) -> dict[str, str]:
-        """The residency (hot or parked) of the engine's models, by engine name.
+        """Returns the residency (hot or parked) of the models in the engine, by engine name.
 
         Raises `EngineError`.
         """
         return {model["name"]: model["residency"] for model in await self._engine.models()}
 
     async def held_bytes(self, models: Iterable[Model], engine_only: bool) -> dict[str, int]:
-        """The memory of each of the loaded `models` in the engine, by id.
+        """Returns the bytes of memory of each of the loaded `models`, by id.
 
-        Without `engine_only`, that of its own processes, too. Raises `EngineError`.
+        `engine_only`: without the memory of the workers' processes. Raises `EngineError`.
         """
         sizes = Counter({model.id: 0 for model in models})
         ids = {model.engine_name: model.id for model in models}
@@ -239,11 +239,11 @@ class Workers:
 
     @staticmethod
     async def listening() -> set[str]:
-        """The paths of listening sockets.
+        """Returns the paths of all listening unix sockets of the machine.
 
-        The kernel closes a worker's socket when its last process has ended, and not before.
+        A worker's socket listens until the worker's last process has ended.
         """
-        # On a thread: the list has every unix socket of the machine, up to thousands.
+        # Read on a thread: the list has all unix sockets of the machine, up to thousands.
         sockets = await asyncio.to_thread(unix_sockets)
         return {path for path, listens in sockets if listens}
 
@@ -252,14 +252,14 @@ class Workers:
 
 
 def _base(model: Model) -> str | None:
-    """The folder of an adapter's base."""
+    """Returns the folder of an adapter's base; None if the model is no adapter."""
     return None if model.base is None else str(model.base.path)
 
 
 def _describe(folder: Path, described: Mapping[str, Any], hosted: bool) -> None:
-    """Writes the worker's model.json, unless it is unchanged: a restart works on a full disk.
+    """Writes the worker's model.json. Raises `DiskFull`.
 
-    Raises `DiskFull`.
+    An unchanged file is not written, so that a restart works on a full disk.
     """
     text, file = json.dumps(described), folder / "model.json"
     with contextlib.suppress(OSError):
@@ -273,7 +273,7 @@ def _describe(folder: Path, described: Mapping[str, Any], hosted: bool) -> None:
 
 
 def _load_error(outcome: Mapping[str, Any]) -> Exception:
-    """The worker's error as an exception, with the engine's type if it has one."""
+    """Converts the error of a worker's load to an exception, of the engine's type if it has one."""
     message = str(outcome.get("message", "the model did not load"))
     if (known := named(outcome.get("type"), message)) is not None:
         return known

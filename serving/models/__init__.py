@@ -1,1 +1,1 @@
-"""The life of each model, and which of them are loaded."""
+"""Loads, evicts, restarts and unloads models."""

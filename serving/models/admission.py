@@ -1,7 +1,7 @@
-"""Admission: the one queue of requests between clients and each model.
+"""Admission of requests to models: a queue for each model, in the gateway.
 
 Multi Model Server and the engine get only as many requests as they work on at once. So a waiting
-request can get a Retry-After, time out or be cancelled without any cost to them.
+request can get a Retry-After, time out or be cancelled at no cost to them.
 """
 
 from __future__ import annotations
@@ -17,27 +17,31 @@ from statistics import fmean
 from serving.errors import Timeout, TooManyRequests, Unavailable
 
 MAX_WAITING = 1024  # for all models together
-PACES = 32  # last requests whose mean duration predicts the wait; more react later to changes
+PACES = 32  # recent requests whose mean duration predicts the wait; more: slower to follow changes
 
 
 @dataclass(eq=False)
 class Line:
-    """One model's requests: `running` of at most `capacity`, and those that wait, by arrival."""
+    """The queue of one model: the number of running requests, and the waiting ones by arrival.
+
+    `capacity` is the maximum of `running`, `max_waiting` that of the waiting requests.
+    """
 
     capacity: int = 1
     max_waiting: int = 256
     running: int = 0
     waiting: deque[Waiter] = field(default_factory=deque)
-    paces: deque[float] = field(default_factory=lambda: deque(maxlen=PACES))  # seconds each took
+    # Durations of the most recent requests, in seconds.
+    paces: deque[float] = field(default_factory=lambda: deque(maxlen=PACES))
 
     def wait_s(self) -> float:
-        """The expected wait of one more request, at the mean duration of the last ones."""
+        """Returns the expected wait of a new request, from the mean duration of recent ones."""
         if not self.paces:
             return 1.0
         return (len(self.waiting) + 1) / self.capacity * fmean(self.paces)
 
     def least_wait_s(self) -> float:
-        """The least wait: as `wait_s`, at the shortest duration and with no request running."""
+        """Returns the least wait of a new request, from the shortest duration of recent ones."""
         return len(self.waiting) // self.capacity * min(self.paces, default=0.0)
 
 
@@ -48,20 +52,20 @@ class Waiter:
 
 
 class Admission:
-    """Admits requests to all models. Times are those of the clock `now`."""
+    """Admits requests to all models. Deadlines are times of the clock `now`."""
 
     def __init__(
         self, max_waiting: int = MAX_WAITING, now: Callable[[], float] = time.monotonic
     ) -> None:
         self._max_waiting, self._now = max_waiting, now
-        self._lines: set[Line] = set()  # with waiting requests
+        self._lines: set[Line] = set()  # the queues that are not empty
 
     @contextlib.asynccontextmanager
     async def place(self, line: Line, end: float) -> AsyncIterator[None]:
-        """Holds one of a model's places, waiting for it; cancelling leaves the line.
+        """Waits in a model's queue, then counts as one of its running requests until the exit.
 
-        Raises `TooManyRequests` if the line is full or too long to be at its head before `end`,
-        `Unavailable` if all lines together are, and `Timeout` if `end` comes first.
+        Raises `TooManyRequests` if the queue is full or too long for a turn before `end`,
+        `Unavailable` if all queues together are full, and `Timeout` if the turn comes after `end`.
         """
         await self._enter(line, end)
         began = self._now()
@@ -86,7 +90,7 @@ class Admission:
                 line.waiting.remove(waiter)
                 self._forget_if_empty(line)
             elif waiter.turn.done() and not waiter.turn.cancelled() and not waiter.turn.exception():
-                self._leave(line)  # it got its place in the same moment
+                self._leave(line)  # its turn had come before it was cancelled
             raise
 
     def _check(self, line: Line, end: float) -> None:
@@ -105,7 +109,7 @@ class Admission:
             self._shorten_the_longest(line)
 
     def _shorten_the_longest(self, newcomer: Line) -> None:
-        """Rejects the last request of the longest line, so that models share the queue fairly."""
+        """Rejects the last request of the longest queue, or the new one if its queue is as long."""
         longest = max(self._lines, key=lambda line: len(line.waiting))
         full = Unavailable("too many requests are waiting", retry_after_s=longest.wait_s())
         if len(longest.waiting) <= len(newcomer.waiting) + 1:

@@ -1,4 +1,4 @@
-"""Locates the base models of adapters, by the names in the adapters' files."""
+"""Locates the base models of adapters by the names in the adapters' configuration files."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ MAX_CONFIG_BYTES = 1 << 20
 
 
 class Bases:
-    """Maps adapters to base models of the store."""
+    """Locates the base of an adapter in the store."""
 
     def __init__(self, lookups: Lookups, known: str) -> None:
-        """`known` is `ADAPTER_BASES`. Raises `StartError`."""
+        """Parses `known`, the value of ADAPTER_BASES. Raises `StartError`."""
         self._lookups, self._known = lookups, parse(known)
 
     async def find(self, folder: Path, settings: ModelSettings) -> StoredModel | None:
-        """The base of the adapter in `folder`; None if it has a whole model.
+        """Returns the base of the adapter in `folder`; None if the folder has no adapter.
 
-        It is the model that the adapter's own `base` setting names; else what ADAPTER_BASES has for
-        the base that the adapter was trained on; else the model of that name in the store, or of
-        the last part of it: of `skt/kogpt2-base-v2` and of `/home/me/kogpt2-base-v2` that is
-        `kogpt2-base-v2`. Raises `BadRequest`, and errors of the store.
+        The `base` in the adapter's settings comes first. Otherwise it is looked up by the name of
+        the base that the adapter was trained on: in ADAPTER_BASES, or else in the store, under the
+        name or the last part of it, such as `kogpt2-base-v2` of `/home/me/kogpt2-base-v2`. Raises
+        `BadRequest`, and errors of the store.
         """
         name = await asyncio.to_thread(base_name, folder)
         if name is None:
@@ -55,7 +55,7 @@ class Bases:
         )
 
     def _candidates(self, name: str, settings: ModelSettings) -> list[str]:
-        """Names or addresses of the base `name`, in order of preference."""
+        """Returns names or urls under which to look for the base `name`, best first."""
         if settings.base is not None:
             return [settings.base]
         for pattern, known in self._known.items():
@@ -69,7 +69,7 @@ class Bases:
 
 
 def parse(text: str) -> Mapping[str, str]:
-    """`skt/kogpt2-base-v2=kogpt2,/home/*=other` -> by pattern, in order. Raises `StartError`."""
+    """Parses ADAPTER_BASES, such as `skt/*=kogpt2,/home/*=other`. Raises `StartError`."""
     known = {}
     for entry in comma_separated(text):
         pattern, separator, name = (part.strip() for part in entry.partition("="))
@@ -82,14 +82,14 @@ def parse(text: str) -> Mapping[str, str]:
 
 
 def base_name(folder: Path) -> str | None:
-    """The base's name in the file of the adapter, perhaps empty; None if there is no adapter.
+    """Returns the name of the base in an adapter's configuration file, empty if it has none.
 
-    Raises `BadRequest` for an invalid file.
+    None if there is no adapter in `folder`. Raises `BadRequest` for an invalid file.
     """
     try:
         with os.scandir(folder) as entries:
             names = {entry.name for entry in entries if entry.is_file()}
-    except OSError:  # its load fails with this error
+    except OSError:  # the load of the model will fail with this error
         return None
     if not is_adapter(names):
         return None

@@ -10,21 +10,21 @@ from handlers.user_code.entry_point import manifest_name
 from serving.errors import Timeout
 from serving.store import Cache, Fetched, Stop, StoredModel
 
-# Apart, so that slow downloads do not delay fetches from this machine's disk.
+# Threads of two pools, so that slow downloads do not delay fetches from this machine's disk.
 FETCHES_AT_ONCE, DOWNLOADS_AT_ONCE = 4, 16
 
 
 class Fetches:
     def __init__(self, cache: Cache) -> None:
         self._cache = cache
-        # Not asyncio's threads: fetches may hang, and releases must not wait for them.
+        # Not in asyncio's default pool: fetches may hang, and releases must not wait for a thread.
         self._here = ThreadPoolExecutor(FETCHES_AT_ONCE, "fetch")
         self._downloads = ThreadPoolExecutor(DOWNLOADS_AT_ONCE, "download")
 
     async def fetch(self, stored: StoredModel) -> tuple[Fetched, float]:
-        """The model's folder, and how many seconds its fetch took without the wait for a thread.
+        """Fetches a model; returns its folder and the seconds, without the wait for a thread.
 
-        Raises errors of `Cache.acquire`. Cancelling it ends the fetch.
+        Raises errors of `Cache.acquire`. Cancellation stops the fetch.
         """
         is_here = "://" not in stored.url or await asyncio.to_thread(self._cache.holds, stored)
         stop = Stop()
@@ -47,7 +47,7 @@ class Fetches:
             self._cache.release(fetch.result()[0].path)
 
     async def release(self, fetched: Fetched, *, discard: bool = False) -> None:
-        """Ends the use of a model's folder; see `Cache.release`."""
+        """Releases a model's folder, so that it may be evicted; see `Cache.release`."""
         await asyncio.to_thread(self._cache.release, fetched.path, discard=discard)
 
     async def manifest_name(self, stored: StoredModel, limit_s: float) -> str | None:

@@ -1,4 +1,4 @@
-"""A model of the registry, and its state."""
+"""The record of a model in the registry: its state, files, settings, queue and worker."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from serving.models.admission import Line
 from serving.models.model_settings import ModelSettings
 from serving.store import Fetched, StoredModel
 
-LOAD_S = 0.3  # assumed duration of a load in the engine, and of one that is not measured yet
+LOAD_S = 0.3  # assumed duration of a load in the engine, and of a load not measured yet
 
 
 class State(enum.Enum):
@@ -31,10 +31,10 @@ class State(enum.Enum):
 class Restarts:
     """Restarts of a model's worker, and the time of the next one."""
 
-    failures: int = 0  # in a row
-    next_at: float = 0.0  # on the monotonic clock
-    back_at: float = 0.0  # end of the last successful one
-    reason: str = ""
+    failures: int = 0  # restarts without STEADY_S of work in between; they set the back-off
+    next_at: float = 0.0  # end of the back-off, on the monotonic clock
+    back_at: float = 0.0  # end of the last successful restart; inf after a failed one
+    reason: str = ""  # the error of the last restart; empty if it succeeded
 
 
 @dataclass
@@ -43,55 +43,55 @@ class Model:
 
     name: str
     url: str
-    id: str  # MMS's name for it
+    id: str  # name in MMS
     stored: StoredModel
-    options: Mapping[str, Any]  # of the load request, for its worker
-    # Those of its file included, once fetched.
+    options: Mapping[str, Any]  # of the load request, for the worker
+    # Of the load request; after the fetch, also those of the model's serving.json.
     settings: ModelSettings = field(default_factory=ModelSettings)
     state: State = State.FETCHING
     fetched: Fetched | None = None
-    stored_base: StoredModel | None = None  # of an adapter
-    base: Fetched | None = None
+    stored_base: StoredModel | None = None  # an adapter's base
+    base: Fetched | None = None  # the fetched `stored_base`
     in_flight: int = 0
     last_used: float = field(default_factory=lambda: time.monotonic())
     last_shared: float = field(default_factory=lambda: time.monotonic())  # by concurrent requests
-    restoring: bool = False
+    restoring: bool = False  # the worker is being restarted
     restarts: Restarts = field(default_factory=Restarts)
-    starts: int = 0  # of its worker; a changed number makes earlier observations stale
-    load_s: float = LOAD_S  # duration of its last load, without the fetch
-    in_engine: bool = True  # otherwise it is in its own worker
-    residency: str = ""  # hot or parked, of the last poll of the engine
-    socket: str = ""  # where its worker listens for MMS
-    connections: int = 1  # of MMS's to that worker, for a model of the engine's
+    starts: int = 0  # starts of the worker; a changed number makes earlier observations stale
+    load_s: float = LOAD_S  # duration of the last load, without the fetch
+    in_engine: bool = True  # the engine computes the model; otherwise its worker does
+    residency: str = ""  # hot or parked, at the last poll of the engine
+    socket: str = ""  # path of the socket on which the worker listens for MMS
+    connections: int = 1  # number of MMS's connections to the worker, if `in_engine`
     error: Exception | None = None
-    shortage: ServiceError | None = None  # the memory or disk that its load waits for
-    # Of requests at its worker. Cancelled when that is replaced; then the requests are retried.
+    shortage: ServiceError | None = None  # why the load waits: too little memory or disk
+    # Scopes of requests at the worker. Its restart cancels them; the requests are then retried.
     pending: set[CancelScope] = field(default_factory=set)
-    line: Line = field(default_factory=Line)  # its queue
-    batch_size: int = 1  # requests in one call of its worker
-    metadata: dict[str, Any] = field(default_factory=dict)  # from its worker, for /v2
-    # Its running load, or its worker's restart; unloading cancels it.
+    line: Line = field(default_factory=Line)
+    batch_size: int = 1  # maximum number of requests in one call of the worker
+    metadata: dict[str, Any] = field(default_factory=dict)  # from the worker, for /v2
+    # The task of the running load or restart; unloading cancels it.
     work: asyncio.Task[None] | None = None
     changed: Callable[[Model], None] = lambda model: None  # called by `set`
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
     def engine_name(self) -> str:
-        """The name in the engine, unique per load: a new version can load beside the old one."""
+        """The name in the engine, unique per load: a new version can load while the old drains."""
         return f"{self.name}#{self.id}"
 
     @property
     def version(self) -> str:
-        """The version for /v2."""
+        """The model's version, as the `/v2` routes show it."""
         return str((self.metadata.get("versions") or ["1"])[0])
 
     @property
     def request_timeout_s(self) -> float:
-        """The limit of an answer."""
+        """The time limit of a request to the model, in seconds."""
         return float(self.settings.timeout_s or self.options["response_timeout"])
 
     def set(self, state: State | None = None) -> None:
-        """Sets the state, if given, and wakes `change`."""
+        """Sets the state, if given, wakes tasks in `change`, and calls `changed`."""
         if state is not None:
             self.state = state
         event, self._changed = self._changed, asyncio.Event()
@@ -99,10 +99,10 @@ class Model:
         self.changed(self)
 
     async def change(self) -> None:
-        """Waits for the next `set`."""
+        """Waits for the next call of `set`."""
         await self._changed.wait()
 
 
 def eviction_timeout(shortage: ServiceError, waited_s: float) -> Unavailable:
-    """The error of a request or load that timed out while other models were being evicted."""
+    """Returns the error of a request or load that timed out while it waited for evictions."""
     return Unavailable(f"no memory or disk became free within {waited_s:g} s: {shortage.message}")

@@ -1,6 +1,6 @@
-"""What can be set for one model: in its load request, or in a `serving.json` beside it.
+"""The settings of one model, from its load request or a `serving.json` among its files.
 
-Those of a request override the file's. docs/models/model-settings.md describes them for users.
+The request's settings take precedence. docs/models/model-settings.md describes them for users.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def _setting(help_text: str, **schema: Any) -> Any:
 
 @dataclass(frozen=True)
 class ModelSettings:
-    """Settings of a model; None is the server's default."""
+    """The settings of a model; None stands for the server's default."""
 
     base: str | None = _setting(
         "of an adapter: its base, a name or `url` as for loading, in place of the one that it was"
@@ -64,7 +64,7 @@ class ModelSettings:
     )
 
     def over(self, other: ModelSettings) -> ModelSettings:
-        """These settings, and `other`'s where they are None."""
+        """Returns these settings, with those of `other` in place of None."""
         return replace(other, **self.values())
 
     def values(self) -> dict[str, Any]:
@@ -77,7 +77,10 @@ class ModelSettings:
 
     @classmethod
     def parse(cls, values: Mapping[str, Any], where: str = "") -> ModelSettings:
-        """Raises `BadRequest` that names the unknown or invalid setting, after `where`."""
+        """Checks settings of a request or file. Raises `BadRequest` for unknown or invalid ones.
+
+        where: prefix of the setting's name in the message
+        """
         known = schema()
         for name in values:
             if name not in known:
@@ -88,7 +91,7 @@ class ModelSettings:
 
     @classmethod
     def read(cls, folder: Path) -> ModelSettings:
-        """From the model's own file, if it has one. Raises `BadRequest`."""
+        """Reads the settings in a model's `serving.json`, if it has one. Raises `BadRequest`."""
         path = folder / FILE
         if not path.is_file():  # reading a pipe would block
             return cls()
@@ -96,7 +99,7 @@ class ModelSettings:
 
 
 def read_object(path: Path, max_bytes: int) -> dict[str, Any]:
-    """The JSON object in a model's file. Raises `BadRequest`, also for a longer file."""
+    """Reads a JSON object of at most `max_bytes` from a model's file. Raises `BadRequest`."""
     try:
         with path.open("rb") as file:
             value = json.loads(file.read(max_bytes))
@@ -108,12 +111,12 @@ def read_object(path: Path, max_bytes: int) -> dict[str, Any]:
 
 
 def schema() -> dict[str, dict[str, Any]]:
-    """JSON Schema of each setting, by name."""
+    """Returns the JSON Schema of each setting, by name."""
     return {f.name: f.metadata["schema"] for f in fields(ModelSettings)}
 
 
 def checked(name: str, value: Any, schema: Mapping[str, Any]) -> Any:
-    """The value, converted from a query string's text. Raises `BadRequest` with what is allowed."""
+    """Returns the value, converted from a query string's text. Raises `BadRequest` if invalid."""
     kind = schema["type"]
     if isinstance(value, str) and kind != "string":
         value = _from_text(value)

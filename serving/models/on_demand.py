@@ -1,4 +1,4 @@
-"""Loads models on demand, at their first request."""
+"""Loads models of the store at their first request."""
 
 from __future__ import annotations
 
@@ -22,7 +22,10 @@ class OnDemand:
 
     @contextlib.asynccontextmanager
     async def use(self, name: str) -> AsyncIterator[Model]:
-        """`Registry.use` of a model that is loaded first. Raises what `ensure` does."""
+        """Loads a model if necessary, and holds it loaded until the exit.
+
+        Raises what `ensure` and `Registry.use` raise.
+        """
         async with contextlib.AsyncExitStack() as stack:
             with self.residency.wanting(name):
                 await self.ensure(name)
@@ -31,7 +34,7 @@ class OnDemand:
             yield model
 
     async def ensure(self, name: str) -> None:
-        """Loads `name` from the store, unless it is loaded; concurrent calls share one load.
+        """Loads `name` from the store, unless it is loaded. Concurrent calls share a load.
 
         Raises `ModelNotFound` if the store has no such model, and the error of its load.
         """
@@ -43,7 +46,7 @@ class OnDemand:
             await asyncio.shield(task)
 
     async def preload(self, name: str) -> None:
-        """Loads a model at the start, without evicting others.
+        """Loads a model at the server's start, without evicting others.
 
         Raises what `ensure` does, and `InsufficientStorage` or `OutOfMemory`.
         """
@@ -58,7 +61,7 @@ class OnDemand:
     async def _load(self, name: str) -> None:
         while not self._is_ready(name):
             model = self._registry.find(name)
-            if model is not None:  # it is being loaded by its url, or unloaded
+            if model is not None:  # a load by a request, or an unload, is running
                 await model.change()
                 continue
             stored = await self._lookups.find(name)

@@ -20,16 +20,16 @@ from serving.settings import Settings
 logger = logging.getLogger(__name__)
 
 POLL_S = 1.0  # between polls of MMS and the engine
-# Between polls of the sockets of models in use, because MMS blocks requests to an exited worker.
+# Between polls of the sockets of models in use: MMS does not answer requests to an exited worker.
 # Longer: these requests are retried later.
 SOCKET_POLL_S = 0.1
 WAIT_S = 0.1  # between polls by a request that waits for a restart
-# Polls in a row after which a model that the engine does not have is loaded again. More for a model
+# Polls in a row without a model in the engine after which its worker is restarted. More for a model
 # in use, as its request may be loading it. Fewer: a model that is just loading is restarted.
 MISSING_POLLS, MISSING_POLLS_IN_USE = 3, 20
 BACK_OFF_S = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 60.0)  # between restarts of a worker
-STEADY_S = 60.0  # a worker that ran so long is restarted without back-off
-MAX_RESTART_WAIT_S = 2.0  # a request waits for a restart that begins within it
+STEADY_S = 60.0  # after a worker ran this long, its back-off starts from the shortest again
+MAX_RESTART_WAIT_S = 2.0  # requests wait for a restart only if it begins within this time
 
 
 class Recovery:
@@ -40,13 +40,13 @@ class Recovery:
     ) -> None:
         self._settings = settings
         self._registry, self._workers, self._snapshot = registry, workers, snapshot
-        self._missed = Counter[str]()  # by id: polls in a row in which the engine did not have it
+        self._missed = Counter[str]()  # polls in a row without the model in the engine, by id
         self._ending: set[str] = set()  # ids of unknown workers
-        self._poll_error = ""  # of the last poll
+        self._poll_error = ""  # error of the last poll, to log a repeated one once
         self.adopted = asyncio.Event()
 
     async def adopt(self) -> None:
-        """Takes over the models of an earlier gateway, and ends workers that belong to none."""
+        """Takes over the models of an earlier gateway, and ends workers without a model."""
         for model in self._snapshot.read():
             try:
                 await self._registry.adopt(model)
@@ -60,10 +60,10 @@ class Recovery:
         self.adopted.set()
 
     async def watch(self) -> None:
-        """Restarts lost workers, for ever; begins after `adopt`.
+        """Restarts lost workers until it is cancelled; begins after `adopt`.
 
-        Before it, Multi Model Server and the engine may not have started yet, and workers of models
-        to be adopted are registered.
+        Before, Multi Model Server and the engine may not have started, and models that are still to
+        be adopted have workers.
         """
         await self.adopted.wait()
         while True:
@@ -74,14 +74,14 @@ class Recovery:
                 self._snapshot.retry()
                 await self._poll()
                 self._poll_error = ""
-            # The last two: out of files or threads.
+            # OSError and RuntimeError: there are too many open files or threads.
             except (ServiceError, OSError, RuntimeError) as error:
                 if str(error) != self._poll_error:
                     logger.warning("the models' workers cannot be polled: %s", error)
                 self._poll_error = str(error)
 
     async def _poll_sockets(self) -> None:
-        """Checks the sockets of models that have requests and may be restarted now."""
+        """Restarts workers that do not listen, if their models have requests and no back-off."""
         now = time.monotonic()
         used = [m for m in self._registry.all() if m.in_flight and now >= m.restarts.next_at]
         listening = await self._workers.listening() if used else set()
@@ -92,7 +92,7 @@ class Recovery:
                 return  # Multi Model Server does not answer
 
     async def _poll(self) -> None:
-        # The answers below are stale for a worker that is started meanwhile.
+        # A changed `starts` marks a worker started meanwhile: the answers below are stale for it.
         seen = [(model, model.starts) for model in self._registry.all()]
         registered = await self._workers.registered()
         held = await self._workers.held_by_engine()
@@ -108,7 +108,7 @@ class Recovery:
         await asyncio.to_thread(self._workers.remove_leftovers)
 
     async def _is_there(self, model: Model) -> bool:
-        """Whether a model has its worker. Restarts a lost one, unless its back-off lasts."""
+        """Returns whether a model's worker runs. Begins the restart of a lost one."""
         starts = model.starts
         try:
             registered = {model.id} if await self._workers.is_registered(model.id) else set()
@@ -123,7 +123,7 @@ class Recovery:
         return False
 
     def _is_lost(self, model: Model, registered: set[str], listening: set[str]) -> bool:
-        # A draining model's requests need it, too.
+        # A draining model needs its worker for the requests in flight.
         needed = model.state is State.READY or (
             model.state is State.DRAINING and model.in_flight > 0
         )
@@ -150,10 +150,10 @@ class Recovery:
             self._ending.discard(id)
 
     def _restore(self, model: Model, registered: set[str], listening: set[str]) -> None:
-        """Starts the restart of a lost worker, unless its back-off lasts.
+        """Begins the restart of a lost worker in the background, unless it is in back-off.
 
-        Workers that ended with Multi Model Server or the engine are restarted without back-off:
-        the supervisor has one for these.
+        There is no back-off for workers that ended with Multi Model Server or the engine: the
+        supervisor has one for these processes.
         """
         restarts, now = model.restarts, time.monotonic()
         died = model.id in registered and model.socket not in listening
@@ -167,7 +167,7 @@ class Recovery:
         model.work = self._registry.spawn(self._start_again(model, own))
 
     async def _start_again(self, model: Model, own: bool) -> None:
-        """Restarts a worker. `own`: the worker itself exited, not MMS or the engine."""
+        """Restarts a worker. `own`: it did not end with MMS or the engine; a back-off follows."""
         restarts = model.restarts
         try:
             async with self._workers.turn:
@@ -184,7 +184,7 @@ class Recovery:
             if own:
                 self._back_off(model)
             self._registry.save()  # it has a new socket
-        except (Unavailable, EngineUnavailable) as error:  # not an error of the model
+        except (Unavailable, EngineUnavailable) as error:  # the model is not at fault: no back-off
             logger.error("model %s did not come back yet: %s", model.name, error.message)
         except Exception as error:
             await self._failed(model, error)
@@ -213,7 +213,7 @@ class Recovery:
 
     @staticmethod
     def _back_off(model: Model) -> float:
-        """Counts a restart; returns the seconds until another is allowed."""
+        """Counts a restart and begins the back-off before the next; returns it in seconds."""
         delay_s = BACK_OFF_S[min(model.restarts.failures, len(BACK_OFF_S) - 1)]
         model.restarts.failures += 1
         model.restarts.next_at = time.monotonic() + delay_s
@@ -226,7 +226,7 @@ class Recovery:
                 await self._registry.unload(model.name)
 
     async def wait_for(self, model: Model, timeout_s: float) -> None:
-        """Waits for a model's lost worker. Raises `Unavailable` if it is not back in time."""
+        """Waits until a lost worker runs again. Raises `Unavailable` if that takes too long."""
         end = time.monotonic() + timeout_s
         retry_s = 1.0
         while (left_s := end - time.monotonic()) > 0 and self._registry.find(model.name) is model:

@@ -1,4 +1,4 @@
-"""The registry of models, and their life from the fetch to the unload.
+"""The registry of models: loads, unloads and names them, and holds them during requests.
 
     absent -> fetching -> loading -> ready -> draining -> absent
                  \\-> failed: `load` raises the error, and the name is free again
@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 Step = Callable[[], Awaitable[None]]
-# Runs a step of a model's load; it may evict other models and repeat the step.
+# Runs a step of a model's load, and may evict other models and repeat the step if it fails.
 Attempt = Callable[[Model, Step], Awaitable[None]]
 
 
@@ -41,15 +41,15 @@ async def _once(model: Model, step: Step) -> None:
     await step()
 
 
-# Gets a model's folder and settings; returns its base, None if it is no adapter.
+# Returns the base of the model with this folder and these settings; None if it is no adapter.
 FindBase = Callable[[Path, ModelSettings], Awaitable[StoredModel | None]]
 
 
 class Registry:
-    """All models by name.
+    """The models of the server by name, in every state.
 
-    `save` is called with the ready models whenever these change, `changed` with each model whose
-    state changes, `observe` with an event, a model and seconds.
+    `save` is called with all ready models after a change of any, `changed` with a model after a
+    change of its state, `observe` with an event, its model and a duration in seconds.
     """
 
     def __init__(
@@ -66,27 +66,27 @@ class Registry:
         self._find_base = find_base
         self._observe, self._save, self._changed = observe, save, changed
         self._models: dict[str, Model] = {}
-        # With a random part: MMS may still have models of an earlier gateway.
+        # Ids have a random part, because MMS may still have models of an earlier gateway.
         self._ids = (f"{secrets.token_hex(3)}-{number}" for number in itertools.count(1))
         self._tasks: set[asyncio.Task[Any]] = set()
 
     # Lookups
 
     def models(self) -> list[Model]:
-        """The ready models, sorted by name."""
+        """Returns the ready models, sorted by name."""
         ready = (m for m in self._models.values() if m.state is State.READY)
         return sorted(ready, key=lambda m: m.name)
 
     def all(self) -> list[Model]:
-        """The models in every state."""
+        """Returns the models in every state."""
         return list(self._models.values())
 
     def find(self, name: str) -> Model | None:
-        """A model in any state; None if the name is free."""
+        """Returns a model in any state; None if the name is free."""
         return self._models.get(name)
 
     def get(self, name: str) -> Model:
-        """A ready model. Raises `ModelNotFound`."""
+        """Returns a ready model. Raises `ModelNotFound`."""
         model = self.find(name)
         if model is None:
             raise ModelNotFound(f"Model not found: {name}")
@@ -95,11 +95,11 @@ class Registry:
         return model
 
     def engine_names(self) -> dict[str, str]:
-        """The names of all models, by engine name."""
+        """Returns the names of all models, by engine name."""
         return {model.engine_name: model.name for model in self._models.values()}
 
     def spawn(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
-        """Runs `work` to its end, also if the client disconnects."""
+        """Starts `work` as a task that a disconnect of the client does not cancel."""
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._ended)
@@ -128,8 +128,8 @@ class Registry:
     ) -> Model:
         """Loads a model under a free name.
 
-        Raises `Conflict` for a taken name, `LoadCancelled` if it is unloaded meanwhile, and the
-        load's error. After an error the name is free, and no process or memory is left.
+        Raises `Conflict` for a taken name, `LoadCancelled` if the model is unloaded meanwhile, and
+        errors of the load, after which the name, the worker and the memory are free again.
         """
         return await asyncio.shield(self.begin(name, url, stored, settings, attempt, **options))
 
@@ -142,7 +142,7 @@ class Registry:
         attempt: Attempt = _once,
         **options: Any,
     ) -> asyncio.Task[Model]:
-        """Takes the name and starts the load; the task ends as `load` does. Raises `Conflict`."""
+        """Registers the name and starts the load; returns its task. Raises `Conflict`."""
         if name in self._models:
             state = self._models[name].state.value
             raise Conflict(f"Model {name} is already registered ({state})")
@@ -181,7 +181,7 @@ class Registry:
         return model
 
     async def _outcome(self, model: Model, work: asyncio.Task[None]) -> Exception | None:
-        """Waits for the end of a load, within LOAD_TIMEOUT_S; returns its error."""
+        """Waits for a load, cancelling it after LOAD_TIMEOUT_S. Returns its error, if any."""
         limit_s = self._settings.load_timeout_s
         await asyncio.wait({work}, timeout=limit_s)
         if not work.done():
@@ -194,11 +194,11 @@ class Registry:
             return LoadCancelled(f"Model {model.name} was unloaded while it was being loaded")
         error = work.exception()
         assert error is None or isinstance(error, Exception)
-        if isinstance(error, ServiceError):  # the engine names it by its folder in the cache
+        if isinstance(error, ServiceError):  # replace the name of the folder in the cache
             error.message = error.message.replace(model.stored.key, model.name)
             if (base := model.stored_base) is not None:
                 error.message = error.message.replace(base.key, base.name)
-            error.args = (error.message,)  # the log's
+            error.args = (error.message,)  # what the log prints
         return error
 
     async def _fetch_and_start(self, model: Model, attempt: Attempt) -> None:
@@ -222,12 +222,12 @@ class Registry:
                         break
                     except WorkerLost:
                         await self._workers.forget(model)
-                        model.id = next(self._ids)  # MMS still has the old one
+                        model.id = next(self._ids)  # MMS still has the model under the old id
                         if last:
                             raise
                     except ServiceError as error:
                         await self._workers.end(model)  # before another attempt
-                        # Another load may have taken the memory: `check` tells how much is missing.
+                        # Another load may have taken the memory. `check` returns what is missing.
                         if last or not checked or not isinstance(error, OutOfMemory):
                             raise
                 model.load_s = time.monotonic() - started
@@ -245,7 +245,7 @@ class Registry:
         await attempt(model, start)
 
     async def _remove(self, model: Model) -> None:
-        """Frees the model's worker, artifacts and name; the name even after an error."""
+        """Frees the model's worker and artifacts, and then its name, even after an error."""
         try:
             await self._workers.end(model)
             if model.fetched is not None:
@@ -262,7 +262,7 @@ class Registry:
             model.set()
 
     async def adopt(self, model: Model) -> None:
-        """Takes over a model that an earlier gateway has loaded.
+        """Registers a model that an earlier gateway has loaded.
 
         Raises `Conflict` for a taken name, and errors of the fetch of its artifact.
         """
@@ -283,7 +283,7 @@ class Registry:
     # Unloading
 
     async def unload(self, name: str) -> None:
-        """Refuses new requests, waits for those in flight, and frees the model.
+        """Unloads a model: rejects new requests, waits for those in flight, and frees the model.
 
         Cancels a running load. Raises `ModelNotFound`.
         """
@@ -301,7 +301,7 @@ class Registry:
         await asyncio.shield(self.drain(model))
 
     def drain(self, model: Model) -> asyncio.Task[Any]:
-        """Starts to unload a ready model: from now on it gets no requests."""
+        """Starts to unload a ready model, which gets no new requests. Returns the task."""
         assert model.state is State.READY
         model.set(State.DRAINING)
         return self.spawn(self._unload(model))
@@ -313,7 +313,7 @@ class Registry:
             await asyncio.wait_for(self._drained(model), limit)
         except asyncio.TimeoutError:
             logger.error("model %s is unloaded with %d requests left", model.name, model.in_flight)
-        if model.work is not None:  # a restart of its worker
+        if model.work is not None:  # the worker is being restarted
             await _cancelled(model.work)
         await self._remove(model)
         self.save()

@@ -1,4 +1,4 @@
-"""Evicts models: to free memory or disk for another, or when idle for too long."""
+"""Evicts models to free memory or disk for others, and unloads models that are idle."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from serving.store.disk import size_bytes
 
 logger = logging.getLogger(__name__)
 
-RETRY_S = 0.02  # between attempts of a load that waits for requests of other models
-IDLE_POLL_S = 1.0
-# After so long without concurrent requests a model has one connection to MMS again; sixteen cost
-# 4 MB. Shorter: clients wait more often until MMS has opened connections.
+RETRY_S = 0.02  # between attempts of a load that waits for memory of other models
+IDLE_POLL_S = 1.0  # between searches for idle models
+# After this time without concurrent requests, a model has a single connection to MMS again; sixteen
+# cost 4 MB. Shorter: clients wait more often until MMS has opened connections.
 ONE_CONNECTION_S = 30.0
 
 Shortage = InsufficientStorage | OutOfMemory
 
 
 class Residency:
-    """Evicts the models of `registry` with the least value per byte, never a pinned one.
+    """Evicts the models of `registry` with the least value per byte, but no pinned model.
 
-    Concurrent loads evict for themselves: the freed memory is reserved for the load that needs it.
+    Concurrent loads evict separately: freed memory is reserved for the load that needed it.
     """
 
     def __init__(
@@ -42,8 +42,8 @@ class Residency:
     ) -> None:
         self._registry, self._workers, self._observe = registry, workers, observe
         self._victims = Victims[str]()
-        self._wanted: Counter[str] = Counter()  # requests that wait for their model, by its name
-        self._waiting: set[str] = set()  # names of models that wait for an eviction
+        self._wanted: Counter[str] = Counter()  # number of requests waiting for a load, by model
+        self._waiting: set[str] = set()  # names of models whose load waits for an eviction
 
     @contextlib.contextmanager
     def wanting(self, name: str) -> Iterator[None]:
@@ -57,14 +57,14 @@ class Residency:
                 del self._wanted[name]
 
     def used(self, model: Model) -> None:
-        """Counts a request to a model, for its value."""
+        """Counts a request to a model: more requests make an eviction less likely."""
         self._victims.used(model.name)
 
     async def evict_and_retry(self, model: Model, step: Step) -> None:
         """Runs a step of a model's load; while it lacks memory or disk, evicts others and retries.
 
-        Evicts none if all together were not enough. Waits while others have requests, which free
-        memory when they end. Raises the step's error.
+        Evicts no model if evicting all would not be enough. Then waits as long as other models have
+        requests, whose end frees memory. Raises the step's error.
         """
         freed = 0
         while True:
@@ -85,17 +85,17 @@ class Residency:
                 self._waiting.discard(model.name)
 
     def _others(self, model: Model) -> dict[str, State]:
-        """The states of all other models, by id."""
+        """Returns the states of all models but this one, by id."""
         return {other.id: other.state for other in self._registry.all() if other is not model}
 
     async def _evict(
         self, model: Model, shortage: Shortage, freed: int, before: Mapping[str, State]
     ) -> int:
-        """Evicts enough models, or waits for ones that are loading or draining.
+        """Evicts models, or waits for models that are loading, draining or answering requests.
 
-        Returns the bytes of the evicted. `before` are the states of the others before the step.
-        Raises `shortage` if no eviction is enough, no other model has a request, and no state has
-        changed since.
+        Returns the bytes freed by evictions. `freed` are those of earlier calls for this step, and
+        `before` the states of the other models before the step. Raises `shortage` if no eviction is
+        enough, no other model has a request, and no state has changed.
         """
         missing = shortage.missing_bytes
         if not missing:  # unknown: take the size of the artifact
@@ -125,9 +125,9 @@ class Residency:
         return sum(held[victim.id] for victim in victims)
 
     async def _wait_for_requests(self, model: Model, shortage: Shortage) -> int:
-        """Waits, as requests of other models free memory at their end: K/V pages, workers' memory.
+        """Waits RETRY_S for requests of other models, whose end frees K/V pages or memory.
 
-        Raises `shortage` if there are none.
+        Returns 0. Raises `shortage` if there are no such requests.
         """
         if not any(m.in_flight for m in self._registry.all() if m is not model):
             raise shortage
@@ -137,10 +137,10 @@ class Residency:
     def _choose(
         self, useful: list[Model], held: Mapping[str, int], shortage: Shortage, missing: int
     ) -> list[Model]:
-        """Chooses models to evict: idle ones first, then busy ones.
+        """Chooses models to evict: idle models first, then models with requests.
 
-        A busy one is drained and gets no more requests, so that busy models cannot keep another out
-        for ever. A model that was just loaded serves the requests that wait for it first.
+        Models with requests are drained, so that constant load on them does not block another model
+        for ever. A model without requests is exempt while a request still waits for its load.
         """
         chosen: list[Model] = []
         for busy in (False, True):
@@ -165,22 +165,22 @@ class Residency:
         return self._registry.drain(victim)
 
     def _is_arriving(self, model: Model) -> bool:
-        """Whether a model is loading, so that it can be evicted soon."""
+        """Returns whether a model is loading or restarting and can be evicted after that."""
         if model.settings.pinned or model.name in self._waiting:
             return False
         return model.state is State.LOADING or model.restoring
 
     async def _held_bytes(self, shortage: Shortage) -> dict[str, int]:
-        """The bytes of the short resource that unloading each model would free, by id."""
+        """Returns the bytes of memory or disk that unloading each model would free, by id."""
         models = [m for m in self._registry.all() if m.state in (State.READY, State.DRAINING)]
         if isinstance(shortage, DiskFull):
             return await asyncio.to_thread(_disk_bytes, models)
-        # The engine's budget is freed by models of the engine only.
+        # Only models in the engine free memory of the engine's budget.
         engine_only = isinstance(shortage, OutOfMemory) and shortage.missing_bytes > 0
         return await self._workers.held_bytes(models, engine_only)
 
     async def watch(self) -> None:
-        """Closes idle models' connections and unloads those idle for `idle_unload_s`, for ever."""
+        """Closes connections of idle models and unloads models after their `idle_unload_s`."""
         while True:
             await asyncio.sleep(IDLE_POLL_S)
             for model in self._registry.all():
@@ -210,10 +210,10 @@ async def _any_changes(models: Iterable[Model]) -> None:
 
 
 def _cost_s(model: Model, shortage: Shortage) -> float:
-    """The seconds to load a model again that is evicted for this shortage.
+    """Returns the expected seconds to load a model again after its eviction for this shortage.
 
-    LOAD_S for models of the engine: their measured time depends on how busy the machine was and on
-    their preparation, which happens once.
+    A load in the engine counts as LOAD_S: its measured time varies with the load of the machine,
+    and the first one includes the preparation, which happens once.
     """
     fetch_s = 0.0
     if isinstance(shortage, DiskFull) and model.fetched is not None:
@@ -222,7 +222,10 @@ def _cost_s(model: Model, shortage: Shortage) -> float:
 
 
 def _disk_bytes(models: list[Model]) -> dict[str, int]:
-    """The bytes that the cache could remove, by id; none for folders used in place."""
+    """Returns the bytes of each model that the cache could remove, by id.
+
+    Models in folders of this machine are used in place and not included.
+    """
     return {
         model.id: size_bytes(model.fetched.path)
         for model in models

@@ -1,4 +1,4 @@
-"""The list of loaded models in RUN_DIR, for a gateway that is restarted."""
+"""Stores the list of loaded models in RUN_DIR, for a restarted gateway to take them over."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ logger = logging.getLogger(__name__)
 
 
 class Snapshot:
-    """`models.json`, replaced at every change."""
+    """The file `models.json` in RUN_DIR, replaced at every change."""
 
     def __init__(self, run_dir: Path) -> None:
         self._path = run_dir / "models.json"
-        self._written = self._wanted = ""
-        self._rows: dict[str, tuple[tuple[Any, ...], str]] = {}  # by id: its values and JSON
+        self._written = self._wanted = ""  # content of the file, and what it should be
+        self._rows: dict[str, tuple[tuple[Any, ...], str]] = {}  # values and JSON, by id
         self._failing = False
 
     def write(self, models: Iterable[Model]) -> None:
         """Writes the list. An error such as a full disk is logged; `retry` tries again."""
         known, self._rows = self._rows, {}
-        for model in models:  # of hundreds, usually one has changed
+        for model in models:  # reuse the JSON of unchanged ones: there may be hundreds
             parts = _parts(model)
             row = known.get(model.id)
             if row is None or row[0] != parts:
@@ -39,7 +39,7 @@ class Snapshot:
         self.retry()
 
     def retry(self) -> None:
-        """Writes the list, unless the last write succeeded."""
+        """Writes the list, unless the file has it already."""
         text = self._wanted
         if text == self._written:
             return
@@ -58,7 +58,7 @@ class Snapshot:
         return self._path.exists()
 
     def read(self) -> list[Model]:
-        """The models of the list, not yet fetched; none without a file."""
+        """Reads the models of the list, without fetching them; empty if there is no valid file."""
         try:
             rows = json.loads(self._path.read_text(encoding="utf-8"))
             return [_model(row) for row in rows]
@@ -70,7 +70,7 @@ class Snapshot:
 
 
 def _parts(model: Model) -> tuple[Any, ...]:
-    """The values of a row that change while a model is loaded."""
+    """Returns the values of a model's row that can change while it is loaded."""
     line = model.line
     return (
         model.options, model.settings, model.in_engine, model.socket, model.batch_size,

@@ -1,4 +1,4 @@
-"""Makes a gateway ready: watches its health, adopts and preloads models."""
+"""Starts a gateway: waits for MMS and the engine, adopts and preloads models, watches health."""
 
 from __future__ import annotations
 
@@ -16,21 +16,22 @@ from serving.names import normal_name
 logger = logging.getLogger(__name__)
 
 HEALTH_S = 0.5  # between health checks
-# Java compiles what it runs often: these calls take 0.2 s, and the first requests 2 ms less.
+# Calls after a start of MMS, for Java to compile its code. They take 0.2 s and save the first
+# requests 2 ms each.
 WARM_UP_CALLS = 200
-PRELOADS_AT_ONCE = 8  # some are fetched while others start
+PRELOADS_AT_ONCE = 8  # so that some models are fetched while others start
 
 
 async def watch_health(gateway: Gateway) -> None:
-    """Updates `gateway.healthy`, which `/ping` reads, for ever."""
-    warm = gateway.takes_over  # then the rest of the server runs already
+    """Updates `gateway.healthy`, which `/ping` reads, until it is cancelled."""
+    warm = gateway.takes_over  # only this gateway was restarted: MMS is warm already
     while True:
         try:
             for _ in range(1 if warm else WARM_UP_CALLS):
                 await gateway.mms.call("GET", "/ping", timeout_s=2)
             warm = True
             gateway.healthy = await gateway.engine.is_healthy()
-        except (ServingError, OSError, RuntimeError):  # the last two: out of files or threads
+        except (ServingError, OSError, RuntimeError):  # the last two: too many files or threads
             gateway.healthy = warm = False
         await asyncio.sleep(HEALTH_S)
 
@@ -59,7 +60,7 @@ async def _preload(gateway: Gateway) -> None:
         try:
             stored = await gateway.lookups.locate(str(single))
             await gateway.registry.load(name, str(single), stored)
-        except Conflict:  # the gateway before this one has loaded it
+        except Conflict:  # adopted from an earlier gateway
             pass
         except Exception as error:
             gateway.start_error = _explained(name, error)
@@ -78,7 +79,7 @@ async def _preload(gateway: Gateway) -> None:
 
 
 def _is_filled(folder: Path) -> bool:
-    """Whether anything is in a folder; one that this process may not read counts as filled."""
+    """Returns whether a folder has entries; true if this process may not read it."""
     try:
         return any(folder.iterdir())
     except PermissionError:

@@ -1,7 +1,7 @@
 """Checks that the container has memory for another worker.
 
-The engine's budget covers weights and K/V caches, not other processes. The workers of
-many small models can fill the container.
+The engine's budget covers weights and K/V caches only. The workers of many small models could
+exceed the container's limit.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from pathlib import Path
 from common.memory import CGROUP, MIB, container_memory
 from serving.errors import InsufficientStorage
 
-# Of a worker that has answered requests, and a reserve for growth of others and for two loads that
-# see the same free memory. Larger: fewer workers. Smaller: the kernel kills processes.
+# The memory of a worker after some requests, and a reserve for the growth of others and for two
+# loads that see the same free memory. Larger: fewer workers. Smaller: the kernel kills processes.
 NEEDED_BYTES = 64 * MIB
 
 

@@ -1,4 +1,4 @@
-"""Counters of the entrypoint, in a small mapped file of RUN_DIR that `/metrics` reads."""
+"""The entrypoint's counters, in a mapped file in RUN_DIR that the gateway reads for `/metrics`."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ PROCESSES = {
     "the workers' host": "host",
     "Multi Model Server": "mms",
     "the gateway": "gateway",
-}  # label in the metrics, by name in the log
+}  # labels in the metrics, by the names in the log
 DROPPED = "dropped log lines"
 NAMES = (*PROCESSES, DROPPED)
 FORMAT = struct.Struct(f"={len(NAMES)}Q")
 
 
 class Counts:
-    """The writer's side, all counters 0. No two threads may add to the same name."""
+    """Creates and increments the counters. Two threads must not increment the same counter."""
 
     def __init__(self, run_dir: Path) -> None:
         path = _path(run_dir)
-        path.write_bytes(bytes(FORMAT.size))  # now: a disk that fills up later does no harm
+        path.write_bytes(bytes(FORMAT.size))  # written now: later the disk may be full
         file = os.open(path, os.O_RDWR)
         try:
             self._map = mmap.mmap(file, FORMAT.size)
@@ -38,7 +38,7 @@ class Counts:
 
 
 def read_counts(run_dir: Path | None) -> dict[str, int]:
-    """The counters by name; all 0 where no entrypoint has started this process."""
+    """Reads the counters by name; all are 0 if there is no file, as without an entrypoint."""
     counts = dict.fromkeys(NAMES, 0)
     if run_dir is not None:
         with contextlib.suppress(OSError, struct.error):

@@ -9,7 +9,7 @@ from typing import Any
 
 from serving.errors import StartError
 
-LIBRARY = "libcuda.so.1"  # the driver's; it comes from the host, never with an image
+LIBRARY = "libcuda.so.1"  # part of the driver, which comes from the host, not from the image
 # CUdevice_attribute: https://docs.nvidia.com/cuda/cuda-driver-api/group__CUDA__TYPES.html
 COMPUTE_CAPABILITY_MAJOR, COMPUTE_CAPABILITY_MINOR = 75, 76
 
@@ -18,12 +18,12 @@ COMPUTE_CAPABILITY_MAJOR, COMPUTE_CAPABILITY_MINOR = 75, 76
 class Build:
     """The drivers and GPUs that a backend's CUDA build runs on.
 
-    The drivers are those of CUDA's release notes. The compute capabilities, as 10 * major + minor,
-    are those that the wheel holds code for, read from its libraries. Such code runs on GPUs of the
-    same major version from that minor one on; PTX, which a driver compiles, on all later ones.
+    Drivers are from CUDA's release notes. `code` and `ptx` are the compute capabilities, as
+    10 * major + minor, that the wheel's libraries have code for. Binary code runs on GPUs of the
+    same major and the same or a later minor version; PTX, which a driver compiles, on all later.
     """
 
-    cuda: int  # oldest CUDA of a driver; 1000 * major + 10 * minor
+    cuda: int  # the oldest CUDA that a driver must support; 1000 * major + 10 * minor
     driver: str
     code: tuple[int, ...]
     ptx: int | None = None
@@ -38,7 +38,7 @@ class Build:
         return f"needs NVIDIA driver {self.driver} or later on the host"
 
 
-# Any driver for CUDA 11 runs the image's 11.8.
+# A driver for any CUDA 11 runs the image's CUDA 11.8.
 BUILDS = {"mxnet": Build(11_000, "450.80.02", (50, 60, 70, 80, 86))}
 if sys.version_info >= (3, 11):
     BUILDS["onnxruntime"] = Build(13_000, "580.65.06", (75, 80, 86, 89, 90, 120))
@@ -47,7 +47,7 @@ else:
 
 
 def check_device(device: str, backend: str) -> None:
-    """Raises `StartError`, in one line, if `device` is `gpu` and `backend` cannot use it."""
+    """Raises `StartError` if `device` is `gpu` and `backend` cannot use the machine's GPU."""
     if device != "gpu" or backend not in BUILDS:  # the engine refuses an unknown backend
         return
     needed = f"{backend} {BUILDS[backend].needs}"
@@ -80,7 +80,7 @@ def _check_driver(driver: Any, oldest_cuda: int, needed: str) -> None:
 
 
 def _capability(driver: Any) -> int:
-    """The first GPU's compute capability, 10 * major + minor; 0 if the driver returns an error."""
+    """Returns the first GPU's compute capability, 10 * major + minor; 0 on errors of the driver."""
     device, major, minor = ctypes.c_int(), ctypes.c_int(), ctypes.c_int()
     statuses = (
         driver.cuDeviceGet(ctypes.byref(device), 0),

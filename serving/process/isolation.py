@@ -1,4 +1,4 @@
-"""Keeps secrets of the server from its child processes and from models' own scripts."""
+"""Hides the server's secrets from its child processes and from models' own scripts."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from common.settings import comma_separated
 
 PR_SET_DUMPABLE = 4
 
-# What a process below the gateway gets of the server's environment, and nothing else: a password
-# can have any name. docs/operate/security.md lists these for users.
+# The environment variables that the engine and workers inherit. It is a list of allowed names,
+# because a password can have any name. docs/operate/security.md lists these for users.
 PASSED = (
     # the system's
     "PATH", "HOME", "USER", "LOGNAME", "SHELL", "HOSTNAME", "TERM", "TZ", "LANG", "LANGUAGE",
@@ -38,11 +38,11 @@ USER_INFO = re.compile(r"://[^/?#\s]*@")  # https://user:password@host
 
 
 def passed(environment: Mapping[str, str], more: str = "") -> dict[str, str]:
-    """The variables of `environment` for the engine, for workers and for models' scripts.
+    """Filters the environment for the engine, for workers and for models' scripts.
 
-    `more` names others, patterns such as `MY_*` too, separated by commas. One that is named in full
-    is passed whatever it is called and holds; otherwise a name with `TOKEN`, `PASSWORD` and the
-    like in it, and a URL with a user or a password, are left out.
+    more: further names, separated by commas, or patterns such as `MY_*`
+    Variables that look like secrets are removed: names with TOKEN, PASSWORD or another of
+    SECRET_WORDS, and URLs with a user or a password. A full name in `more` overrides this.
     """
     named = comma_separated(more)
     patterns = (*PASSED, *named)
@@ -59,9 +59,9 @@ def _is_secret(name: str, value: str) -> bool:
 
 
 def close_to_others() -> None:
-    """Makes this process's memory and environment unreadable to others of the same user.
+    """Makes this process's memory and environment unreadable to other processes of its user.
 
-    Otherwise they could read `/proc/<pid>/environ`. Ends when this process executes another
-    program; does not hold for root.
+    Otherwise they could read `/proc/<pid>/environ`. The protection ends when this process executes
+    another program, and root is not affected by it.
     """
     ctypes.CDLL(None).prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)

@@ -1,7 +1,7 @@
-"""Makes a JSON line of every line that this process and those that it starts print.
+"""Converts lines that this process and its children print to JSON lines.
 
-Printing never blocks on a slow reader of the log: a blocked process would answer no request and no
-signal. Lines that do not fit into the queue are dropped and counted in a warning.
+A slow reader of the log blocks no process, which would then answer no requests. Lines that do not
+fit into the queue are dropped and counted in a warning.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from typing import IO
 
 from common.logs import JsonFormatter
 
-FLUSH_S = 0.5  # `close` waits so long for queued lines; delays the stop of the server
-MAX_QUEUED_BYTES = 4 << 20  # some 16,000 lines: seconds of the busiest server's
+FLUSH_S = 0.5  # maximum wait of `close` for queued lines, which delays the server's stop
+MAX_QUEUED_BYTES = 4 << 20  # some 16,000 lines: seconds of a busy server's log
 MAX_LINE_BYTES = 1 << 20  # a longer line is split
 PIPE_BYTES = 1 << 20  # Linux's limit for an unprivileged user
 
 
 class JsonOutput:
-    """Redirects stdout and stderr of this process to its old stdout, as JSON lines.
+    """Redirects stdout and stderr of this process to the original stdout, as JSON lines.
 
-    Lines that are JSON objects already stay as they are. `on_dropped` is called with the number of
+    Lines that are JSON objects already are not changed. `on_dropped` is called with the number of
     dropped lines, by one thread at a time.
     """
 
@@ -54,7 +54,7 @@ class JsonOutput:
         """Restores both outputs and writes queued lines, for at most `FLUSH_S`."""
         for original, output in zip(self._originals, (1, 2), strict=True):
             os.dup2(original, output)
-        self._writer.join(FLUSH_S)  # it ends when the last process with the pipe does
+        self._writer.join(FLUSH_S)  # the thread ends once no process has the pipe open
 
     def write(self, line: bytes) -> None:
         """Queues `line` unchanged."""
@@ -100,7 +100,7 @@ class JsonOutput:
         while left:
             try:
                 left = left[os.write(output, left) :]
-            except BlockingIOError:  # another process that has it open made it non-blocking
+            except BlockingIOError:  # another process has made this open file non-blocking
                 select.select([], [output], [])
 
     def _wrapped(self, line: bytes) -> bytes:

@@ -6,11 +6,11 @@ import socket
 
 from serving.errors import StartError
 
-BACKLOG = 2048  # connections not accepted yet; with fewer, a burst of clients is refused
+BACKLOG = 2048  # connections not accepted yet; fewer: connections of a burst are refused
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A listening socket. Raises `StartError` if the port is taken or not allowed."""
+    """Opens a listening socket. Raises `StartError` if the port is taken or not allowed."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

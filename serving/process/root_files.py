@@ -1,9 +1,9 @@
 """Opens files that only root may read, for a server that has given up root.
 
-`python -I root_files.py SOCKET FOLDER...` runs as root and imports nothing but the standard
-library. Each message on the socket is a path below one of the folders, with a socket for the
-answer: `0` and the open file or folder, or the number of an error. It reads no file, writes none,
-and follows no link. It ends when the other end of SOCKET is closed.
+`python -I root_files.py SOCKET FOLDER...` runs as root and imports the standard library only. Each
+message on SOCKET is a path below one of the folders, with a socket for the reply: `0` and the open
+file or folder, or the number of an error. The process itself reads and writes no file and follows
+no link. It ends when the other end of SOCKET is closed.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 MAX_PATH_BYTES = 8192
-FLAGS = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC  # a pipe does not block
+FLAGS = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC  # non-blocking: opening a pipe must not block
 
 
 def start(folders: Sequence[Path]) -> socket.socket:
-    """Starts the process; returns the socket for requests, at whose end it ends."""
+    """Starts the process as root; returns the socket for requests. Closing it ends the process."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with theirs:
         process = subprocess.Popen(
@@ -50,7 +50,7 @@ def serve(requests: socket.socket, folders: Sequence[bytes]) -> None:
 def _answer(answer: socket.socket, path: bytes, folders: Sequence[bytes]) -> None:
     try:
         file = open_below(path, folders)
-    except (OSError, ValueError) as error:  # the latter: a zero byte
+    except (OSError, ValueError) as error:  # ValueError: the path has a zero byte
         answer.send(b"%d" % (getattr(error, "errno", None) or errno.EINVAL))
         return
     try:
@@ -60,7 +60,7 @@ def _answer(answer: socket.socket, path: bytes, folders: Sequence[bytes]) -> Non
 
 
 def open_below(path: bytes, folders: Sequence[bytes]) -> int:
-    """Opens a plain file or a folder. Raises `OSError`, also for links, `..` and other places."""
+    """Opens a file or folder below `folders`. Raises `OSError`, also for links, `..` and pipes."""
     inside = (folder for folder in folders if path == folder or path.startswith(folder + b"/"))
     folder = next(inside, None)
     if folder is None:

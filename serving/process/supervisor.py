@@ -1,7 +1,7 @@
-"""Starts, watches and stops the server's processes, and leaves none behind.
+"""Starts, watches, restarts and stops the server's processes.
 
-Each child leads a session of its own. This process adopts orphaned grandchildren (as PID 1, or as a
-subreaper): MMS's launcher orphans its Java process, and Java its workers.
+Each child leads a session of its own. This process adopts orphaned grandchildren, as PID 1 or as a
+subreaper, and stops them, too: MMS's launcher orphans its Java process, and Java its workers.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ logger = logging.getLogger(__name__)
 
 BACK_OFF_S = (0.0, 0.5, 1.0, 2.0, 5.0, 10.0)  # before the 1st, 2nd, ... restart in a row
 STEADY_S = 20.0  # a process that ran this long is restarted without back-off
-# A process whose health checks fail for so long is killed and restarted. Longer: a hung process
-# answers no request for longer. Shorter: a busy machine loses processes that work.
+# A process whose health checks fail for this long is killed and restarted. Longer: a hung process
+# is noticed later. Shorter: on a busy machine, processes that work are killed.
 UNHEALTHY_S = 15.0
 
-# Of a stop, after DRAIN_S: for the child that was started last; for all others together; for
+# Time limits of a stop: for the child that was started last, after DRAIN_S; for all others; for
 # processes that outlive SIGKILL. Together 3.5 s of the 4 s that `Supervisor` promises.
 LAST_GRACE_S, GRACE_S, KILLED_S = 1.8, 1.2, 0.5
 
 
 class Progress(enum.Enum):
     STARTING = enum.auto()
-    LOADING = enum.auto()  # started; preloaded models have a time limit of their own
+    LOADING = enum.auto()  # preloading models, which has its own time limit
     READY = enum.auto()
 
 
@@ -40,11 +40,11 @@ POLL_S = {Progress.STARTING: 0.05, Progress.LOADING: 0.2, Progress.READY: 0.5}
 
 @dataclass
 class Child:
-    """A process to keep running.
+    """A process that is restarted whenever it exits.
 
     The server ends when the child exits with the status `gives_up`, having logged why it cannot
-    start. `healthy` returns at once whether the child works. `listeners` are inherited by the
-    child under the same file descriptors, so connections wait while it is restarted.
+    start. `healthy` returns whether the child works, and must not block. `listeners` are inherited
+    by the child under the same file descriptors, so connections wait while it is restarted.
     """
 
     name: str
@@ -55,12 +55,12 @@ class Child:
     listeners: Sequence[socket.socket] = ()
     pid: int | None = None
     started_at: float = 0.0
-    worked_at: float | None = None  # last time it was healthy since its start
+    worked_at: float | None = None  # time of the last successful health check since the start
     restarts: int = 0
     restart_at: float | None = None
 
     def plan_restart(self, now: float) -> float:
-        """Sets `restart_at` after an exit; returns the delay in seconds."""
+        """Sets `restart_at` after an exit; returns the back-off in seconds."""
         if now - self.started_at > STEADY_S:
             self.restarts = 0
         delay = BACK_OFF_S[min(self.restarts, len(BACK_OFF_S) - 1)]
@@ -73,8 +73,8 @@ class Child:
 class Supervisor:
     """Runs `children` until a signal, or until they cannot be started.
 
-    Ends on SIGTERM, SIGINT and SIGHUP, when a child exits with its `gives_up`, and when they have
-    not started within `start_timeout_s`. A stop takes at most `drain_s` and 4 s.
+    Stops all of them on SIGTERM, SIGINT or SIGHUP, when a child exits with its `gives_up`, and when
+    the server has not started within `start_timeout_s`. A stop takes at most `drain_s` plus 4 s.
     """
 
     children: list[Child]
@@ -86,7 +86,7 @@ class Supervisor:
     on_restart: Callable[[str], None] = lambda name: None  # gets the name of the child
 
     def run(self) -> int:
-        """Returns the exit status: 0 after a signal, otherwise 1, with the reason logged."""
+        """Runs the children. Returns the exit status: 0 after a signal, otherwise 1, with a log."""
         for child in self.children:
             self._start(child)
         try:
@@ -129,7 +129,7 @@ class Supervisor:
         return 0
 
     def _one_gave_up(self) -> bool:
-        """Reaps exited processes and plans restarts of children; true if one gave up."""
+        """Reaps exited processes and plans restarts; returns true if a child gave up."""
         for pid, status in self.processes.ended():
             child = next((c for c in self.children if c.pid == pid), None)
             if child is None:
@@ -158,10 +158,10 @@ class Supervisor:
             child.worked_at = now  # not killed twice before it is reaped
 
     def _stop(self) -> None:
-        """Stops the child that was started last, then all others: TERM, a grace period, KILL."""
+        """Stops the last child, then all others, each with SIGTERM, a grace period and SIGKILL."""
         *others, last = self.children
         for listener in last.listeners:
-            listener.close()  # connections are refused once the child has closed it, too
+            listener.close()  # once the child closes it, too, new connections are refused
         self._end([last], self.drain_s + LAST_GRACE_S)
         self._end(others, GRACE_S)
         end = self.processes.now() + KILLED_S
@@ -185,7 +185,7 @@ class Supervisor:
 
 
 def describe_end(status: int) -> str:
-    """`was killed by SIGKILL` or `ended with status 3`, from a wait status."""
+    """Describes a wait status, such as `was killed by SIGKILL` or `ended with status 3`."""
     code = os.waitstatus_to_exitcode(status)
     if code < 0:
         return f"was killed by {signal.Signals(-code).name}"

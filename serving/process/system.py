@@ -1,4 +1,4 @@
-"""The operating system for the supervisor: processes, sessions, signals, time."""
+"""The supervisor's access to the operating system: processes, sessions, signals, time."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ import psutil
 from common.oom import SERVER, oom_score_adj
 
 PR_SET_CHILD_SUBREAPER = 36
-# How long a killed session may take to end. Longer: a process that hangs in the kernel delays the
-# restart of others. Shorter: on a busy machine, processes of an old session meet the new one.
+# Time limit for the end of a killed session. Longer: a process that hangs in the kernel delays the
+# restart of others. Shorter: on a busy machine, a restart may begin beside the old processes.
 KILLED_S = 2.0
 
 T = TypeVar("T")
@@ -50,7 +50,7 @@ class Processes:
         return time.monotonic()
 
     def sleep(self, seconds: float) -> None:
-        """Sleeps so long, or until a signal; an exited child sends one."""
+        """Sleeps for `seconds`, or until a signal, such as that of an exited child."""
         select.select([self._wake], [], [], max(seconds, 0))
         with contextlib.suppress(BlockingIOError):
             self._wake.recv(4096)
@@ -66,7 +66,7 @@ class Processes:
 
     @staticmethod
     def ended() -> list[tuple[int, int]]:
-        """The pid and wait status of every exited child, adopted ones included."""
+        """Reaps all exited children, also adopted ones; returns their pids and wait statuses."""
         ended: list[tuple[int, int]] = []
         while True:
             try:
@@ -79,7 +79,7 @@ class Processes:
 
     @staticmethod
     def session(id: int) -> list[int]:
-        """The running processes of a session."""
+        """Returns the pids of the running processes of a session."""
         pids = []
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error, ProcessLookupError):
@@ -88,7 +88,7 @@ class Processes:
         return pids
 
     def signal_session(self, id: int, number: int) -> None:
-        """Signals a session's processes; SIGKILL until none is left, as one may fork meanwhile."""
+        """Signals a session's processes; repeats SIGKILL until there are none: they may fork."""
         end = time.monotonic() + KILLED_S
         while pids := self.session(id):
             for pid in pids:
@@ -100,13 +100,13 @@ class Processes:
 
     @staticmethod
     def end_strays(sessions: Set[int]) -> None:
-        """Kills adopted processes outside of `sessions`: a model's script has started them.
+        """Kills adopted processes outside of `sessions`, which models' scripts have started.
 
-        Their worker, which would have ended them, is gone. Processes that an operator has started
-        in the container stay: they have a lower OOM score.
+        The worker that would have ended them has exited. Processes that an operator has started in
+        the container are not killed: they have a lower OOM score.
         """
         for children in Path("/proc/self/task").glob("*/children"):
-            with contextlib.suppress(OSError):  # of a thread, or a process, that has ended
+            with contextlib.suppress(OSError):  # the thread or process has ended
                 for pid in map(int, children.read_text().split()):
                     if os.getsid(pid) not in sessions and oom_score_adj(pid) > SERVER:
                         os.kill(pid, signal.SIGKILL)

@@ -12,9 +12,10 @@ from serving.errors import StartError
 
 
 def become(uid: int, writable: Iterable[Path]) -> None:
-    """Becomes a user for good, which may write to the folders `writable`.
+    """Changes this process's user irreversibly, and makes the user own the folders `writable`.
 
-    A folder that all may write to keeps its owner. Raises `StartError`.
+    Folders that do not exist are created. Folders that all users may write to keep their owner.
+    Raises `StartError`.
     """
     try:
         entry = pwd.getpwuid(uid)

@@ -1,4 +1,4 @@
-"""Unpacks a model's `.tar.gz` or `.mar` safely: inside one folder and within limits."""
+"""Unpacks a model's `.tar.gz` or `.mar` into one folder, within limits of size and depth."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ def extract(
 ) -> None:
     """Unpacks a tar.gz or a zip of at most `max_bytes` into the empty `folder`.
 
-    A tar.gz is read once, forwards; of a zip, the end is read first. Raises `ArchiveError` for
-    what `Output` refuses, sparse files, devices and pipes, and damaged archives; `DiskFull`; and
-    what `reserve` raises. After an error the caller has to remove the files written so far.
+    A tar.gz is read once from start to end; a zip is read from its end first. Raises `ArchiveError`
+    for members that `Output` rejects, sparse files, devices, pipes, and damaged archives;
+    `DiskFull`; and what `reserve` raises. After an error the caller removes the files written.
     """
     try:
         with raise_disk_full(name):
@@ -46,7 +46,7 @@ def extract(
     except (
         tarfile.TarError,
         zipfile.BadZipFile,
-        NotImplementedError,  # zipfile's, for parts of the format that it does not know
+        NotImplementedError,  # raised by zipfile for unsupported parts of the format
         EOFError,
         zlib.error,
         ValueError,

@@ -14,7 +14,7 @@ from serving.errors import ArchiveError
 MAX_FILES = 10_000  # files, links and folders
 MAX_DEPTH = 32  # folders
 CHUNK_BYTES = 256 << 10
-# The engine writes it beside a model and trusts it, so an archive must not contain it.
+# Folder of prepared models. The engine writes and trusts it, so an archive must not contain one.
 OWN_FOLDER = ".prepared"
 
 
@@ -55,7 +55,7 @@ class Output:
     def add_file(
         self, name: str, source: IO[bytes] | BufferedIOBase, size: int, executable: bool
     ) -> None:
-        """Writes `size` bytes of `source`."""
+        """Writes the next `size` bytes of `source` to a new file."""
         self._count(size)
         path = inside(name, name)
         if _is_skipped(path):
@@ -72,7 +72,7 @@ class Output:
             target.chmod(0o755)
 
     def add_link(self, name: str, linked: str) -> None:
-        """Makes a hard link, and only to an unpacked file, so that no link leads out."""
+        """Makes a hard link to an earlier file of the archive; other targets could be outside."""
         self._count(0)
         path, linked = inside(name, name), inside(linked, name)
         if _is_skipped(path):
@@ -107,7 +107,7 @@ class Output:
 
 
 def inside(path: str, member: str) -> str:
-    """`path` without `.` and inner `..`. Raises `ArchiveError` if it leads out of the folder."""
+    """Normalizes a path in an archive. Raises `ArchiveError` if it leads out of the folder."""
     try:
         path.encode()
     except UnicodeEncodeError:

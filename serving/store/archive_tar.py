@@ -1,8 +1,8 @@
 """Unpacks a `.tar.gz` under the rules of `serving.store.archive_limits`.
 
-`tarfile` reads single headers here, not the archive: on Pythons before 3.11.10 and 3.12.6 it takes
-time quadratic in the size of an extended header (CVE-2024-6232), on all of them it recurses for
-each header in front of a member, and it hides that a file is sparse until it has read the map.
+`tarfile` parses only single headers here, for three reasons. Before Python 3.11.10 and 3.12.6 its
+time is quadratic in the size of an extended header (CVE-2024-6232); it recurses for each extended
+header of a member; and it reports that a file is sparse only after reading the map of its holes.
 https://pubs.opengroup.org/onlinepubs/9699919799/utilities/pax.html#tag_20_92_13
 """
 
@@ -17,17 +17,17 @@ from typing import IO, Any
 from serving.errors import ArchiveError
 from serving.store.archive_limits import CHUNK_BYTES, Output
 
-MAX_HEADER_BYTES = 16 << 20  # of all extended headers together: long names, attributes
+MAX_HEADER_BYTES = 16 << 20  # all extended headers (long names, attributes) of an archive together
 MAX_PADDING_BYTES = 16 << 20  # zeros after the last member
-MAX_DIGITS = 18  # of a number; fits into 64 bits
-# Headers that say more about the member behind them, and the attributes of it that they replace.
+MAX_DIGITS = 18  # digits of a number, which then fits into 64 bits
+# The attributes of a `TarInfo` that extended headers in front of it replace, by kind and key.
 GNU_FIELDS = {tarfile.GNUTYPE_LONGNAME: "name", tarfile.GNUTYPE_LONGLINK: "linkname"}
 PAX_FIELDS = {b"path": "name", b"linkpath": "linkname", b"size": "size"}
 EXTENSIONS = (*GNU_FIELDS, tarfile.XHDTYPE, tarfile.SOLARIS_XHDTYPE, tarfile.XGLTYPE)
 
 
 def extract_tar(stream: IO[bytes], output: Output) -> None:
-    """Unpacks `stream`, reading it once, forwards. See `serving.store.archive.extract`."""
+    """Unpacks a tar.gz, reading it once from start to end; see `serving.store.archive.extract`."""
     with gzip.GzipFile("", "rb", fileobj=stream) as plain:
         for member in _members(plain):
             _unpack(plain, member, output)
@@ -36,8 +36,8 @@ def extract_tar(stream: IO[bytes], output: Output) -> None:
 
 
 def _members(plain: gzip.GzipFile) -> Iterator[tarfile.TarInfo]:
-    """Yields each member, its extended headers applied; the caller reads its data in between."""
-    fields: dict[str, Any] = {}  # of the extended headers before a member, by attributes of it
+    """Yields members, extended headers applied; the caller reads a member's data in between."""
+    fields: dict[str, Any] = {}  # values from extended headers, by attribute of the next member
     header_bytes = 0
     while (member := _header(plain)) is not None:
         if member.type == tarfile.GNUTYPE_SPARSE:
@@ -58,7 +58,7 @@ def _members(plain: gzip.GzipFile) -> Iterator[tarfile.TarInfo]:
 
 
 def _header(plain: gzip.GzipFile) -> tarfile.TarInfo | None:
-    """The next header; None at the end of the archive."""
+    """Reads the next header; returns None at the end of the archive."""
     block = plain.read(tarfile.BLOCKSIZE)
     if not block or block == bytes(tarfile.BLOCKSIZE):
         return None
@@ -68,7 +68,7 @@ def _header(plain: gzip.GzipFile) -> tarfile.TarInfo | None:
 
 
 def _fields(kind: bytes, data: bytes) -> dict[str, Any]:
-    """Attributes of the next member that an extended header replaces, with their values."""
+    """Parses an extended header into values by attribute of the next member."""
     if kind in GNU_FIELDS:
         return {GNU_FIELDS[kind]: _text(data.partition(b"\0")[0])}
     fields: dict[str, Any] = {}
@@ -83,7 +83,7 @@ def _fields(kind: bytes, data: bytes) -> dict[str, Any]:
 
 
 def _records(data: bytes) -> Iterator[tuple[bytes, bytes]]:
-    """The keys and values of a pax header: records of `length key=value`, length of the record."""
+    """Yields keys and values of a pax header, whose records are `RECORD_LENGTH KEY=VALUE`."""
     at = 0
     while at < len(data) and data[at]:
         digits, space, _ = data[at : at + MAX_DIGITS].partition(b" ")
@@ -108,7 +108,7 @@ def _unpack(plain: gzip.GzipFile, member: tarfile.TarInfo, output: Output) -> No
     elif member.isreg():
         start = plain.tell()
         output.add_file(name, plain, member.size, bool(member.mode & 0o100))
-        plain.seek(start + member.size)  # over a skipped file
+        plain.seek(start + member.size)  # a skipped file's data was not read
         _skip_padding(plain, member.size)
     elif member.issym():
         output.add_link(name, posixpath.join(posixpath.dirname(name), member.linkname))
@@ -126,12 +126,12 @@ def _read(plain: gzip.GzipFile, size: int) -> bytes:
 
 
 def _skip_padding(plain: gzip.GzipFile, size: int) -> None:
-    """Reads to the end of the block, after `size` bytes."""
+    """Skips the padding of a member's `size` bytes to whole blocks."""
     plain.read(-size % tarfile.BLOCKSIZE)
 
 
 def _finish(plain: gzip.GzipFile) -> None:
-    """Reads to the end, so that gzip's checksum is verified."""
+    """Reads the padding up to the end of the stream, so that gzip verifies its checksum."""
     padding = 0
     while data := plain.read(CHUNK_BYTES):
         padding += len(data)

@@ -14,11 +14,11 @@ MAGIC = b"PK\x03\x04"
 MAX_LIST_BYTES = 4 << 20  # zipfile reads the list of members into memory
 END = b"PK\x05\x06"
 END_BYTES, MAX_COMMENT_BYTES = 22, 65_535
-LOCATOR, LOCATOR_BYTES = b"PK\x06\x07", 20  # of zip64
+LOCATOR, LOCATOR_BYTES = b"PK\x06\x07", 20  # the record before END that marks a zip64
 
 
 def extract_zip(stream: IO[bytes], output: Output) -> None:
-    """Unpacks a seekable `stream`. See `serving.store.archive.extract`."""
+    """Unpacks a zip from a seekable stream; see `serving.store.archive.extract`."""
     _check_list(stream)
     with zipfile.ZipFile(stream) as archive:
         members = archive.infolist()
@@ -29,7 +29,7 @@ def extract_zip(stream: IO[bytes], output: Output) -> None:
 
 
 def _check_list(stream: IO[bytes]) -> None:
-    """Raises `ArchiveError` for a list of members that is too large for zipfile to read."""
+    """Raises `ArchiveError` if the list of members is too large to be read into memory."""
     size = stream.seek(0, 2)
     start = max(size - END_BYTES - MAX_COMMENT_BYTES - LOCATOR_BYTES, 0)
     stream.seek(start)
@@ -49,7 +49,7 @@ def _check_list(stream: IO[bytes]) -> None:
 
 
 def _unpack(archive: zipfile.ZipFile, member: zipfile.ZipInfo, output: Output) -> None:
-    name = member.orig_filename  # not cut at a zero byte
+    name = member.orig_filename  # unlike `filename`, it is not cut at a zero byte
     mode = member.external_attr >> 16
     if name.endswith("/"):  # ZipInfo.is_dir fails without a name
         output.add_folder(name)

@@ -1,4 +1,4 @@
-"""The cache of models: fetches and unpacks each version once (`serving.store.cache_disk`)."""
+"""Fetches models into a cache on disk, each version once; see `serving.store.cache_disk`."""
 
 from __future__ import annotations
 
@@ -34,17 +34,20 @@ from serving.store.stopping import Stop
 
 logger = logging.getLogger(__name__)
 
-# A version whose archive cannot be unpacked is not fetched again for so long. Longer: one that was
-# damaged on the way stays unusable. Shorter: each request for it downloads it again.
+# Time for which a version whose archive cannot be unpacked is not fetched again. Longer: an archive
+# damaged during its download is unusable for longer. Shorter: more useless downloads.
 BROKEN_S = 60.0
 MAX_BROKEN = 1024  # versions
-LOCK_POLL_S = 0.05  # while another thread or process fetches the same model
+LOCK_POLL_S = 0.05  # poll interval while another thread or process fetches the same model
 MAX_FULL_DISKS = 100  # attempts to fetch a model onto a full disk, each after an eviction
 
 
 @dataclass(frozen=True)
 class Fetched:
-    """A model's folder. `hit`: nothing was fetched. `unpack_s` begins when all is downloaded."""
+    """A fetched model's folder, and the bytes and seconds of its fetch.
+
+    `hit`: it was in the cache. `unpack_s` is the time of unpacking after the end of the download.
+    """
 
     path: Path
     hit: bool
@@ -54,9 +57,9 @@ class Fetched:
 
 
 class Cache:
-    """Models of `store` and of other addresses. Thread-safe.
+    """A cache of models on disk, from `store` and from other addresses. Thread-safe.
 
-    Raises `StartError` if its folder cannot be used.
+    Raises `StartError` if the cache's folder cannot be used.
     """
 
     def __init__(self, settings: StoreSettings, store: Store | None) -> None:
@@ -64,15 +67,15 @@ class Cache:
         self._disk = CacheDisk(settings.cache_dir, settings.cache_max_bytes)
         self._pins: dict[Path, list[int]] = {}
         self._guard = threading.Lock()
-        self._fetches: set[Stop] = set()  # what ends each of them
-        # By key, in order: the time until which it is refused, and the error.
+        self._fetches: set[Stop] = set()  # stop the running fetches
+        # Time until which a version is not fetched again, and its error, by key, the oldest first.
         self._broken: dict[str, tuple[float, type[ServingError], str]] = {}
         self._closed = False
 
     def acquire(self, model: StoredModel, stop: Stop | None = None) -> Fetched:
-        """The model's folder, fetched if it is not there, and pinned until `release`.
+        """Fetches a model if it is not in the cache; returns its folder, pinned until `release`.
 
-        Waits for another thread or process that fetches the model. A folder of this machine is used
+        Waits if another thread or process is fetching the model. A folder of this machine is used
         in place. Raises `ArchiveError`, `ArtifactChanged`, `DiskFull`, `ModelTooLarge`,
         `ModelNotInStore`, `StoreUnavailable`, `StoreAccessDenied`; `Stopping` soon after `stop` is
         set.
@@ -108,14 +111,14 @@ class Cache:
         return fetched
 
     def holds(self, model: StoredModel) -> bool:
-        """Whether `acquire` would fetch nothing."""
+        """Returns whether the cache has the model, so that `acquire` fetches nothing."""
         return (self._disk.models / model.key).is_dir()
 
     def release(self, path: Path, *, discard: bool = False) -> None:
-        """Unpins the folder of one `acquire`; from now on it may be evicted.
+        """Releases the folder of one `acquire`, which may then be evicted.
 
-        With `discard` it is removed at once, unless it is in use, or this process has fetched it:
-        fetching the same version again would give the same files.
+        With `discard` it is removed at once, unless it is still in use, or this process has fetched
+        it: fetching the same version again would give the same files.
         """
         with self._guard:
             pins = self._pins.get(path)
@@ -131,11 +134,11 @@ class Cache:
             self._disk.remove_if_unused(path.name)
 
     def used_bytes(self) -> int:
-        """On disk, and reserved by running fetches."""
+        """Returns the size of the cache on disk, including what running fetches have reserved."""
         return sum(self._disk.sizes().values())
 
     def close(self) -> None:
-        """Stops fetches, which raise `Stopping`; the next process resumes downloads."""
+        """Stops all fetches, which raise `Stopping`. The next process resumes their downloads."""
         with self._guard:
             self._closed = True
             for stopping in self._fetches:
@@ -174,7 +177,7 @@ class Cache:
 
     @contextlib.contextmanager
     def _fetching(self, key: str, stopping: Stop) -> Iterator[int]:
-        """Holds the fetch lock, waiting for another thread or process; yields its descriptor."""
+        """Waits for a model's fetch lock and holds it; yields its file descriptor."""
         while (descriptor := lock(self._disk.fetch_lock(key), wait=False)) is None:
             if stopping.wait(LOCK_POLL_S):
                 raise Stopping("the fetch was stopped")
@@ -232,7 +235,7 @@ class Cache:
     def _download(
         self, remote: Remote, model: StoredModel, fresh: Path, reservation: Reservation
     ) -> tuple[int, float]:
-        """Downloads and unpacks into `fresh`; returns bytes and seconds of the download."""
+        """Downloads and unpacks a model into `fresh`; returns the download's bytes and seconds."""
         parts = self._disk.parts / model.key
         reservation.grow(model.size_bytes, parts)
         with Download(remote, remote.files(model), parts, reservation.stopping) as download:
@@ -259,6 +262,6 @@ class Cache:
 
 
 def _touch(path: Path) -> None:
-    """The time as exact as it can be: the kernel's own stamps are some milliseconds apart."""
+    """Sets the time of last use. The kernel's own time stamps are some milliseconds apart."""
     now_ns = time.time_ns()
     os.utime(path, ns=(now_ns, now_ns))

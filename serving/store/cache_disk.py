@@ -1,13 +1,13 @@
-"""The disk of the cache: its folders, pins, sizes and eviction.
+"""The files of the cache: folders, locks, sizes and eviction.
 
-    models/<key>      complete: put there by a rename
-    parts/<key>       a download, perhaps interrupted
-    temporary/<key>   being unpacked or removed; garbage after a kill
-    locks/<key>.pin   held shared while the model is used or fetched, exclusively for its removal
-    locks/<key>.fetch held during its fetch; contains the bytes that the fetch has reserved
-    lock              held during an eviction
+    models/<key>      a complete model, put there by a rename
+    parts/<key>       a running or interrupted download
+    temporary/<key>   a model being unpacked or removed; garbage after a kill
+    locks/<key>.pin   locked shared while the model is used or fetched, exclusively for its removal
+    locks/<key>.fetch locked during the model's fetch; contains the number of reserved bytes
+    lock              locked during an eviction
 
-A key is made of url and version. Several processes may share a cache.
+A key is unique for a url and a version (`StoredModel.key`). Several processes may share a cache.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from serving.store.stopping import Stop
 
 logger = logging.getLogger(__name__)
 
-# A fetch reserves space in steps of 1/STEPS of the cache, STEP_BYTES where it has no limit. Smaller
-# steps: an archive of many small files takes longer. Larger ones: each fetch exceeds the limit by
-# up to a step.
+# A fetch reserves space in steps of 1/STEPS of the cache, or STEP_BYTES if its size has no limit.
+# Smaller: an archive of many small files takes longer. Larger: fetches exceed the limit by more, up
+# to a step each.
 STEPS = 1000
 STEP_BYTES = 4 << 20
 
@@ -67,9 +67,10 @@ class CacheDisk:
     ) -> None:
         """Evicts the least recently used models not in use until `wanted` bytes for `key` fit.
 
-        `growth` of them are not on the disk yet. At least `least` bytes are freed. Calls `reserve`
-        before another thread or process can evict. Raises `DiskFull`, and then evicts nothing, or
-        `ModelTooLarge`.
+        growth: the part of `wanted` that is not on the disk yet
+        reserve: called before another thread or process can evict
+        least: bytes to free even if all fits
+        Raises `DiskFull` without evicting any model, or `ModelTooLarge`.
         """
         most = self._max_bytes
         if most and wanted > most:
@@ -117,7 +118,10 @@ class CacheDisk:
             os.close(pin)
 
     def _remove(self, key: str) -> None:
-        """Removes a model whose pin is held exclusively. A kill leaves no part in `models`."""
+        """Removes a model, whose pin must be held exclusively.
+
+        It is renamed first, so that a kill leaves no incomplete model in `models`.
+        """
         self.published.discard(key)
         remove(self.temporary / key)
         try:
@@ -130,7 +134,7 @@ class CacheDisk:
         self._remove_all(key, self.temporary / key, self.parts / key)
 
     def _remove_leftovers(self) -> None:
-        """Removes what a killed process left, except for downloads, which can be resumed."""
+        """Removes files of killed processes, except for downloads, which can be resumed."""
         with locked(self._root / "lock"):
             for key in {path.name for path in self.temporary.iterdir()} | self._locked_keys():
                 pin = self._pin_alone(key)
@@ -139,7 +143,7 @@ class CacheDisk:
                     os.close(pin)
 
     def _pin_alone(self, key: str) -> int | None:
-        """The pin, exclusively; None if the model is in use or its files belong to another user."""
+        """Locks a model's pin exclusively; None if it is in use, or its file is another user's."""
         try:
             return lock(self._pin_file(key), wait=False)
         except OSError as error:
@@ -151,7 +155,7 @@ class CacheDisk:
             remove(path)
 
     def sizes(self) -> dict[str, int]:
-        """Bytes by key, on disk or reserved."""
+        """Returns the bytes of each model in the cache, on disk or reserved, by key."""
         names = {path.name for folder in (self.models, self.parts) for path in folder.iterdir()}
         return {key: self._size(key) for key in names | self._locked_keys()}
 
@@ -177,17 +181,17 @@ class CacheDisk:
 
 
 class Reservation:
-    """The disk space of one fetch, written into its lock for all processes to see."""
+    """The reserved disk space of one fetch, in its lock file, which all processes can read."""
 
     def __init__(self, disk: CacheDisk, key: str, stopping: Stop) -> None:
         self._disk, self._key = disk, key
-        self.descriptor = -1  # of the lock
+        self.descriptor = -1  # of the lock file
         self.stopping = stopping
         self._wanted = self._granted = 0
         self._resumed: Path | None = None
 
     def grow(self, size: int, resumed: Path | None = None) -> None:
-        """Reserves `size` more bytes; `resumed` is a download that has some of them already.
+        """Reserves `size` more bytes; `resumed` is a folder that has some of them already.
 
         Raises `DiskFull`, `ModelTooLarge`, `Stopping`.
         """
@@ -199,7 +203,7 @@ class Reservation:
             self._disk.free(self._key, self._wanted, self._growth(self._granted), self._write)
 
     def retry(self) -> None:
-        """Frees space for a further attempt: the disk was full before the reservation was.
+        """Resets the reservation and frees space, after the disk was full in spite of it.
 
         Evicts at least one model, or raises `DiskFull`.
         """

@@ -1,4 +1,4 @@
-"""Models of a store: their names, versions and files."""
+"""Models and files of stores, and the protocols of stores."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from serving.names import SUFFIXES, archive_spellings, is_clean, normal_name, sp
 
 @dataclass(frozen=True)
 class StoredModel:
-    """A model that can be fetched. `url` is a path if it is on this machine's disk.
+    """A version of a model that can be fetched. `url` is a path if it is on this machine's disk.
 
-    `key` is the version's name in the cache: the model's name and a hash of url and version.
+    `key` identifies the version in the cache: the model's name and a hash of url and version.
     """
 
     name: str
@@ -35,14 +35,14 @@ class StoredModel:
             object.__setattr__(self, "key", key)
 
     def without_secrets(self) -> StoredModel:
-        """The model with the credentials of its url removed; the same `key` in the cache."""
+        """Returns the model with a url without credentials, but with the same `key`."""
         url = public_url(self.url)
         return self if url == self.url else replace(self, url=url)
 
 
 @dataclass(frozen=True)
 class StoredFile:
-    """A file of a store. `path` is relative to the store, or to the model's folder."""
+    """A file of a store. `path` is relative to the store, or to the folder of a model."""
 
     path: str
     address: str
@@ -51,50 +51,50 @@ class StoredFile:
 
 
 class Store(Protocol):
-    """A place with models by name."""
+    """A place from which models are fetched by name."""
 
     location: str
 
     def models(self) -> list[StoredModel]:
-        """All of them, by name. Raises `StoreUnavailable`, `StoreAccessDenied`."""
+        """Lists all models, sorted by name. Raises `StoreUnavailable`, `StoreAccessDenied`."""
 
     def find(self, name: str, handler: str | None = None) -> StoredModel:
-        """One model, without listing the store; `name` may end with `.tar.gz` or `.mar`.
+        """Returns a model without listing the store; `name` may end with `.tar.gz` or `.mar`.
 
-        A folder with the file of `handler`, which a load request names, is a model, too.
+        A folder counts as a model also if it has the file of `handler`, from a load request.
         Raises `ModelNotInStore`, `NotAModel`, `UrlNotAllowed` for an invalid name, and what
         `models` raises.
         """
 
     def file(self, path: str) -> StoredFile | None:
-        """A file beside the models, None where there is none. Raises what `models` raises."""
+        """Returns a file by its path in the store, or None. Raises what `models` raises."""
 
     def read(self, file: StoredFile, start: int, stop: int) -> Iterator[bytes]:
         """See `Remote.read`."""
 
 
 class Remote(Protocol):
-    """A store over the network. Thread-safe."""
+    """A source of models whose files must be copied into the cache. Thread-safe."""
 
     ranged: bool  # whether `read` can start at any byte
     paced: bool  # whether `read` yields bytes as they arrive, so that their pace can be checked
 
     def files(self, model: StoredModel) -> list[StoredFile]:
-        """The model's files, paths relative to its folder; one for an archive.
+        """Returns the files of a model, with paths relative to its folder, or its one archive.
 
-        Raises `ArtifactChanged` if this is no longer `model.version`.
+        Raises `ArtifactChanged` if the store has another version now.
         """
 
     def read(self, file: StoredFile, start: int, stop: int) -> Iterator[bytes]:
-        """The bytes from `start` to before `stop`.
+        """Yields the bytes of a file from `start` to before `stop`.
 
-        Raises `ArtifactChanged` if it is no longer `file.version`, `StoreUnavailable` if it breaks
-        off, `StoreAccessDenied`, `ModelNotInStore`.
+        Raises `ArtifactChanged` if the store has another version now, `StoreUnavailable` if the
+        connection breaks off, `StoreAccessDenied`, `ModelNotInStore`.
         """
 
 
 def public_url(url: str) -> str:
-    """The url for logs and messages: without user, password and query, which may be secret."""
+    """Removes user, password and query, which may be secret, from a url for logs and messages."""
     scheme, separator, rest = url.partition("://")
     if not separator or scheme in ("s3", "abfs", "gs", "file", "root"):
         return url
@@ -103,15 +103,15 @@ def public_url(url: str) -> str:
 
 
 def folder_version(files: Iterable[StoredFile]) -> str:
-    """A hash of the files' names, sizes and versions."""
+    """Returns a hash of the files' paths, sizes and versions."""
     lines = sorted(f"{file.path}\0{file.size_bytes}\0{file.version}" for file in files)
     return hashlib.sha256("\n".join(lines).encode("utf-8", "surrogateescape")).hexdigest()[:32]
 
 
 def holds_model(files: Iterable[StoredFile], handler: str | None) -> bool:
-    """Whether a folder of these files is a model, with or without `handler`.
+    """Returns whether a folder of these files is a model, with or without `handler`.
 
-    If only without, its load fails with the error that the handler is missing.
+    A model without the handler's file is accepted, as its load fails with a better error.
     """
     paths = [file.path for file in files]
     return is_model(paths, handler) or is_model(paths)
@@ -122,16 +122,16 @@ def not_a_model(name: str, paths: Iterable[str], links: int = 0) -> NotAModel:
 
 
 def folder_model(name: str, url: str, files: list[StoredFile]) -> StoredModel:
-    """An unpacked model with these files, paths relative to its folder."""
+    """Returns an unpacked model of these files, whose paths are relative to its folder."""
     size_bytes = sum(file.size_bytes for file in files)
     return StoredModel(name, url, folder_version(files), size_bytes, "folder")
 
 
 def models_among(files: Iterable[StoredFile], url: Callable[[str], str]) -> list[StoredModel]:
-    """The models in a listing of files, sorted by name: archives and folders, at any depth.
+    """Returns the models in a listing of files, sorted by name: archives and folders of any depth.
 
-    `url` makes a model's url from its path in the store. An archive takes precedence over a folder
-    of the same name.
+    url: converts a model's path in the store to its url
+    An archive takes precedence over a folder of the same name.
     """
     shown = [file for file in files if is_clean(file.path)]
     folders: dict[str, list[StoredFile]] = {

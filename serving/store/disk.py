@@ -16,10 +16,10 @@ logger = logging.getLogger(__name__)
 
 
 def lock(path: Path, *, shared: bool = False, wait: bool = True) -> int | None:
-    """Locks the file `path`, creating it; returns a descriptor whose closing unlocks it.
+    """Locks the file `path`, creating it; returns a descriptor whose closing unlocks the file.
 
-    Works between threads and processes; the kernel unlocks it when a process dies. None if another
-    holds it and `wait` is false.
+    Works between threads and processes; the kernel unlocks the file when a process dies. Returns
+    None if the file is locked already and `wait` is false.
     """
     kind = (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | (0 if wait else fcntl.LOCK_NB)
     while True:
@@ -42,7 +42,7 @@ def lock(path: Path, *, shared: bool = False, wait: bool = True) -> int | None:
 
 @contextlib.contextmanager
 def locked(path: Path) -> Iterator[int]:
-    """Holds the lock of `path`, waiting for it; yields the descriptor."""
+    """Waits for the exclusive lock of the file `path` and holds it; yields its descriptor."""
     descriptor = lock(path)
     assert descriptor is not None
     try:
@@ -63,7 +63,7 @@ def raise_disk_full(what: str) -> Iterator[None]:
 
 
 def walk(folder: Path, *, hidden: bool = True) -> Iterator[os.DirEntry[str]]:
-    """All files and links below `folder`; without `hidden`, those whose path has no dot names.
+    """Yields all files and links below `folder`, or with `hidden=False` those without dot names.
 
     Skips unreadable folders and files that vanish. Unlike `os.walk`, it does not recurse.
     """
@@ -80,7 +80,7 @@ def walk(folder: Path, *, hidden: bool = True) -> Iterator[os.DirEntry[str]]:
 
 
 def size_bytes(folder: Path, *, allocated: bool = False) -> int:
-    """The size of all files in `folder`; 0 if there is none. Files that vanish do not count.
+    """Returns the size of all files below `folder`; 0 if the folder does not exist.
 
     `allocated`: without the holes of sparse files, such as running downloads.
     """

@@ -25,14 +25,14 @@ from serving.store.stopping import Stop
 
 RANGE_BYTES = 8 << 20  # larger: an interrupted range loses more; smaller: more requests
 CONNECTIONS = 8
-ATTEMPTS = 3  # without a byte, in a row
+ATTEMPTS = 3  # attempts in a row that receive nothing, before a range fails
 PAUSE_S = 0.3  # before the 2nd attempt; twice as long before the 3rd
-# A download of fewer than PACE_BYTES in PACE_S fails; the next one resumes it. At this pace KoGPT2
-# takes more than an hour.
+# A download that receives fewer than PACE_BYTES in PACE_S fails; the next one resumes it. At this
+# pace KoGPT2 takes more than an hour.
 PACE_BYTES, PACE_S = 512 << 10, 20.0
 PACE_POLL_S = 0.5  # between checks of the pace
-READER_BYTES = 256 << 10  # that are read at once of an archive
-JOIN_S = 1.0  # for threads of a failed download, which may still be connecting
+READER_BYTES = 256 << 10  # buffer for reading an archive
+JOIN_S = 1.0  # time limit to join threads of a failed download, which may still be connecting
 
 
 class Stopping(StoreUnavailable):
@@ -46,9 +46,9 @@ class Range(NamedTuple):
 
 
 class Download:
-    """A download into `folder`: `files/` has the data, at full length from the start.
+    """A download of a model's files into `folder`, as a context manager that joins its threads.
 
-    A context manager that joins its threads. An archive is the one file `files/archive`.
+    `files/` below it has the data, at full length from the start; an archive is `files/archive`.
     """
 
     def __init__(
@@ -56,7 +56,8 @@ class Download:
     ) -> None:
         self._remote, self._files, self._stopping = remote, files, stopping
         self.folder = folder / "files"
-        # After a crash of the machine, data of listed ranges may not have reached the disk.
+        # A list from before a reboot is ignored: in a crash of the machine, data of listed ranges
+        # may not have reached the disk.
         self._notes = folder / f"finished-{_boot()}"
         with raise_disk_full("a model"):
             if folder.exists() and not self._notes.exists():
@@ -81,7 +82,7 @@ class Download:
     def __enter__(self) -> Download:
         self._started = time.monotonic()
         for _ in range(min(CONNECTIONS, len(self._pending))):
-            # Daemons: a process may end without them, as downloads can be resumed.
+            # Daemon threads: a process may end without them, because downloads can be resumed.
             thread = threading.Thread(target=self._work, name="download", daemon=True)
             self._threads.append(thread)
             thread.start()
@@ -95,7 +96,7 @@ class Download:
             thread.join(None if error is None else JOIN_S)
 
     def wait(self) -> None:
-        """Waits for the end of the download. Raises its error."""
+        """Waits for the end of the download. Raises the error of a failed one."""
         self._wait_until(lambda: len(self._finished) == self._count)
 
     def _wait_until(self, done: Callable[[], bool]) -> None:
@@ -121,14 +122,14 @@ class Download:
 
     @contextlib.contextmanager
     def reader(self) -> Iterator[io.BufferedReader]:
-        """A reader of the archive that can be used during the download."""
+        """Opens the archive for reading during the download; reads wait for missing bytes."""
         with self._path(self._files[0]).open("rb", buffering=0) as data:
             yield io.BufferedReader(Reader(self, data), READER_BYTES)
 
     def wait_for(self, position: int) -> int:
         """Waits for the archive's byte at `position`; returns the number of bytes ready from there.
 
-        0 at the end. Raises the download's error.
+        Returns 0 at the end of the archive. Raises the download's error.
         """
         file = self._files[0]
         if position >= file.size_bytes:
@@ -193,7 +194,10 @@ class Download:
         self._failed.set()
 
     def _fetch(self, wanted: Range) -> None:
-        """Downloads a range; continues broken ones, and fails after `ATTEMPTS` without a byte."""
+        """Downloads a range; retries from where it broke off, if the store can.
+
+        Raises `StoreUnavailable` after ATTEMPTS attempts in a row that receive nothing.
+        """
         file, attempts, position = self._files[wanted.file], 0, wanted.start
         while position < wanted.stop:
             if not self._remote.ranged:
@@ -223,8 +227,8 @@ class Download:
                 self._stopping.wait(PAUSE_S * attempts)
 
     def _write(self, file: StoredFile, position: int, data: bytes) -> None:
-        # Opened for each piece: while a late thread waits for the store, the file may be removed,
-        # and an open one would keep its space on the disk.
+        # The file is not held open: it may be removed while a thread of a failed download waits for
+        # the store, and an open file would still take space on the disk.
         descriptor = os.open(self._path(file), os.O_WRONLY)
         try:
             while data:  # an almost full disk may write less
@@ -239,7 +243,7 @@ class Download:
 
 
 class Reader(io.RawIOBase):
-    """The archive of a running download, as a file; `read` waits for missing bytes."""
+    """An archive that is being downloaded, as a raw file; `read` waits for missing bytes."""
 
     def __init__(self, download: Download, data: io.FileIO) -> None:
         super().__init__()
@@ -260,7 +264,7 @@ class Reader(io.RawIOBase):
 
 
 def _boot() -> str:
-    """The id of this boot of the machine."""
+    """Returns an id that changes with each boot of the machine."""
     with contextlib.suppress(OSError):
         return Path("/proc/sys/kernel/random/boot_id").read_text("ascii").strip()
     return "unknown"

@@ -1,6 +1,6 @@
-"""`abfs://` and `gs://`: fsspec's drivers, which are optional (requirements/store.txt).
+"""Reads `abfs://` and `gs://` with drivers of fsspec, which are optional (requirements/store.txt).
 
-They read their own variables, for example AZURE_STORAGE_CONNECTION_STRING, or
+Drivers read their own environment variables, for example AZURE_STORAGE_CONNECTION_STRING or
 GOOGLE_APPLICATION_CREDENTIALS.
 """
 
@@ -21,12 +21,16 @@ from serving.store.catalog import StoredFile
 
 DRIVERS = {"abfs": "adlfs", "gs": "gcsfs"}
 DENIED = (401, 403)
-# Limits of a call, retries of the driver included, which alone may take minutes.
+# Time limits of a call and of the read of a range, including the driver's retries: without a limit,
+# these may take minutes.
 CALL_S, RANGE_S = 20.0, 60.0
 
 
 class DriverBucket:
-    """A container or bucket. Raises `StartError` if the driver is missing or not configured."""
+    """A container of Azure or a bucket of Google Cloud.
+
+    Raises `StartError` if the driver is missing or not configured.
+    """
 
     paced = False  # a range arrives as a whole
 
@@ -77,7 +81,7 @@ class DriverBucket:
             info = self.head(file.address)
         except FileNotFoundError:
             info = None
-        # Versions are never reused: one that is unchanged after reading was so before, too.
+        # Versions are never reused, so the same version after the read means an unchanged file.
         if info is None or info.version != file.version:
             raise ArtifactChanged(f"{self._scheme}://{self._name}/{file.address} has changed")
         yield data
@@ -94,7 +98,7 @@ class DriverBucket:
 
     @contextlib.contextmanager
     def _errors(self, key: str) -> Iterator[None]:
-        """Raises a driver's error, whose types are undocumented, as `ServingError`."""
+        """Converts the errors of drivers, whose types are undocumented, to `ServingError`s."""
         where = f"{self._scheme}://{self._name}/{key}"
         try:
             yield

@@ -1,4 +1,4 @@
-"""A folder as model store: one folder or archive per model."""
+"""A store in a folder of this machine, with one folder or archive per model."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from serving.store.catalog import (
 )
 from serving.store.disk import walk
 
-CHUNK_BYTES = 1 << 20  # of a file that is read in pieces
+CHUNK_BYTES = 1 << 20  # maximum size of one read of a file
 
 
 class FolderStore:
@@ -74,9 +74,9 @@ class FolderStore:
 
 
 def find_path(path: Path, roots: tuple[Path, ...]) -> StoredModel:
-    """The model at an absolute path, a folder or an archive, under one of `roots`.
+    """Returns the model at an absolute path to a folder or an archive under one of `roots`.
 
-    Raises `UrlNotAllowed` if the path, with links and `..` resolved, is outside of them, and
+    Raises `UrlNotAllowed` if the path, with links and `..` resolved, is outside of `roots`, and
     `ModelNotInStore` if it does not exist.
     """
     resolved = _resolved(path, roots)
@@ -88,7 +88,7 @@ def find_path(path: Path, roots: tuple[Path, ...]) -> StoredModel:
 
 
 def local_model(path: Path, name: str) -> StoredModel:
-    """The model at a resolved path. Raises `ModelNotInStore`."""
+    """Returns the model at a resolved path. Raises `ModelNotInStore`."""
     if path.is_dir():
         return folder_model(name, str(path), list(_files(path)))
     try:
@@ -99,14 +99,14 @@ def local_model(path: Path, name: str) -> StoredModel:
 
 
 def file_version(status: os.stat_result) -> str:
-    """The file's size and time of modification."""
+    """Returns a file's version: its size and time of modification."""
     return f"{status.st_size}-{status.st_mtime_ns}"
 
 
 def read_range(
     file: StoredFile, start: int, stop: int, opener: Callable[[str, int], int] | None = None
 ) -> Iterator[bytes]:
-    """See `Remote.read`; `opener` is that of `open`."""
+    """Reads part of a local file as `Remote.read` does; `opener` is passed to `open`."""
     try:
         with open(file.address, "rb", buffering=0, opener=opener) as data:
             data.seek(start)
@@ -125,7 +125,7 @@ def read_range(
 
 
 def _raise_for_alike(path: Path, name: str, root: Path) -> None:
-    """Raises `NotAModel` if a file or link in the store is named like the model."""
+    """Raises `NotAModel` if a file or link in the store has the model's name, with any suffix."""
     with contextlib.suppress(OSError), os.scandir(path.parent) as entries:
         alike = [
             Path(entry.path)
@@ -142,7 +142,7 @@ def _raise_for_alike(path: Path, name: str, root: Path) -> None:
 
 
 def _resolved(path: Path, roots: tuple[Path, ...]) -> Path | None:
-    """`path` with links and `..` resolved; None if that is outside of `roots`."""
+    """Resolves links and `..` in a path; returns None if the result is outside of `roots`."""
     try:
         resolved = path.resolve()
     except (OSError, RuntimeError, ValueError):  # a loop of links, a zero byte
@@ -152,7 +152,7 @@ def _resolved(path: Path, roots: tuple[Path, ...]) -> Path | None:
 
 
 def _files(folder: Path) -> Iterator[StoredFile]:
-    """All files below a folder, except hidden ones and links."""
+    """Yields all files below a folder, except for hidden files and links."""
     for entry in walk(folder, hidden=False):
         with contextlib.suppress(OSError):
             if not entry.is_symlink():

@@ -1,4 +1,4 @@
-"""`https://`: archives from allowed hosts."""
+"""Reads archives by `https://` from allowed hosts."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from serving.store.stopping import StoppableAdapter
 
 TIMEOUT_S = (3.0, 20.0)  # to connect; between two bytes
 MAX_REDIRECTS = 5
-CHUNK_BYTES = 32 << 10  # progress of a slow store is measured in such chunks
+CHUNK_BYTES = 32 << 10  # the pace of a slow host is measured in chunks of this size
 PORTS = {"https": 443, "http": 80}
 
 
 class Https:
     """Reads archives from `hosts`, each a `host` or a `host:port`.
 
-    Plain http is for loopback addresses only. Redirects are followed on the same host.
+    Plain http is allowed for loopback addresses only, redirects within the same origin only.
     """
 
     paced = True
@@ -40,7 +40,7 @@ class Https:
         self.ranged = True
 
     def locate(self, url: str) -> StoredModel:
-        """The model at a url; its size and version come from a request for the first byte.
+        """Returns the model at a url, with the size and version that the host reports for it.
 
         Raises `UrlNotAllowed`, `ModelNotInStore`, `StoreAccessDenied`, `StoreUnavailable`.
         """
@@ -75,7 +75,7 @@ class Https:
         target = url
         for _ in range(MAX_REDIRECTS):
             try:
-                # Not compressed: ranges and sizes are those of the file.
+                # Without compression, ranges and sizes in the response are those of the file.
                 headers = {"Accept-Encoding": "identity", **({"Range": wanted} if wanted else {})}
                 with requests.Session() as session:
                     for scheme in PORTS:
@@ -110,7 +110,7 @@ class Https:
 
 
 def _origin(url: str) -> tuple[str, str, int]:
-    """Scheme, host and port. Raises `UrlNotAllowed` for urls that parsers read differently."""
+    """Returns scheme, host and port. Raises `UrlNotAllowed` for urls that are ambiguous."""
     try:
         parts = urlsplit(url)
         port = parts.port or PORTS[parts.scheme]
@@ -140,7 +140,7 @@ def _raise_for_status(status: int, url: str) -> None:
 
 
 def _size_bytes(answer: requests.Response) -> int:
-    """The size of the whole file, also for a partial answer."""
+    """Returns the size of the whole file, also from a partial response."""
     size = answer.headers.get("Content-Length", "")
     if answer.status_code == 206:
         size = answer.headers.get("Content-Range", "").rpartition("/")[2]
@@ -157,5 +157,5 @@ def _version(answer: requests.Response, size: int) -> str:
 
 
 def _why(error: Exception) -> str:
-    """The type of an error: its text would contain the url with its query."""
+    """Returns the type of an error, because its text would contain the url with its query."""
     return type(error).__name__

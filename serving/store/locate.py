@@ -18,9 +18,9 @@ OBJECTS = ("s3", *DRIVERS)
 
 
 def open_store(location: str) -> Store:
-    """The store at `s3://bucket/prefix/`, `abfs://`, `gs://`, `file:///path` or a path.
+    """Opens the store at `s3://bucket/prefix/`, `abfs://`, `gs://`, `file:///path` or a path.
 
-    Makes no request. Raises `StartError` or `SettingError`.
+    Sends no request to it. Raises `StartError` or `SettingError`.
     """
     scheme, separator, rest = location.partition("://")
     if separator and scheme in OBJECTS:
@@ -45,9 +45,9 @@ def open_store(location: str) -> Store:
 
 
 def open_remote(model: StoredModel, store: Store | None, settings: StoreSettings) -> Remote | None:
-    """The store with the model's files; None if `model.url` is a path.
+    """Returns the source of a model's files; None if `model.url` is a path.
 
-    Raises `UrlNotAllowed` for a url of another store.
+    Raises `UrlNotAllowed` for a url in another bucket or prefix than the store's.
     """
     scheme, separator, _ = model.url.partition("://")
     if not separator:
@@ -62,7 +62,7 @@ def open_remote(model: StoredModel, store: Store | None, settings: StoreSettings
 
 
 def is_here(url: str, store: Store | None) -> bool:
-    """Whether `locate` needs this machine's disk only, not the network."""
+    """Returns whether `locate` reads this machine's disk only, not the network."""
     scheme, separator, _ = url.partition("://")
     own_name = not separator and isinstance(store, FolderStore)
     return url.startswith("/") or (bool(separator) and scheme == "file") or own_name
@@ -71,9 +71,9 @@ def is_here(url: str, store: Store | None) -> bool:
 def locate(
     url: str, store: Store | None, settings: StoreSettings, handler: str | None = None
 ) -> StoredModel:
-    """The model of a load request: a name in the store, or an allowed address.
+    """Returns the model of a load request, whose `url` is a name in the store or an allowed url.
 
-    `handler` is that of the request. Raises `UrlNotAllowed` with the allowed addresses,
+    `handler` is from the request, too. Raises `UrlNotAllowed` with a list of what is allowed,
     `ModelNotInStore`, and what `Store.find` raises.
     """
     scheme, separator, _ = url.partition("://")
@@ -97,7 +97,7 @@ def locate(
 
 
 def _allowed(store: Store | None, settings: StoreSettings) -> str:
-    """The allowed urls, for a message."""
+    """Returns a list of the allowed urls, as text for a message."""
     ways = [f"a name in the store {store.location}"] if store is not None else []
     if isinstance(store, ObjectStore):
         ways.append(f"{store.location}<name>.tar.gz")
@@ -107,7 +107,7 @@ def _allowed(store: Store | None, settings: StoreSettings) -> str:
 
 
 def _local_path(location: str) -> Path | None:
-    """The path of a `file://` url or of a plain path; None for other urls."""
+    """Returns the path of a `file://` url or of a plain path; None for other urls."""
     if "://" not in location:
         return Path(location)
     try:

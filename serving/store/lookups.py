@@ -1,4 +1,4 @@
-"""Asynchronous lookups in the store, with concurrent and repeated ones combined."""
+"""Looks models up in the store, asynchronously, with few requests to the store."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from serving.store.locate import is_here, locate
 from serving.store.settings import StoreSettings
 from serving.store.stopping import Stop
 
-# How long a missing name is cached. Longer: a model that is uploaded now is found later. Shorter:
-# clients with a wrong name cost the store more requests.
+# Time for which a missing name is cached. Longer: a model that is just uploaded is available later.
+# Shorter: clients that use a wrong name cause more requests to the store.
 MISSING_S = 1.0
 MAX_MISSING = 4096  # names
-LISTED_S = 1.0  # how long the listing of a remote store is cached
-LOOKUP_LIMIT_S, LISTING_LIMIT_S = 15.0, 60.0  # then 503
-# Apart, so that a remote store that hangs blocks no lookup on this machine's disk.
+LISTED_S = 1.0  # time for which the listing of a remote store is cached
+LOOKUP_LIMIT_S, LISTING_LIMIT_S = 15.0, 60.0  # longer ones end with 503
+# Two pools, so that lookups in a hanging remote store take no threads of those on the local disk.
 THREADS, THREADS_HERE = 64, 8
 MAX_WAITING = 256  # lookups; one more gets 503
 
@@ -29,7 +29,7 @@ Key = tuple[str, ...]
 
 
 class Lookups:
-    """Lookups for one event loop; concurrent ones of a name share one request to the store.
+    """Looks models up; concurrent lookups of a name share one request. For one event loop.
 
     `now` is a clock, in seconds.
     """
@@ -41,7 +41,7 @@ class Lookups:
         self._threads = ThreadPoolExecutor(THREADS, "store")
         self._threads_here = ThreadPoolExecutor(THREADS_HERE, "folder")
         self._running: dict[Key, asyncio.Future[StoredModel]] = {}
-        # The time until which the error is valid, and the error; the oldest first.
+        # Cached errors and the times until which they are valid, the oldest first.
         self._missing: dict[Key, tuple[float, ModelNotInStore | NotAModel]] = {}
         self._waiting = 0
         self._listing: asyncio.Future[list[StoredModel]] | None = None
@@ -67,10 +67,10 @@ class Lookups:
     async def file(
         self, path: str, known: str | None, max_bytes: int
     ) -> tuple[str | None, bytes | None]:
-        """The version and first `max_bytes` of a file beside the models.
+        """Returns the version and the first `max_bytes` of a file in the store.
 
-        The bytes are None if the version is `known`, both are None if there is no such file.
-        Raises what `Store.file` does.
+        The bytes are None if the version is `known`; both are None if there is no such file.
+        Raises what `Store.file` and `Store.read` raise.
         """
 
         def read() -> tuple[str | None, bytes | None]:
@@ -96,7 +96,7 @@ class Lookups:
         self._listed_until = 0.0 if fresh else self._now() + LISTED_S
 
     def close(self) -> None:
-        """Cancels waiting lookups; running ones end on their own."""
+        """Cancels waiting lookups. Running lookups end by themselves."""
         for threads in (self._threads, self._threads_here):
             threads.shutdown(wait=False, cancel_futures=True)
 
@@ -114,11 +114,11 @@ class Lookups:
     async def _find(self, key: Key, find: Callable[[], StoredModel], here: bool) -> StoredModel:
         try:
             return await self._call(find, here, LOOKUP_LIMIT_S)
-        except OSError as error:  # a name that the file system does not allow
+        except OSError as error:  # the file system does not allow the name
             raise ModelNotInStore(f"Model not found: {key[1]} ({error.strerror})") from None
 
     async def _call(self, function: Callable[[], T], here: bool, limit_s: float) -> T:
-        """The result of `function`, run on a thread. Raises `StoreUnavailable` after `limit_s`."""
+        """Runs `function` on a thread. Raises `StoreUnavailable` after `limit_s`."""
         if self._waiting >= MAX_WAITING:
             raise Unavailable(f"{MAX_WAITING} lookups in the store are waiting, which is the limit")
         stop, threads = Stop(), self._threads_here if here else self._threads
@@ -139,7 +139,7 @@ class Lookups:
     def _answered(self, answer: asyncio.Future[T]) -> None:
         self._waiting -= 1
         if not answer.cancelled():
-            answer.exception()  # of a call that has timed out: not logged as never retrieved
+            answer.exception()  # after a timeout: else asyncio logs that it was never retrieved
 
     def _done(self, key: Key, done: asyncio.Future[StoredModel]) -> None:
         del self._running[key]

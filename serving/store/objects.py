@@ -1,4 +1,4 @@
-"""A store of objects under keys, such as S3: names, listings and versions of models."""
+"""A store of models in a bucket of objects under keys, such as S3."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from serving.store.catalog import (
 
 
 class Bucket(Protocol):
-    """The operations of a provider; keys are complete, versions are ETags.
+    """The operations on a bucket of any provider. Keys are complete, versions are ETags.
 
     `paced`: see `Remote`. Methods raise `StoreUnavailable`, `StoreAccessDenied`,
     `ModelNotInStore`.
@@ -30,22 +30,22 @@ class Bucket(Protocol):
     paced: bool
 
     def head(self, key: str) -> StoredFile | None:
-        """The object; None if there is none."""
+        """Returns the object with a key, or None."""
 
     def list(self, prefix: str) -> Iterator[StoredFile]:
-        """All objects whose key begins with `prefix`; their paths are the keys."""
+        """Yields all objects whose key begins with `prefix`; `path` is the whole key."""
 
     def read(self, file: StoredFile, start: int, stop: int) -> Iterator[bytes]:
         """See `Remote.read`."""
 
 
-MAX_SHOWN = 5  # objects, in a message
+MAX_SHOWN = 5  # objects that a message names
 
 
 class ObjectStore:
-    """Models under a prefix: `<name>.tar.gz` or `.mar`, or unpacked below `<name>/`.
+    """The models under a prefix: `<name>.tar.gz` or `.mar`, or unpacked below `<name>/`.
 
-    `address` is the part of `location` before the keys, for example `s3://bucket/`.
+    `address` is the url of the bucket, for example `s3://bucket/`.
     """
 
     ranged = True
@@ -75,7 +75,7 @@ class ObjectStore:
         raise ModelNotInStore(f"there is no model {name} in the store")
 
     def locate(self, url: str, handler: str | None = None) -> StoredModel:
-        """The model at a url of this store. Raises `UrlNotAllowed` if it is outside."""
+        """Returns the model at a url of this store. Raises `UrlNotAllowed` for other urls."""
         if not url.startswith(self.location):
             raise UrlNotAllowed(f"{url} is outside of {self.location}")
         return self.find(url.removeprefix(self.location).rstrip("/"), handler)
@@ -96,12 +96,12 @@ class ObjectStore:
         return self._bucket.read(file, start, stop)
 
     def _named(self, name: str) -> list[str]:
-        """Objects of this name with any suffix."""
+        """Returns the first MAX_SHOWN objects with this name and any suffix."""
         below = itertools.islice(self._below(f"{self._prefix}{name}."), MAX_SHOWN)
         return [f"{name}.{file.path}" for file in below if "/" not in file.path]
 
     def _folder(self, url: str) -> list[StoredFile]:
-        """The files of an unpacked model, except hidden ones."""
+        """Returns the files of an unpacked model, except for hidden files."""
         below = self._below(url.removeprefix(self._address))
         files = list(itertools.islice((f for f in below if is_clean(f.path)), MAX_FILES + 1))
         if len(files) > MAX_FILES:

@@ -1,4 +1,4 @@
-"""Models of SageMaker's folders that only root may read: they are copied into the cache."""
+"""Reads models in SageMaker's folders that only root may read, to copy them into the cache."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from serving.store.catalog import StoredFile, StoredModel, folder_model, folder_
 from serving.store.folder import file_version, read_range
 
 SCHEME = "root"
-ANSWER_S = 30.0  # for the opening of a file, which takes some 0.1 ms
+ANSWER_S = 30.0  # time limit of opening a file, which takes some 0.1 ms
 
 
 class RootFiles:
-    """Reads what `serving.process.root_files` opens below `folders`; a `Remote`. Thread-safe."""
+    """A `Remote` of files below `folders`, opened by `serving.process.root_files`. Thread-safe."""
 
     ranged, paced = True, False
 
@@ -26,7 +26,7 @@ class RootFiles:
         self._requests, self._folders = requests, folders
 
     def find(self, path: Path) -> StoredModel | None:
-        """The model at a path, None where this process may read it itself, or nothing is there.
+        """Returns the model at a path that this process may not read; otherwise None.
 
         Raises `StoreUnavailable`.
         """
@@ -56,7 +56,7 @@ class RootFiles:
         return read_range(file, start, stop, lambda path, _: self._open(Path(path)))
 
     def _walk(self, path: Path) -> Iterator[StoredFile]:
-        """The file at a path, or all files below it, except hidden ones and links."""
+        """Yields the file at a path, or all files below it except for hidden files and links."""
         pending = [path]
         while pending:
             place = pending.pop()
@@ -79,7 +79,7 @@ class RootFiles:
                 os.close(descriptor)
 
     def _open(self, path: Path) -> int:
-        """Raises `OSError` with the reason, and `StoreUnavailable` without an answer."""
+        """Opens a file or folder. Raises `OSError`, or `StoreUnavailable` without a reply."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with ours:
             ours.settimeout(ANSWER_S)
@@ -100,7 +100,7 @@ class RootFiles:
 
 
 def is_readable(path: Path) -> bool:
-    """Whether this process may read all files at or below a path, if there are any."""
+    """Returns whether this process may read all files at or below a path; true without files."""
     pending = [str(path)]
     while pending:
         place = pending.pop()

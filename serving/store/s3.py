@@ -1,4 +1,4 @@
-"""`s3://`: boto3 with its standard variables for credentials, region and endpoint."""
+"""Reads `s3://` with boto3 and its standard variables for credentials, region and endpoint."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from serving.errors import ArtifactChanged, ModelNotInStore, StoreAccessDenied, 
 from serving.store.catalog import StoredFile
 from serving.store.stopping import Stoppable
 
-CHUNK_BYTES = 32 << 10  # progress of a slow store is measured in such chunks
-# A bucket without an answer fails after about half a minute, all attempts together.
+CHUNK_BYTES = 32 << 10  # the pace of a slow store is measured in chunks of this size
+# With all attempts, a request to a bucket that does not answer fails after about half a minute.
 CLIENT_OPTIONS: dict[str, Any] = {
     "retries": {"mode": "standard", "max_attempts": 5},
     "connect_timeout": 3,
@@ -49,7 +49,7 @@ awsrequest.AWSHTTPSConnectionPool.ConnectionCls = _HTTPS
 
 
 class S3Bucket:
-    """A bucket of S3. Raises `SettingError` if boto3 rejects its configuration."""
+    """A `Bucket` of S3. Raises `SettingError` if boto3 rejects its configuration."""
 
     paced = True
 
@@ -89,7 +89,7 @@ class S3Bucket:
 
     @contextlib.contextmanager
     def _errors(self, action: str, key: str) -> Iterator[None]:
-        """Raises boto3's errors as `ServingError`."""
+        """Converts boto3's errors to `ServingError`s."""
         where = f"s3://{self.name}/{key}"
         try:
             yield

@@ -10,11 +10,12 @@ from serving.store.root_files import RootFiles
 
 @dataclass(frozen=True)
 class StoreSettings:
-    """`location` is the store's address; `roots` are folders whose models may be loaded by path.
+    """The settings of a store and its cache.
 
-    `https_hosts` are the hosts that archives may be downloaded from, as `host` or `host:port`;
-    none by default. `cache_max_bytes` 0: no limit but the disk. `model_max_bytes` bounds
-    one model, unpacked. `root_files` reads models of `roots` that only root may read.
+    `location` is the store's url or path, `roots` are folders whose models may be loaded by path,
+    and `https_hosts` the hosts to download from, as `host` or `host:port`. `cache_max_bytes` may be
+    0 for no limit; `model_max_bytes` limits an unpacked model. `root_files` reads models of `roots`
+    that only root may read.
     """
 
     location: str

@@ -1,7 +1,7 @@
 """Stops store requests that take too long, by shutting down their connections.
 
-requests and boto3 limit the time between two bytes only, so a store that sends one every few
-seconds blocks a thread for ever.
+requests and boto3 limit only the time between two bytes: a store that sends a byte every few
+seconds would block a thread for ever.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from urllib3.connection import HTTPConnection, HTTPSConnection
 
 
 class Stop(threading.Event):
-    """An event that, when set, shuts down the connections of the threads that it covers."""
+    """An event whose `set` shuts down the connections of threads that are inside `covers`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -27,7 +27,7 @@ class Stop(threading.Event):
 
     @contextlib.contextmanager
     def covers(self) -> Iterator[None]:
-        """Covers the requests that the calling thread makes inside."""
+        """Lets `set` stop the requests that the calling thread makes inside the context."""
         _here.stops.append(self)
         try:
             yield
@@ -64,7 +64,7 @@ def _shut_down(connection: socket.socket) -> None:
 
 
 class Stoppable:
-    """Mixin of `HTTPConnection`: registers its socket with the thread's `Stop`s."""
+    """A mixin of `HTTPConnection` that registers its socket with the thread's `Stop`s."""
 
     sock: socket.socket
 
