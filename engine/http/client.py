@@ -20,7 +20,7 @@ from common.errors import EngineError, EngineUnavailable, ModelNotFound, named
 from engine.http.connection import Connection
 
 LOAD_TIMEOUT_S = 300.0
-# How long a restart of the engine is waited for. Shorter than the supervisor needs: requests fail.
+# How long requests wait for a restart of the engine. Shorter than that takes: requests fail.
 RECONNECT_S = 15.0
 # How long after the deadline of a request the engine may still answer, with the deadline's error.
 GRACE_S = 5.0
@@ -81,7 +81,7 @@ class Uses:
 
 
 class EngineClient:
-    """The client of a process; it keeps a connection for each thread."""
+    """A client of the engine, with a connection for each thread that uses it."""
 
     def __init__(self, path: str) -> None:
         self._path = path

@@ -59,7 +59,7 @@ class _Server(uvicorn.Server):
 
     def handle_exit(self, sig: int, frame: Any) -> None:
         self._app.stopping.set()
-        self.should_exit = True  # uvicorn's own would raise the signal again and skip engine.close
+        self.should_exit = True  # uvicorn's handler would end the process before engine.close
 
 
 def serve(settings: Settings) -> None:
