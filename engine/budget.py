@@ -37,7 +37,7 @@ class Budget:
         self.on_growth: Callable[[], object] = lambda: None
         self._rows: list[tuple[str, int]] = []  # model, K/V bytes of a row of full context
         self._claimant: object = None  # the next to get K/V bytes, see `reserve_kv`
-        self._lock = threading.RLock()  # `declare` checks and counts under one lock
+        self._lock = threading.RLock()  # reentrant: `declare` calls `check` while it holds the lock
 
     @property
     def free_bytes(self) -> int:

@@ -247,7 +247,7 @@ class Engine:
         check_bytes(length, self._find(name).config.max_length)
 
     def parameters(self, name: str, given: Any) -> Parameters:
-        """A request's parameters, with the model's defaults. Raises `ModelNotFound`."""
+        """Parse parameters, with the model's defaults. Raises `ModelNotFound`, `InvalidRequest`."""
         return self._find(name).texts.parameters(given)
 
     def with_texts(self, name: str, task: Callable[[Texts], Result]) -> Future[Result]:
@@ -286,7 +286,7 @@ class Engine:
                 labels = model.texts.labels(form)
                 check_lengths(labels, len(ids), model.config.max_length)
             guesses = self.settings.speculation == "auto"
-            rules = model.texts.rules(parameters, ids)  # indexes the prompt, once for all answers
+            rules = model.texts.rules(parameters, ids)  # the prompt is indexed once for all answers
             sequences = [
                 Sequence(
                     prompt=ids,

@@ -73,7 +73,7 @@ class NoRepeatNgrams:
         if count <= 0:
             return
         ends = np.arange(count)
-        if size:  # only where the last token occurred before are the others compared
+        if size:  # only windows that end in the last token are compared
             ends = np.flatnonzero(ids[size - 1 : -1] == ids[-1])
             windows = np.lib.stride_tricks.sliding_window_view(ids, size)
             ends = ends[(windows[ends] == ids[-size:]).all(axis=1)]

@@ -63,7 +63,7 @@ class Batch:
         self.max_rows = min(self.max_rows, model.max_rows)
 
     def close(self) -> None:
-        """Close the batch of an evicted core, after its last row was closed."""
+        """Close the batch of an evicted core, which runs no sequence, and drop its prefixes."""
         self._prefixes.drop_rows_of(self.model)
         self._budget.withdraw_claim(self)
         self._model = None

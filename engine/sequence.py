@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 class State(enum.Enum):
     WAITING = enum.auto()  # in the queue of its model
     PREFILL = enum.auto()  # has a row, which lacks part of the prompt
-    DECODE = enum.auto()  # has a row with its prompt; gets a token a pass
+    DECODE = enum.auto()  # its prompt is computed; each pass gives a token
     FINISHED = enum.auto()
 
 
@@ -42,7 +42,7 @@ class Token:
     # "stop", "length", or "complete" for the last token of a form, which clients see as "stop"
     finish_reason: str | None = None
     accepted: bool = False  # whether it was guessed
-    rejected: int = 0  # checked guesses of this token and those behind it that were wrong
+    rejected: int = 0  # wrong guesses of this token and of those behind it
     # The prompt's tokens, on the first token of an answer with `decoder_input_details`.
     prefill: list[tuple[int, TokenLogprobs | None]] = field(default_factory=list)
     pieces: list[bytes] = field(default_factory=list)  # the bytes of each id in `shown`
@@ -109,7 +109,7 @@ class Sequence:
         self._sampler = Sampler(self.parameters, self.index, self.rules)
         self._tokens: deque[Token] = deque()  # tokens that are not sent yet
         self._ended = False
-        self._prefill: list[TokenLogprobs | None] = [None]  # the first token has none
+        self._prefill: list[TokenLogprobs | None] = [None]  # the prompt's first token has none
         self._emit_lock = threading.Lock()
 
     @property

@@ -316,7 +316,7 @@ class Loop:
     def _fault(core: Core, error: Exception) -> EngineError:
         """Log an error and return the one that the sequences fail with."""
         logger.error("a step of %s failed", core.name, exc_info=error)
-        if nvidia.is_fatal(str(error)):  # no later step can work; the supervisor restarts
+        if nvidia.is_fatal(str(error)):  # no later step can work; the supervisor restarts it
             os._exit(GPU_LOST)
         if isinstance(error, EngineError):
             return error

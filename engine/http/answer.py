@@ -51,7 +51,7 @@ class Answer:
         return sum(len(token.shown) for tokens in self._tokens for token in tokens)
 
     def result(self) -> dict[str, Any]:
-        """The body of the response to `generate`.
+        """Return the body of the response to `generate`.
 
         `{"completions": [{"text", "tokens", "finish_reason", "logprobs"?, "prefill"?,
         "choice_logprobs"?, "accepted_tokens"?, "rejected_tokens"?}], "seconds",
@@ -84,9 +84,9 @@ class Answer:
 
 
 def token_details(token: Token) -> dict[str, Any]:
-    """The `logprobs` of a token, and the prompt's `prefill` on the first token of an answer.
+    """Return the `logprobs` of a token and, on an answer's first token, the prompt's `prefill`.
 
-    Both are left out where the request does not want them. An entry is `{"token", "text",
+    Both are absent unless the request sets them. An entry is `{"token", "text",
     "special"?, "logprob"?, "top"?: [{"token", "text", "logprob"}]}`, with `bytes` where the token
     is only a part of a character.
     """

@@ -104,7 +104,7 @@ class AsyncEngineClient:
         timeout_s: float = 60.0,
         kind: str = "inputs",
     ) -> AsyncGenerator[dict[str, Any], None]:
-        """Yield each token when it is made.
+        """Yield each token of an answer as soon as the engine sends it.
 
         A token is `{"index", "token", "text", "logprobs"?, "accepted_tokens"?, "rejected_tokens"?,
         "finish_reason"?}`, the first of a sequence also has `prompt_tokens`. Closing the generator

@@ -40,7 +40,7 @@ class UnixConnection(http.client.HTTPConnection):
 
 
 def error_of(status: int, body: bytes, retry_after: str | None) -> EngineError:
-    """The exception for an error answer of the engine."""
+    """Return the exception for an error response of the engine."""
     retry_after_s = float(retry_after) if retry_after else None
     try:
         error = json.loads(body)

@@ -123,7 +123,7 @@ class EngineApp:
         return NdjsonStream(hold(), lambda: self._leases.release(name))
 
     async def _unless_gone(self, request: Request, work: Callable[[Reading], T]) -> T:
-        """Run `work` on a thread; cancelled if the client disconnects or the engine stops."""
+        """Run `work` on a thread, and cancel it if the client disconnects or the engine stops."""
         reading = Reading()
         working = asyncio.ensure_future(run_in_threadpool(work, reading))
         ends: list[asyncio.Future[Any]] = [

@@ -55,7 +55,7 @@ Opened = TypeVar("Opened", Artifact, Adapter)
 
 
 class Run(Protocol):
-    """Calls a function, perhaps in another process: arguments and value are JSON."""
+    """Calls `target` and returns its value, perhaps in another process; all values are JSON."""
 
     def __call__(self, target: Any, *arguments: Any, what: str, limits: Limits) -> Any: ...
 
@@ -66,7 +66,7 @@ def directly(target: Any, *arguments: Any, what: str, limits: Limits) -> Any:
 
 
 class Manifests:
-    """Opens artifacts, and reads each only once while it does not change. Thread-safe."""
+    """Opens artifacts, and reads each only once while its files do not change. Thread-safe."""
 
     def __init__(self, cache_dir: Path | None = None) -> None:
         self._cache_dir = cache_dir
@@ -89,7 +89,7 @@ class Manifests:
         target: Callable[[str], dict[str, Any]],
         decode: Callable[[Path, Any], Opened],
     ) -> Opened:
-        """Open by the manifest in memory, on disk, or else made by `target` in a sandbox."""
+        """Open by a manifest: from memory, from disk, or made by `target` in a sandbox."""
         path = path.resolve()
         stamps = stamps_of(path)
         with self._lock:
@@ -143,7 +143,7 @@ class Manifests:
 
 
 def stamps_of(path: Path) -> Stamps:
-    """Return name, size, time and inode of each file in a folder. Raises `ArtifactError`."""
+    """Return name, size, time and inode of the files in a folder. Raises `ArtifactError`."""
     stamps: Stamps = []
     missing = (FileNotFoundError, NotADirectoryError)
     try:
@@ -207,7 +207,7 @@ def _finite_chunks(weight: NDArray[Any]) -> Iterator[NDArray[np.uint8]]:
 
 
 def to_manifest(artifact: Artifact | Adapter) -> dict[str, Any]:
-    """The manifest of an artifact or adapter, for JSON."""
+    """Return the manifest of an artifact or adapter, as values for JSON."""
     shared = {
         "index": {name: list(tensor) for name, tensor in artifact.index.items()},
         "generation": artifact.generation.to_json(),

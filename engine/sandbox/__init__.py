@@ -38,7 +38,7 @@ class Limits:
     """Limits of a child."""
 
     memory_mib: int = 512  # private memory beyond that at the fork; mapped files do not count
-    cpu_s: int = 0  # of its whole life; 0: no limit, where calls have deadlines instead
+    cpu_s: int = 0  # in its whole life; 0: no limit, for children whose calls have timeouts
     write_mib: int = 0  # the longest file that it may write; 0: it may not change any file
     answer_mib: int = 16  # the longest answer
     niceness: int = 0  # as of `os.nice`
