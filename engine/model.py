@@ -75,7 +75,7 @@ class Core:
 
 @dataclass(eq=False)
 class Model:
-    """A loaded model, which requests name; an adapter has weights of its own beside the core."""
+    """A loaded model by the name that requests use; an adapter adds its weights to the core's."""
 
     name: str
     path: Path

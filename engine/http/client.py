@@ -20,7 +20,7 @@ from common.errors import EngineError, EngineUnavailable, ModelNotFound, named
 from engine.http.connection import Connection
 
 LOAD_TIMEOUT_S = 300.0
-# How long requests wait for a restart of the engine. Shorter than that takes: requests fail.
+# How long requests wait for a restart of the engine. If a restart takes longer, they fail.
 RECONNECT_S = 15.0
 # How long after the deadline of a request the engine may still answer, with the deadline's error.
 GRACE_S = 5.0
