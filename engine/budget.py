@@ -8,43 +8,43 @@ from collections.abc import Callable, Mapping
 from common.errors import NeverFits, OutOfMemory
 from common.memory import MIB
 
-# Memory that the budget leaves to the libraries and the other processes. Measured with MXNet and
-# one model: 290 MiB in the engine, 270 in the others. Less: the container runs out of memory.
+# Memory outside of the budget, for libraries and other processes. Measured with MXNet and one
+# model: 290 MiB in the engine, 270 in the others. Smaller: the container runs out of memory.
 RESERVE_MIB = 640
 
 
 def budget_bytes(limit_bytes: int) -> int:
-    """The budget on a machine or in a container with `limit_bytes` of memory, less the reserve."""
+    """Return the budget for a machine or container with `limit_bytes` of memory."""
     return limit_bytes - max(RESERVE_MIB * MIB, limit_bytes // 4)
 
 
 class Budget:
-    """Counts weights and K/V bytes against a total. Thread-safe.
+    """Admits weights and K/V bytes up to a total number of bytes. Thread-safe.
 
-    All loaded models together may have `overcommit` times the total of weights; those in memory
-    (`engine.residency`) count against the total itself. Beside them there is always space for one
-    row of full context of any resident model, so every queued request gets its turn.
+    The weights of all loaded models may take `overcommit` times the total; weights in memory
+    (`engine.residency`) and K/V bytes together may take the total. Beside the weights, one row of
+    full context of any resident model always fits, so every queued request can run in the end.
     """
 
     def __init__(self, total_bytes: int, overcommit: int = 1) -> None:
         self.total_bytes, self.overcommit = total_bytes, overcommit
         self.declared_bytes = 0  # weights of all models
-        self.weight_bytes = 0  # those in memory
+        self.weight_bytes = 0  # weights in memory
         self.kv_bytes = 0
         # Called with the bytes that a K/V reservation lacks, to evict weights.
         self.on_kv_shortage: Callable[[int], None] = lambda missing: None
         # Called after a reservation has grown, to shrink the prefix cache.
         self.on_growth: Callable[[], object] = lambda: None
-        self._rows: list[tuple[str, int]] = []  # by model, bytes of a row of full context
+        self._rows: list[tuple[str, int]] = []  # model, K/V bytes of a row of full context
         self._claimant: object = None  # the next to get K/V bytes, see `reserve_kv`
-        self._lock = threading.RLock()  # `declare` checks and counts under one lock
+        self._lock = threading.RLock()  # reentrant: `declare` calls `check` while it holds the lock
 
     @property
     def free_bytes(self) -> int:
         return self.total_bytes - self.weight_bytes - self.kv_bytes
 
     def declare(self, size: int, row: int, model: str) -> None:
-        """Count a new model's weights, and `row` bytes for one row of full context; see `check`."""
+        """Count a new model, with `size` bytes of weights, if it fits. Raises as `check`."""
         with self._lock:
             self.check(size, row, model)
             self.declared_bytes += size
@@ -53,10 +53,10 @@ class Budget:
     def check(
         self, size: int, row: int, model: str, promised: Mapping[str, int] | None = None
     ) -> None:
-        """Check that a model fits beside all declared ones and those to come.
+        """Check that `size` bytes of weights and a row of `row` K/V bytes fit beside all models.
 
-        `promised` has bytes by the names of models that will be loaded. Raises `OutOfMemory`, and
-        `NeverFits` where the model does not fit into an empty engine either.
+        `promised` has the bytes of models that will be loaded, by name. Raises `OutOfMemory`, or
+        `NeverFits` if the model would not even fit into an empty engine.
         """
         if size + row > self.total_bytes:
             raise NeverFits(
@@ -87,22 +87,22 @@ class Budget:
             self._rows.remove((model, row))
 
     def missing_bytes(self, size: int, row: int) -> int:
-        """Bytes that are missing for `size` more of weights beside a row of `row` bytes."""
+        """Return how many bytes must be freed for `size` bytes of weights and a row of `row`."""
         reserve = max(row, self.kv_bytes)
         return max(0, size + reserve + self.weight_bytes - self.total_bytes)
 
     def take(self, size: int) -> None:
-        """Count weights as in memory; a negative size gives them back. See `missing_bytes`."""
+        """Count `size` more bytes of weights in memory, or fewer if negative, without a check."""
         with self._lock:
             self.weight_bytes += size
         if size > 0:
             self.on_growth()
 
     def reserve_kv(self, size: int, claimant: object) -> bool:
-        """Reserve bytes for keys and values; returns whether they could be reserved.
+        """Reserve `size` bytes for keys and values; return False if they are not free.
 
-        The first `claimant` that is refused is next: no other gets bytes until it has its own or
-        withdraws its claim.
+        The first `claimant` that is refused has priority: all others are refused until it succeeds
+        or calls `withdraw_claim`.
         """
         missing = size - self.free_bytes
         if missing > 0:
@@ -128,7 +128,7 @@ class Budget:
             self.kv_bytes -= size
 
     def kv_problem(self, size: int, weights: int) -> str | None:
-        """Why `size` bytes of K/V never fit beside `weights` bytes; None if they may."""
+        """Return an error message if `size` K/V bytes never fit beside `weights` bytes, or None."""
         if size <= self.total_bytes - weights:
             return None
         return (

@@ -1,4 +1,4 @@
-"""The cores of all loaded models: a base and its adapters share one."""
+"""The cores of all loaded models. A base and its adapters share a core."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from engine.model import Core, Model
 
 
 class Cores:
-    """Finds, opens and drops cores. Thread-safe: `changed` guards them."""
+    """Finds, opens and removes cores. Thread-safe: the condition `changed` guards all of them."""
 
     def __init__(self, changed: threading.Condition) -> None:
         self._changed = changed
         self.by_name: dict[str, Core] = {}
-        self._opening: set[Hashable] = set()  # keys
+        self._opening: set[Hashable] = set()  # keys of bases that a thread is opening
         self._names: set[str] = set()
 
     def has(self, key: Hashable) -> bool:
-        """Whether an adapter of this base would share a core that is loaded."""
+        """Return whether a loaded core has this key, so that an adapter would share it."""
         with self._changed:
             return self._find(key, is_adapter=True) is not None
 
@@ -29,7 +29,7 @@ class Cores:
         return next(shared, None)
 
     def take_name(self, name: str) -> str:
-        """Reserve a name like this one that no other core has, until `forget` or `free_name`."""
+        """Reserve and return `name`, with a number behind it if another core has that name."""
         with self._changed:
             numbered = (f"{name} ({number})" for number in itertools.count(2))
             free = next(n for n in itertools.chain([name], numbered) if n not in self._names)
@@ -47,10 +47,10 @@ class Cores:
         make: Callable[[Core], Model],
         is_adapter: bool,
     ) -> Model:
-        """Have `make` create a model on the core of this key, opened by `open` if it is not loaded.
+        """Make a model on the core with this key, which is opened first if it is not loaded.
 
-        Of several loads of adapters at once, one opens their base. A whole model shares a core only
-        with adapters of it. Raises what `open` and `make` raise.
+        If several threads load adapters of one base at once, one of them opens the base. A whole
+        model shares a core only with its own adapters. Raises what `open` and `make` raise.
         """
         with self._changed:
             while is_adapter and key in self._opening:
@@ -78,7 +78,7 @@ class Cores:
         return model
 
     def remove(self, model: Model) -> bool:
-        """Remove a model from its core; returns whether that is empty, for the caller to close."""
+        """Remove a model; return True if it was the last on its core, which the caller closes."""
         with self._changed:
             core = model.core
             core.models.remove(model)
@@ -88,7 +88,7 @@ class Cores:
             return True
 
     def forget(self, core: Core) -> None:
-        """Share a core with no further model."""
+        """Remove a core, so that no new model shares it."""
         with self._changed:
             self.by_name.pop(core.name, None)
             self._names.discard(core.name)

@@ -1,4 +1,4 @@
-"""The engine: loads models, queues requests, and owns what both share."""
+"""The engine: loads and unloads models, and queues their requests."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ from engine.step_loop import Loop
 from engine.text.prompts import Inputs, check_bytes
 from engine.text.texts import Texts
 
-# Memory of the container that the prefix cache leaves to other processes: two workers
-# (`serving.models.worker_memory`). Less: a worker that starts may be killed for want of memory.
+# Memory of the container that the prefix cache does not take, so that two workers can start
+# (`serving.models.worker_memory`). Smaller: a starting worker may be killed for want of memory.
 RESERVE_BYTES = 128 * MIB
 
 logger = logging.getLogger(__name__)
@@ -55,8 +55,8 @@ class Engine:
         self.budget = Budget(self.settings.budget_bytes, self.settings.overcommit)
         self._models: dict[str, Model] = {}
         self._loading: dict[str, Future[Model]] = {}
-        self._unloading: dict[str, threading.Event] = {}  # set once their memory is given back
-        self._changed = threading.Condition()  # guards what is loaded, where it is, what waits
+        self._unloading: dict[str, threading.Event] = {}  # set once the memory is free
+        self._changed = threading.Condition()  # guards models, residency and queues
         limit = self.settings.prefix_cache_mib * MIB
         self._prefixes = Prefixes(limit, lambda: self.budget.free_bytes, _container_shortage_bytes)
         self.budget.on_growth = self._prefixes.shrink
@@ -83,10 +83,10 @@ class Engine:
     ) -> Model:
         """Load the model in `model_dir`, or the adapter there for the base model in `base`.
 
-        Of several loads of one name at once, one does the work. A base and its adapters share
+        If several threads load one name at once, one does the work. A base and its adapters share
         weights and steps. At most `max_rows` sequences share a step, by default ENGINE_MAX_ROWS.
 
-        `reading` cancels the load; another load of the name then takes over. Raises
+        `reading` can cancel the load; another load of the name then takes over. Raises
         `ArtifactError`, `OutOfMemory`, `InvalidRequest`, `Cancelled`, and `ModelAlreadyLoaded` if
         the name has another folder, backend or precision. A failed load leaves nothing behind.
         """
@@ -138,8 +138,8 @@ class Engine:
     ) -> int:
         """Return the bytes of a model's weights if it can be loaded now.
 
-        `promised` has the bytes of models that will be loaded, by name. A load reads nothing again
-        that was read here. Raises what `load` raises for a lack of memory or a faulty artifact.
+        `promised` has the bytes of models that will be loaded, by name. A later load does not
+        read the files again. Raises what `load` raises for a lack of memory or a faulty artifact.
         """
         wanted = self._loader.request(name, model_dir, backend, precision, None, base)
         needed, row = self._loader.needs(wanted, reading or Reading())
@@ -160,9 +160,9 @@ class Engine:
     def unload(self, name: str, unless: Callable[[Model], bool] = lambda _: False) -> bool:
         """Unload a model and free its memory; its running requests fail with 404.
 
-        `unless` is called while no request can find the model; if it returns True the model stays.
-        Returns whether the model was unloaded. Raises `ModelNotFound`, for a model that another
-        thread is unloading only once its memory is free.
+        `unless` is called with the model while no request can be queued; if it returns True, the
+        model is not unloaded. Returns whether it was unloaded. Raises `ModelNotFound`; if another
+        thread is unloading the model, only after the memory is free.
         """
         with self._changed:
             freed = self._unloading.get(name) if name not in self._models else None
@@ -193,7 +193,7 @@ class Engine:
         with self._changed:
             core.lost = True
             self._cores.forget(core)
-            # What is being loaded or unloaded meanwhile frees itself.
+            # A model that another thread is loading or unloading is freed by that thread.
             lost = [model for model in core.models if self._models.pop(model.name, None) is model]
             last = {model: self._cores.remove(model) for model in lost}
         for model in lost:
@@ -221,7 +221,7 @@ class Engine:
             return model.describe()
 
     def models(self) -> list[dict[str, Any]]:
-        with self._changed:  # none of them is freed before it is done
+        with self._changed:  # so that no model is freed meanwhile
             return [model.describe() for model in self._models.values()]
 
     def held(self) -> list[dict[str, Any]]:
@@ -247,7 +247,7 @@ class Engine:
         check_bytes(length, self._find(name).config.max_length)
 
     def parameters(self, name: str, given: Any) -> Parameters:
-        """A request's parameters, with the model's defaults. Raises `ModelNotFound`."""
+        """Parse parameters, with the model's defaults. Raises `ModelNotFound`, `InvalidRequest`."""
         return self._find(name).texts.parameters(given)
 
     def with_texts(self, name: str, task: Callable[[Texts], Result]) -> Future[Result]:
@@ -264,13 +264,13 @@ class Engine:
         timeout_s: float | None = None,
         stream: bool = True,
     ) -> Future[list[Sequence]]:
-        """Have a prompt tokenized by the model's text process, then queue its sequences.
+        """Tokenize a prompt in the model's text process, then queue the sequences of its answers.
 
-        `inputs` are a text or the fields of the model's template. `emit` is called on a text thread
-        and must not block; without `stream` it gets several tokens at a time.
+        `emit` is called with each token on a text thread, or with an error on any thread; it must
+        not block. Without `stream`, tokens are emitted several at a time.
 
-        Raises `ModelNotFound`, `Overloaded`; the future raises those, `InvalidRequest`,
-        `PromptTooLong`, and what `Texts.encode` does.
+        Raises `ModelNotFound`, `Overloaded`; the future raises those, `DeadlineExceeded`,
+        `InvalidRequest`, `PromptTooLong`, and what `Texts.encode` does.
         """
         model = self._find(name)
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
@@ -278,7 +278,7 @@ class Engine:
         def submit() -> list[Sequence]:
             if deadline is not None and time.monotonic() >= deadline:
                 raise DeadlineExceeded(f"the prompt was not begun within {timeout_s:.1f} s")
-            if model.adapter is not None:  # no step waits for a disk
+            if model.adapter is not None:  # so that no step waits for the disk
                 read_in(model.adapter.mapped)
             ids = model.texts.encode(inputs)
             form, labels = parameters.form, None
@@ -286,7 +286,7 @@ class Engine:
                 labels = model.texts.labels(form)
                 check_lengths(labels, len(ids), model.config.max_length)
             guesses = self.settings.speculation == "auto"
-            rules = model.texts.rules(parameters, ids)  # indexes the prompt, once for all answers
+            rules = model.texts.rules(parameters, ids)  # the prompt is indexed once for all answers
             sequences = [
                 Sequence(
                     prompt=ids,
@@ -368,6 +368,6 @@ class Engine:
 
 
 def _container_shortage_bytes() -> int:
-    """Bytes that the container lacks to start other processes; 0 or less if none."""
+    """Return the bytes that the container lacks to start workers; 0 or less if it has enough."""
     container = container_memory()
     return 0 if container is None else RESERVE_BYTES - container.free_bytes

@@ -1,29 +1,29 @@
-"""Speculation: guesses of a sequence's next tokens, which one pass checks together.
+"""Speculative decoding: guesses of a sequence's next tokens, which one pass checks together.
 
-A guess is what followed the same tokens before: in the sequence's own text, or in an answer that
-the model gave lately. It is accepted only where the token that is drawn is the guess, so texts are
-the same with and without. All of it runs on the engine's thread.
+The last two or three tokens are searched for in the sequence's own text and in the model's recent
+answers; the tokens behind them are the guesses. A guess is accepted only if the sampler draws the
+same token, so texts do not depend on guesses. All of this runs on the step loop's thread.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 
-LENGTHS = (3, 2)  # of the runs of tokens that are looked up, the longer first
-RECENT_TOKENS = 16_384  # of a model's last answers, in some 4 MB; older ones are dropped
-FEWEST = 3  # guesses of a pass: with one row four tokens take 1.1 times as long as one
-PAUSE = 24  # passes without guesses where they did not pay; it doubles each time
-MOST = 7  # guesses of a pass, after passes in which all were right
+LENGTHS = (3, 2)  # tokens of the runs that are searched for, longest first
+RECENT_TOKENS = 16_384  # most tokens of a model's recent answers, which take about 4 MB
+FEWEST = 3  # least guesses a pass: with one row, four tokens take 1.1 times as long as one
+PAUSE = 24  # passes without guesses after too few were accepted; doubles each time
+MOST = 7  # most guesses a pass, after passes in which all were accepted
 WORTH = 0.15  # the least rate of accepted guesses for which a pass is not slower, with a margin
 SMOOTHING = 0.25  # weight of the last pass in the rate of accepted guesses
 
 
 class Text:
-    """Tokens, and where each run of two or three of them occurred last."""
+    """Tokens with an index of the last occurrence of each run of two or three tokens."""
 
     def __init__(self) -> None:
         self.ids: list[int] = []
-        self._behind: dict[tuple[int, ...], int] = {}  # the place behind a run
+        self._behind: dict[tuple[int, ...], int] = {}  # index of the token behind a run
 
     def extend(self, ids: Seq[int]) -> None:
         begin = len(self.ids)
@@ -35,13 +35,13 @@ class Text:
             self._behind.update(zip(runs, range(first, len(self.ids)), strict=False))
 
     def after(self, run: tuple[int, ...], count: int) -> list[int]:
-        """At most `count` tokens that followed a run; none where it has not occurred."""
+        """Return up to `count` tokens that followed the last occurrence of a run, if any."""
         at = self._behind.get(run)
         return [] if at is None else self.ids[at : at + count]
 
 
 class Recent(Text):
-    """A model's answers of late, and the rate at which its guesses were accepted."""
+    """Tokens of a model's recent answers, and the rate at which its guesses are accepted."""
 
     rate = 0.4
 
@@ -54,15 +54,15 @@ class Recent(Text):
 
 
 class Guesser:
-    """Guesses for one sequence, for as long as enough of them are accepted."""
+    """Guesses the next tokens of one sequence, with pauses when too few are accepted."""
 
     def __init__(self, recent: Recent) -> None:
         self._own, self._recent = Text(), recent
         self._rate, self._count = max(recent.rate, WORTH), FEWEST
-        self._left, self._pause = 0, PAUSE  # passes: of the pause under way, of the next
+        self._left, self._pause = 0, PAUSE  # remaining passes of this pause; passes of the next
 
     def guess(self, ids: Seq[int], most: int) -> list[int]:
-        """Tokens that may follow `ids`, at most `most`."""
+        """Return up to `most` tokens that may follow `ids`."""
         if self._left:
             self._left -= 1
             return []
@@ -79,7 +79,7 @@ class Guesser:
         return []
 
     def check(self, guessed: int, accepted: int) -> None:
-        """Takes in how many of a pass's guesses were accepted."""
+        """Update the rates after a pass with `guessed` guesses, of which `accepted` were right."""
         self._rate += SMOOTHING * (accepted / guessed - self._rate)
         self._recent.rate += SMOOTHING / 4 * (accepted / guessed - self._recent.rate)
         self._count = 2 * self._count + 1 if accepted == guessed else FEWEST

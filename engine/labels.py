@@ -13,15 +13,15 @@ from engine.sampling import Logits, TokenLogprobs, Weights, logprobs_of
 
 @dataclass(frozen=True)
 class Way:
-    """One sequence of tokens that writes a text."""
+    """One way to write a text as tokens."""
 
-    text: int  # which one, by its place
+    text: int  # index of the text in `Labels.texts`
     ids: list[int]
-    ends: frozenset[int] = frozenset()  # one must follow: another text goes on behind `ids`
+    ends: frozenset[int] = frozenset()  # one must follow `ids`, if another text begins with it
 
     @property
     def path(self) -> list[int]:
-        """The tokens behind which logits are needed."""
+        """The tokens to compute behind the prompt to get the logits of the whole way."""
         return self.ids if self.ends else self.ids[:-1]
 
 
@@ -29,8 +29,8 @@ class Way:
 class Labels:
     """The texts of one request's choice and their probabilities.
 
-    The model computes `paths`, each behind the prompt. No path is the beginning of another, so ways
-    that begin alike share one, and labels of one token share the prompt's own logits.
+    The model computes `paths`, each behind the prompt. No path is a prefix of another: ways with
+    the same beginning share a path, and labels of one token need only the prompt's logits.
     """
 
     texts: tuple[str, ...]
@@ -55,10 +55,9 @@ class Labels:
         return max(len(way.ids) for way in self.ways)
 
     def score(self, logits: Logits, top: int) -> None:
-        """Scores the next path by its logits (1 + T, V).
+        """Score the next path by its logits (1 + T, V), after the prompt and each of T tokens.
 
-        These are behind the prompt and behind each token of the path. top: of how many of the
-        likeliest tokens in each place the log-probabilities are returned by `tokens`
+        top: how many of the likeliest tokens `tokens` returns at each position
         """
         path = self.paths[self.num_scored]
         self.num_scored += 1
@@ -68,7 +67,7 @@ class Labels:
 
     @property
     def logprobs(self) -> list[tuple[str, float]]:
-        """Each text with the log of its probability among the texts, the likeliest first."""
+        """Pairs of text and log-probability relative to the other texts, likeliest first."""
         scores = self.scores
         scores -= np.logaddexp.reduce(scores)
         order = np.argsort(-scores, kind="stable")
@@ -76,21 +75,21 @@ class Labels:
 
     @property
     def scores(self) -> Weights:
-        """The log-probability of each text (N,) among all that the model could write."""
+        """The log-probability (N,) of each text among everything that the model can generate."""
         scores = np.full(len(self.texts), -np.inf)
         for i, way in enumerate(self.ways):
             scores[way.text] = np.logaddexp(scores[way.text], self._by_way[i][0])
         return scores
 
     def tokens(self, text: int) -> list[tuple[int, TokenLogprobs]]:
-        """Of the likeliest way to write one of the texts."""
+        """Return the tokens of the likeliest way to write a text, with their log-probabilities."""
         ways = [i for i, way in enumerate(self.ways) if way.text == text]
         best = max(ways, key=lambda i: self._by_way[i][0])
         return list(zip(self.ways[best].ids, self._by_way[best][1], strict=True))
 
 
 def _score(way: Way, logits: Logits, top: int) -> tuple[float, list[TokenLogprobs]]:
-    """The log-probability of all of a way's tokens, and of each."""
+    """Return the log-probability of a whole way, and those of each of its tokens."""
     steps = [logprobs_of(row, i, top) for row, i in zip(logits, way.ids, strict=False)]
     logprob = sum(step.chosen for step in steps)
     if way.ends:
@@ -102,7 +101,7 @@ def _score(way: Way, logits: Logits, top: int) -> tuple[float, list[TokenLogprob
 def labels_of(
     texts: tuple[str, ...], ways: Seq[Seq[list[int]]], stop_ids: frozenset[int]
 ) -> Labels:
-    """Labels of texts and, for each, the tokens that write it. Raises `InvalidRequest`."""
+    """Make labels from texts and, for each text, all its ways. Raises `InvalidRequest`."""
     all_ways = []
     for i, text in enumerate(texts):
         if not ways[i]:
@@ -116,7 +115,7 @@ def labels_of(
 
 
 def check_lengths(labels: Labels, prompt_tokens: int, max_length: int) -> None:
-    """Raises `InvalidRequest` where a text does not fit behind the prompt."""
+    """Raise `InvalidRequest` if a text does not fit into the context behind the prompt."""
     for way in labels.ways:
         if prompt_tokens + len(way.ids) > max_length:
             raise InvalidRequest(

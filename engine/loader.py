@@ -41,7 +41,7 @@ logger = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """A model to load: a whole model's folder, or an adapter's and its base's."""
+    """A model to load: the folder of a whole model, or the folders of an adapter and its base."""
 
     name: str
     path: Path
@@ -53,12 +53,12 @@ class Request:
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """The contents of a request's folders: an artifact, and an adapter if it is that one's base."""
+    """The contents of a request's folders: an artifact, and the adapter to compute beside it."""
 
     artifact: Artifact
     adapter: adapters.Adapter | None
     stamps: Mapping[Path, Stamps]  # of the folders that the artifact's weights are read from
-    key: Hashable  # the same for the same weights, backend and precision
+    key: Hashable  # equal for equal weights, backend and precision
 
 
 class Loader:
@@ -87,7 +87,7 @@ class Loader:
         max_rows: int | None,
         base: str | None,
     ) -> Request:
-        """What to load, with the settings' options by default. Raises `InvalidRequest`."""
+        """Make a request, with defaults from the settings. Raises `InvalidRequest`."""
         settings = self._settings
         backend = backend or settings.backend
         default = settings.precision if backend == settings.backend else ""
@@ -97,7 +97,7 @@ class Loader:
         return Request(name, path, backend, precision, max_rows or settings.max_rows, base_path)
 
     def needs(self, request: Request, reading: Reading) -> tuple[int, int]:
-        """Bytes of weights that are not loaded yet, and of K/V of a row of full context."""
+        """Return the bytes of weights that a load adds, and the K/V bytes of a full row."""
         source = self._source(request, reading)
         needed, row = self._bytes(source.artifact, request.precision)
         if source.adapter is not None:
@@ -106,7 +106,7 @@ class Loader:
         return needed, row
 
     def _source(self, request: Request, reading: Reading) -> Source:
-        """Read the folders. Raises `ArtifactError`, also for an adapter that does not fit."""
+        """Read a request's folders. Raises `ArtifactError`, also if adapter and base do not fit."""
         path, base = request.path, request.base
         stamps = {folder: stamps_of(folder) for folder in (base or path, path)}
         artifact = self._manifests.open(base or path, reading.run)
@@ -127,7 +127,7 @@ class Loader:
         return weights, backends.row_bytes(config, precision)
 
     def load(self, request: Request, reading: Reading) -> Model:
-        """Load a model, or leave nothing behind. Raises `EngineError`."""
+        """Load a model; if that fails, undo all of it. Raises `EngineError`."""
         started = time.monotonic()
         source = self._source(request, reading)
         artifact = source.artifact
@@ -152,7 +152,7 @@ class Loader:
 
             @functools.cache
             def texts() -> Texts:
-                """Its process starts beside what follows, unless another model has it."""
+                """Create the model's texts once; their process starts while weights are opened."""
                 queue = self._settings.max_queue
                 made = Texts(described, statistics, queue, self._text_processes)
                 undo.callback(made.close, ModelNotFound(f"{request.name} was not loaded"))
@@ -188,7 +188,7 @@ class Loader:
         undo: ExitStack,
         reading: Reading,
     ) -> NativeAdapter:
-        """Load an adapter's matrices: page cache, which counts as loaded, not as resident."""
+        """Load an adapter's matrices, which the budget counts as declared, not as in memory."""
         size = num_bytes(adapter, request.precision)
         row = backends.row_bytes(base.config, request.precision)
         self._budget.declare(size, row, request.name)
@@ -226,7 +226,7 @@ class Loader:
         return core
 
     def free(self, model: Model, last: bool, reason: EngineError) -> None:
-        """Close what a model does not share, and its core if the model was the `last` on it."""
+        """Close a model's texts and adapter, and its core if the model was the `last` on it."""
         core = model.core
         model.texts.close(reason)
         try:
@@ -247,10 +247,10 @@ class Loader:
     def _opener(
         self, request: Request, source: Source, texts: Texts
     ) -> Callable[[Run], BackendModel]:
-        """A function that opens the artifact, as often as it is called.
+        """Return a function that opens the artifact's weights, also again after an eviction.
 
-        It raises `ArtifactError` where it has to read the files and they have changed, or the
-        model's texts turn out to be unusable before that.
+        It raises `ArtifactError` if it has to read files that have changed since the load, or if
+        the model's tokenizer is unusable.
         """
 
         def check() -> None:
@@ -267,7 +267,7 @@ class Loader:
             if self._settings.device == "gpu":
                 check()
             return backends.load(
-                dataclasses.replace(source.artifact),  # what it maps goes with it
+                dataclasses.replace(source.artifact),  # a copy: mappings end with it
                 request.backend,
                 request.precision,
                 device=self._settings.device,

@@ -1,4 +1,4 @@
-"""A loaded model, and the weights and steps that it may share with others."""
+"""A loaded model, and its core: the weights and the batch that it may share with others."""
 
 from __future__ import annotations
 
@@ -27,21 +27,21 @@ class Core:
     """
 
     name: str
-    key: Hashable  # the same for the same weights
+    key: Hashable  # equal for equal weights, backend and precision
     backend: str
     precision: str
     artifact: Artifact
     open: Callable[[Run], BackendModel]  # raises `EngineError`
     batch: Batch
-    reserved_bytes: int  # of its weights, in memory
+    reserved_bytes: int  # bytes of the weights while they are in memory
     models: set[Model] = field(default_factory=set)  # the models that share it
     lost: bool = False  # after a fault in its batch
-    prefilled_at: int = 0  # the turn of the step loop of its last prompt tokens
+    prefilled_at: int = 0  # the last turn of the step loop that computed prompt tokens
     compute: BackendModel | None = None  # while it is open
     resident: bool = False
-    opening: bool = False  # by a thread
+    opening: bool = False  # a thread is opening it
     closing: bool = False
-    held_bytes: int = 0  # of the budget
+    held_bytes: int = 0  # bytes that the budget counts for it now
     submitting: int = 0  # requests whose prompts are being tokenized
     resident_since: float = 0.0
     opening_s: float = 0.0  # how long the last opening took
@@ -61,7 +61,7 @@ class Core:
 
     @property
     def is_mapped(self) -> bool:
-        """Whether the weights are page cache, which the kernel may evict."""
+        """Whether the weights are mapped files, whose pages the kernel may evict."""
         return self.compute is not None and bool(self.compute.mapped)
 
     @property
@@ -75,14 +75,14 @@ class Core:
 
 @dataclass(eq=False)
 class Model:
-    """A loaded model, as requests name it. `adapter` is what it has beside the core."""
+    """A loaded model by the name that requests use; an adapter adds its weights to the core's."""
 
     name: str
     path: Path
     core: Core
     texts: Texts
     adapter: Adapter | None = None
-    base: Path | None = None  # the folder of the model that it is an adapter of
+    base: Path | None = None  # the base's folder, if this is an adapter
     statistics: Statistics = field(default_factory=Statistics)
     recent: Recent = field(default_factory=Recent)
     load_s: float = 0.0
@@ -102,11 +102,11 @@ class Model:
 
     @property
     def answered(self) -> bool:
-        """Whether no request of it is queued, running, or waits for texts."""
+        """Whether the model has no request that is tokenized, queued, running or being sent."""
         return not self.submitting and not self.batch.unfinished(self) and self.texts.idle
 
     def held(self) -> dict[str, Any]:
-        """Residency and bytes of the budget; shared weights are divided by the number of models."""
+        """Return residency and budgeted bytes; shared weights are divided among their models."""
         core = self.core
         return {
             "name": self.name,

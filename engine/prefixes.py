@@ -1,7 +1,7 @@
 """The prefix cache: rows of finished sequences, for prompts with the same beginning.
 
-It takes memory that nothing else needs; the least recently used rows are evicted when anything
-does.
+It takes only memory that is free otherwise, and evicts the least recently used rows when weights
+or running sequences need more.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def to_ids(ids: Sequence[int]) -> Ids:
 
 
 def shared_length(a: Ids, b: Ids) -> int:
-    """The number of tokens that both begin with."""
+    """Return the length of the common prefix of `a` and `b`."""
     most = min(len(a), len(b))
     different = np.flatnonzero(a[:most] != b[:most])
     return int(different[0]) if len(different) else most
@@ -33,7 +33,7 @@ def shared_length(a: Ids, b: Ids) -> int:
 @dataclass(eq=False)
 class Prefix:
     owner: object  # the model whose prompts may begin with the row
-    ids: Ids  # of the row's tokens
+    ids: Ids  # the tokens of the row
     row: Row
     model: BackendModel
 
@@ -47,10 +47,10 @@ class Prefixes:
         available: Callable[[], int] = lambda: 0,
         shortage: Callable[[], int] = lambda: 0,
     ) -> None:
-        """Cache at most `limit_bytes`, and at most what `available` returns.
+        """Create an empty cache of at most `limit_bytes`, and at most `available()` bytes.
 
-        `available` returns the bytes of the budget that nothing else holds, `shortage` the bytes
-        that other processes lack.
+        `available` returns the free bytes of the budget, `shortage` the bytes that other processes
+        lack.
         """
         self.limit_bytes, self._available, self._shortage = limit_bytes, available, shortage
         self.num_bytes = 0
@@ -62,7 +62,7 @@ class Prefixes:
             return sum(prefix.row.num_bytes for prefix in self._of(owner))
 
     def add(self, prefix: Prefix) -> bool:
-        """Cache a row instead of its prefixes; returns False if it does not fit or is a prefix."""
+        """Cache a row in place of its prefixes; return False if it was not cached."""
         size = prefix.row.num_bytes
         if not len(prefix.ids) or size > self._limit():
             return False
@@ -84,7 +84,7 @@ class Prefixes:
 
     def open_row(self, owner: object, ids: Ids, more_than: int = 0) -> Row | None:
         """Open a row with the longest cached prefix of `ids`, if longer than `more_than` tokens."""
-        with self._lock:  # it is not evicted meanwhile
+        with self._lock:  # so that the prefix is not evicted meanwhile
             of_owner = [(shared_length(prefix.ids, ids), prefix) for prefix in self._of(owner)]
             length, prefix = max(of_owner, key=lambda entry: entry[0], default=(0, None))
             if prefix is None or length <= more_than:
@@ -93,7 +93,7 @@ class Prefixes:
             return prefix.model.open_row(prefix.row, length)
 
     def shrink(self, wanted: int = 0) -> int:
-        """Evict rows beyond the limit, and `wanted` bytes; returns the bytes that were evicted."""
+        """Evict rows beyond the limit, and at least `wanted` bytes; return the bytes evicted."""
         with self._lock:
             before = self.num_bytes
             if before:

@@ -1,14 +1,14 @@
-"""Decide which cores are resident, which is open, in memory and able to compute.
+"""Decides which cores are resident: open, in memory and able to compute.
 
 A core is opened on a thread that first reads its weights into memory, so no step waits for a disk.
 Resident cores fit the budget and the memory that the container has free: with more, the kernel
 would evict pages of one core while another computes.
 
-Idle cores are evicted first, the least recently used before others. Their files stay in the page
-cache as long as the kernel has no other use for it. Where every resident core is in use, a core
-that has been queued for `DRAIN_AFTER_S` drains the one that has been resident for longest: that one
-admits no more sequences, finishes the running ones, is evicted, and is queued again. A core in the
-queue therefore waits for running answers only, never for new ones.
+Idle cores are evicted first, those with the fewest recent requests per byte before others. Their
+files stay in the page cache until the kernel needs the memory. If every resident core is in use, a
+core that has been queued for `DRAIN_AFTER_S` drains the core that has been resident for longest,
+which then admits no sequences, finishes the running ones, is evicted and, if requests wait for it,
+queued again. A queued core therefore waits for running answers only, never for new ones.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ DRAIN_AFTER_S = 0.25
 # A core is resident for at least this many times as long as opening it took. Larger: less time goes
 # into opening, and queued cores wait longer.
 MIN_RESIDENCE_FACTOR = 4
-# The part of the container's memory, one in so many, that stays free for code and for what the
-# budget does not count. Less of it: the kernel evicts weights, and steps wait for the disk.
+# One part in so many of the container's memory stays free, for code and for memory that the budget
+# does not count. Larger: the kernel evicts weights, and steps wait for the disk.
 RESERVE_DIVISOR = 16
 OPENING_THREADS = 2
 
@@ -76,13 +76,13 @@ class Residency:
             self.open_waiting()
 
     def request(self, core: Core) -> None:
-        """Have a thread make a core resident as soon as there is space for it."""
+        """Queue a core, unless it is resident; a thread opens it as soon as it fits."""
         with self._changed:
             self._enqueue_reopening(core)
             self.open_waiting()
 
     def open_new(self, core: Core, reading: Reading) -> None:
-        """Wait for space and open a new core, on this thread. Raises `Cancelled`, `EngineError`."""
+        """Wait until a new core fits, then open it. Raises `Cancelled`, `EngineError`."""
         granted: list[list[Core]] = []
 
         def grant(victims: list[Core]) -> None:
@@ -111,7 +111,7 @@ class Residency:
             self._changed.wait_for(lambda: not core.moving)
 
     def close_core(self, core: Core) -> None:
-        """Close an unloaded core, also while it has sequences."""
+        """Close an unloaded core at once, even if it has sequences."""
         with self._changed:
             compute, core.compute, core.resident = core.compute, None, False
         try:
@@ -126,7 +126,7 @@ class Residency:
         self._pool.shutdown()
 
     def open_waiting(self) -> None:
-        """Open queued cores in their order, as far as space for them can be had."""
+        """Open queued cores in order, evicting idle ones, up to the first that does not fit."""
         with self._changed:
             while self._queue:
                 core, start, since = self._queue[0]
@@ -146,7 +146,7 @@ class Residency:
                 core.batch.admits = True
             self._draining.clear()
 
-    # With the lock
+    # The methods below are called with the lock.
 
     def _enqueue_reopening(self, core: Core) -> None:
         known = self._cores.get(core.name) is core
@@ -165,7 +165,7 @@ class Residency:
         core.held_bytes = size
 
     def _missing_bytes(self, core: Core) -> int:
-        """Bytes of other cores' weights to evict before this core can be opened."""
+        """Return how many bytes of other cores' weights must be evicted to open this core."""
         resident = [other for other in self._cores.values() if other.resident]
         row = max(other.row_bytes for other in (core, *resident))
         size = core.reserved_bytes - core.held_bytes
@@ -178,16 +178,16 @@ class Residency:
             shortage = size + mapped + reserve - container.free_bytes
             if shortage > 0:
                 shortage -= self._prefixes.shrink(shortage)
-            # At least one core is resident, however small the container is.
+            # It is enough to evict all others: one core is resident even in a small container.
             missing = max(missing, min(shortage, sum(other.held_bytes for other in resident)))
         return missing
 
     def _choose_victims(self, missing: int) -> list[Core] | None:
-        """The least recently used idle cores with `missing` bytes, to close; None if too few."""
+        """Mark idle cores with `missing` bytes as evicted; return them, or None if too few."""
         held = {
             core.name: Held(core.held_bytes, 1)
             for core in self._cores.values()
-            # A draining core has space for others once it has finished its last sequence.
+            # A draining core can be evicted once it has finished its last running sequence.
             if core.can_step and (core.idle or not (core.batch.admits or core.batch.running))
         }
         if sum(entry.bytes for entry in held.values()) < missing:
@@ -196,18 +196,18 @@ class Residency:
         for core in victims:
             core.resident, core.closing = False, True
             core.batch.admits = True
-            if core.is_mapped:  # a device's memory is free only once it is closed
+            if core.is_mapped:  # a GPU's memory is free only after the close
                 self._set_held_bytes(core, 0)
             if core.batch.has_work:
                 self._enqueue_reopening(core)
         return victims
 
     def _drain(self, missing: int) -> None:
-        """Stop admission to cores with `missing` bytes, those that are resident for longest."""
+        """Stop admission to the longest resident cores, until these have `missing` bytes."""
         now = self._clock()
         resident = [core for core in self._cores.values() if core.can_step]
         for core in sorted(resident, key=lambda core: core.resident_since):
-            # Not before the first request that it was opened for has begun.
+            # A core is drained only after the first request that it was opened for has begun.
             begun = core.batch.running or not core.batch.waiting
             if (
                 missing > 0
@@ -219,12 +219,12 @@ class Residency:
                 missing -= core.held_bytes
 
     def _evict_for_kv(self, missing: int) -> None:
-        """Evict idle cores for keys and values of a resident one."""
+        """Evict idle cores to free `missing` bytes for keys and values."""
         with self._changed:
             for core in self._choose_victims(missing) or []:
                 self._pool.submit(self._close, core)
 
-    # On a thread, without the lock
+    # The methods below are called without the lock, most on a thread of the pool.
 
     def _reopen(self, core: Core, victims: list[Core]) -> None:
         try:

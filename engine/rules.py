@@ -1,8 +1,8 @@
-"""Rules: what a request bans or makes less likely, by the tokens so far.
+"""Rules that ban tokens or make them less likely, depending on the tokens before them.
 
-A rule is called once a step, on the step loop's thread, with the logits (V,) of the row, which it
-changes, and all ids so far, prompt and answer. The ids of a call begin with those of the last. A
-copy of a new rule is a rule for another answer to the same prompt.
+A rule is called once a step, on the step loop's thread, with the logits (V,) of a row, which it
+changes in place, and all ids of prompt and answer, which only grow from call to call. A rule that
+has not been called yet can be copied for another answer to the same prompt.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ def rules_of(
     stop_ids: Iterable[int],
     phrases: Callable[[tuple[str, ...]], Phrases],
 ) -> list[Rule]:
-    """Return the rules of an answer by its request's parameters, penalties before bans.
+    """Return the rules that a request's parameters set, penalties before bans.
 
-    What takes longer than a step may take, such as an index of the prompt, is computed here.
-    `phrases` finds texts in tokens.
+    Work that is too slow for a step, such as an index of the prompt, is done here. `phrases` makes
+    an index of texts in the tokens of the vocabulary.
     """
     p, rules = parameters, list[Rule]()
     if p.dry_multiplier and p.dry_penalty_last_n:
@@ -73,7 +73,7 @@ class NoRepeatNgrams:
         if count <= 0:
             return
         ends = np.arange(count)
-        if size:  # only where the last token occurred before are the others compared
+        if size:  # only windows that end in the last token are compared
             ends = np.flatnonzero(ids[size - 1 : -1] == ids[-1])
             windows = np.lib.stride_tricks.sliding_window_view(ids, size)
             ends = ends[(windows[ends] == ids[-size:]).all(axis=1)]
@@ -81,7 +81,7 @@ class NoRepeatNgrams:
 
 
 class BadWordsIds:
-    """Bans lists of ids, but an end token alone, as transformers' NoBadWordsLogitsProcessor."""
+    """Bans lists of ids, except lone end tokens, as transformers' NoBadWordsLogitsProcessor."""
 
     def __init__(self, lists: Iterable[tuple[int, ...]], stop_ids: Iterable[int]) -> None:
         ends = {(i,) for i in stop_ids}
@@ -100,11 +100,11 @@ class BadWordsIds:
 
 
 class BadWords:
-    """Bans tokens that would complete one of some texts, which may begin in the prompt."""
+    """Bans tokens that would complete a banned text, which may begin in the prompt."""
 
     def __init__(self, words: Phrases, prompt: Seq[int]) -> None:
         self._words, self._tail = words, b""
-        self._read = max(len(prompt) - words.longest, 0)  # ids; no text has more tokens
+        self._read = max(len(prompt) - words.longest, 0)  # ids read; no text has more tokens
         self._append(np.array(prompt, np.int64))
 
     def _append(self, ids: Ids) -> None:
@@ -119,7 +119,7 @@ class BadWords:
 
 
 class Dry:
-    """Makes tokens less likely that would continue a repetition, the longer it is the more.
+    """Penalizes tokens that would continue a repetition, more for longer repetitions.
 
     Where the last n tokens occurred before, followed by t, the logit of t is lowered by multiplier
     * base ** (n - allowed_length), for the longest such n if it is at least allowed_length. A
@@ -133,7 +133,7 @@ class Dry:
     def __init__(self, parameters: Parameters, prompt: Seq[int], breakers: Phrases) -> None:
         self._p, self._breakers = parameters, breakers
         self._tail, self._unbroken = b"", 0  # last bytes, and tokens since a breaker
-        # For each j below the number of ids: with how many tokens ids[:j] ends as all ids do.
+        # For each j below the number of ids: the length of the common suffix of ids[:j] and ids.
         self._lengths = np.zeros(0, np.int64)
         self._append(np.array(prompt, np.int64))
 
@@ -155,7 +155,7 @@ class Dry:
         repeats = np.flatnonzero(lengths >= p.dry_allowed_length)
         if not len(repeats):
             return
-        repeats = repeats[np.argsort(lengths[repeats], kind="stable")]  # the longest counts
+        repeats = repeats[np.argsort(lengths[repeats], kind="stable")]  # longest last
         with np.errstate(over="ignore"):
             penalties = p.dry_multiplier * p.dry_base ** (lengths[repeats] - p.dry_allowed_length)
         tokens = ids[begin + 1 :][repeats]

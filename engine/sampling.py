@@ -1,4 +1,4 @@
-"""Choosing the next token of one row from its logits (V,)."""
+"""Chooses the next token of one row from its logits (V,)."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ MIN_DIVISOR = 1e-6
 
 @dataclass(frozen=True)
 class TokenLogprobs:
-    """Log-probabilities of a step, before temperature and truncation."""
+    """Log-probabilities at one position, before temperature and truncation."""
 
     chosen: float
     top: list[tuple[int, float]]  # of the most likely tokens, best first
 
 
 class Sampler:
-    """Draws the tokens of one sequence: with the same parameters and logits the same ones."""
+    """Chooses the tokens of one sequence; with a seed, equal logits give equal tokens."""
 
     def __init__(self, parameters: Parameters, index: int = 0, rules: Seq[Rule] = ()) -> None:
         self._p, self._rules = parameters, rules
@@ -55,7 +55,7 @@ class Sampler:
     def choose(
         self, logits: Logits, ids: Seq[int], constraint: Constraint | None = None
     ) -> tuple[int, TokenLogprobs | None]:
-        """The next token that `constraint` allows, and its log-probabilities if wanted."""
+        """Choose the next token that `constraint` allows; add log-probabilities if requested."""
         p = self._p
         raw = logits
         if p.repetition_penalty != 1.0 or self._counts or self._biased.size or self._rules:
@@ -72,7 +72,7 @@ class Sampler:
         return token, None if p.logprobs is None else logprobs_of(raw, token, p.logprobs)
 
     def pick(self, logprobs: Weights) -> int:
-        """The index of the most likely of some whole texts, or of one that is drawn."""
+        """Choose among whole texts by their log-probabilities (N,); return an index."""
         if self._random is None:
             return int(logprobs.argmax())
         weights = np.exp((logprobs - logprobs.max()) / self._temperature)
@@ -104,7 +104,7 @@ class Sampler:
 
     def _draw(self, logits: Logits) -> int:
         assert self._random is not None
-        uniform = self._random.random()  # one number a token, whatever is truncated
+        uniform = self._random.random()  # one random number a token, whatever is truncated
         logits = np.ascontiguousarray(logits)
         scratch = np.empty(3 * len(logits), np.float32)
         token: int = library.draw_token(
@@ -125,7 +125,7 @@ def top_indices(logits: Logits, k: int) -> NDArray[np.int32]:
 
 
 def logprobs_of(logits: Logits, token: int, count: int) -> TokenLogprobs:
-    """The log-probabilities of a token and of the `count` most likely ones."""
+    """Return the log-probabilities of a token and of the `count` most likely tokens."""
     logits, weights = np.ascontiguousarray(logits), np.empty(len(logits), np.float32)
     total = library.softmax_weights(logits.ctypes.data, len(logits), 1.0, weights.ctypes.data)
     shift = float(logits.max()) + math.log(total)

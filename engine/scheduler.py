@@ -1,4 +1,4 @@
-"""Continuous batching: the waiting and running sequences of one model."""
+"""Continuous batching: the waiting and running sequences of one core."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from engine.native.library import PAGE_TOKENS
 from engine.prefixes import Prefix, Prefixes, shared_length, to_ids
 from engine.sequence import Sequence, State
 
-# Prompt tokens of a sequence in a pass where each of them needs logits: 200 KB a token with a
-# vocabulary of 50,000. Larger: more memory.
+# Most prompt tokens of a sequence in a pass if each of them needs logits, which take 200 KB a token
+# with a vocabulary of 50,000. Larger: more memory.
 MAX_SCORED_TOKENS = 64
-# Labels of a choice that a pass scores at once. Each has a row whose first page may be a copy, so
-# that sixteen rows take 20 MB with a model of KoGPT2's size.
+# Most labels of a choice that a pass scores. Each has a row whose first page may be a copy, so
+# sixteen rows take 20 MB with a model of KoGPT2's size. Larger: more memory, fewer passes.
 MAX_LABEL_ROWS = 16
-# Tokens of a sequence in a pass that its form has forced. Larger: the other sequences wait longer.
+# Most tokens of a sequence in a pass that its form has forced. Larger: other sequences wait longer.
 MAX_FORCED_TOKENS = 16
 
 
@@ -30,11 +30,11 @@ class Scheduled:
 
     sequence: Sequence
     piece: Piece
-    completes: bool  # whether the logits of the sequence's last token come with it
+    completes: bool  # whether logits after the sequence's last token are computed
 
     @property
     def num_prompt_tokens(self) -> int:
-        """The tokens that count as prefill: all but the one of a decode step."""
+        """The number of tokens that count as prefill: 0 for a decode step of one token."""
         count = len(self.piece.ids) - len(self.sequence.guesses)
         return count if count > 1 or not self.completes else 0
 
@@ -63,7 +63,7 @@ class Batch:
         self.max_rows = min(self.max_rows, model.max_rows)
 
     def close(self) -> None:
-        """Close the batch, which has no rows any more."""
+        """Close the batch of an evicted core, which runs no sequence, and drop its prefixes."""
         self._prefixes.drop_rows_of(self.model)
         self._budget.withdraw_claim(self)
         self._model = None
@@ -84,7 +84,7 @@ class Batch:
         return bool(self.waiting) or any(s.state is State.PREFILL for s in self.running)
 
     def kv_bytes(self, model: object = None) -> int:
-        """K/V bytes of the running sequences, of all models or of one."""
+        """Return the K/V bytes of running sequences, of `model` or of all models."""
         return sum(
             row.num_bytes
             for sequence, row in tuple(self._rows.items())
@@ -101,7 +101,7 @@ class Batch:
         return sum(sequence.model is model for sequence in self.running)
 
     def siblings(self, first: Sequence) -> list[Sequence]:
-        """The other answers of the same request that have no token yet."""
+        """Return the other answers of `first`'s request that have no token yet."""
         if first.parameters.num_return_sequences == 1:
             return []
         return [
@@ -133,13 +133,13 @@ class Batch:
             scheduled += parts
             prefill_tokens -= sum(len(part.piece.ids) for part in parts)
         if any(part.piece.adapter for part in scheduled):
-            # The library multiplies neighbouring rows of one adapter by its matrices at once.
+            # The library multiplies neighboring rows of one adapter by its matrices at once.
             scheduled.sort(key=lambda part: part.piece.adapter.address if part.piece.adapter else 0)
         return scheduled
 
     def _next(self, sequence: Sequence, count: int) -> Scheduled:
         row, last = self._rows[sequence], len(sequence.ids)
-        if sequence.labels is not None:  # its labels come behind all but the last token
+        if sequence.labels is not None:  # the last token is computed with each label
             last -= 1
         count = min(count, MAX_SCORED_TOKENS) if sequence.scores_prompt else count
         begin, end = row.length, min(row.length + count, last)
@@ -151,7 +151,7 @@ class Batch:
         return Scheduled(sequence, piece, completes)
 
     def _next_labels(self, sequence: Sequence, labels: Labels) -> list[Scheduled]:
-        """The prompt's last token with each of the next labels, on rows that share the others."""
+        """Schedule the prompt's last token with each of the next labels, on rows of their own."""
         row, last = self._rows[sequence], sequence.prompt[-1:]
         parts: list[Scheduled] = []
         remaining = MAX_SCORED_TOKENS
@@ -174,10 +174,10 @@ class Batch:
         return MAX_LABEL_ROWS if self.model.caches_rows else 1
 
     def _guess(self, sequence: Sequence) -> list[int]:
-        """Guesses of the tokens that follow, at most as many as the row can hold.
+        """Return guesses of the next tokens, at most as many as the row can hold.
 
-        A batch with other rows gets none: with two rows three guesses each pay only if a third of
-        them is right, with eight rows almost never.
+        Only a sequence that runs alone gets any: with two rows, three guesses each save time only
+        if a third of them is right, with eight rows almost never.
         """
         guesser, most = sequence.guesser, sequence.max_tokens - len(sequence.ids) - 1
         if guesser is None or not sequence.num_new or most <= 0:
@@ -190,7 +190,7 @@ class Batch:
         self.model.truncate(self._rows[sequence], length)
 
     def _admit(self) -> Sequence | None:
-        """Give the first waiting sequence a row, if there is memory for it at its longest."""
+        """Open a row for the first waiting sequence, if there is memory for all of its tokens."""
         while self.admits and self.waiting and len(self.running) < self.max_rows:
             sequence = self.waiting[0]
             if any(s.prompt is sequence.prompt and not s.num_new for s in self.running):
@@ -217,7 +217,7 @@ class Batch:
         return None
 
     def _open_row(self, sequence: Sequence) -> Row:
-        """Open a row with the longest known prefix; the last token is always computed."""
+        """Open a row with the longest prefix that is computed already, except the last token."""
         ids = to_ids(sequence.ids[:-1])
         nearest, length, cached = None, 0, None
         if not sequence.scores_prompt:
@@ -235,7 +235,7 @@ class Batch:
         return row
 
     def _kv_bytes(self, sequences: list[Sequence]) -> int:
-        """K/V bytes of sequences at their longest."""
+        """Return the K/V bytes of sequences with all tokens that they may get."""
         lengths = [s.max_tokens for s in sequences]
         for labels in (s.labels for s in sequences if s.labels is not None):
             more = labels.paths[1 : self._max_label_rows]  # the first is on the sequence's own row
@@ -273,16 +273,16 @@ class Batch:
         freed = self._reserved_bytes - self._kv_bytes(unfinished)
         self._budget.release_kv(freed)
         self._reserved_bytes -= freed
-        self.running = unfinished  # last: then another thread may close the model
+        self.running = unfinished  # last: without sequences, another thread may close the model
 
     def _cache_prefix(self, sequence: Sequence, row: Row) -> bool:
         if sequence.failed or not self.model.caches_rows or not self._prefixes.limit_bytes:
             return False
-        ids = to_ids(sequence.ids[: row.length])  # the computed ones
+        ids = to_ids(sequence.ids[: row.length])  # ids whose keys and values are computed
         return self._prefixes.add(Prefix(sequence.model, ids, row, self.model))
 
     def unfinished(self, model: object = None) -> list[Sequence]:
-        """The unfinished sequences, of all models or of one."""
+        """Return the unfinished sequences, of `model` or of all models."""
         return [
             s
             for s in (*self.running, *self.waiting)
@@ -290,7 +290,7 @@ class Batch:
         ]
 
     def remove(self, model: object) -> list[Sequence]:
-        """End the sequences of one of several models; returns those that were unfinished."""
+        """End the sequences of a model whose core has other models; return the unfinished ones."""
         unfinished = self.unfinished(model)
         for sequence in unfinished:
             sequence.state = State.FINISHED

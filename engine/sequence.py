@@ -26,14 +26,14 @@ logger = logging.getLogger(__name__)
 
 class State(enum.Enum):
     WAITING = enum.auto()  # in the queue of its model
-    PREFILL = enum.auto()  # has a row; part of its prompt is in the cache
-    DECODE = enum.auto()  # in the running batch
+    PREFILL = enum.auto()  # has a row, which lacks part of the prompt
+    DECODE = enum.auto()  # its prompt is computed; each pass gives a token
     FINISHED = enum.auto()
 
 
 @dataclass
 class Token:
-    """A token of an answer, with its text, which may be empty, and why the answer ended."""
+    """A token of an answer with its text, which may be empty; the last has a finish reason."""
 
     index: int
     id: int
@@ -42,20 +42,20 @@ class Token:
     # "stop", "length", or "complete" for the last token of a form, which clients see as "stop"
     finish_reason: str | None = None
     accepted: bool = False  # whether it was guessed
-    rejected: int = 0  # guesses that were checked in its place and behind it, and were wrong
+    rejected: int = 0  # wrong guesses of this token and of those behind it
     # The prompt's tokens, on the first token of an answer with `decoder_input_details`.
     prefill: list[tuple[int, TokenLogprobs | None]] = field(default_factory=list)
-    pieces: list[bytes] = field(default_factory=list)  # of `shown`
-    special_ids: frozenset[int] = frozenset()  # the model's tokens that are no text
+    pieces: list[bytes] = field(default_factory=list)  # the bytes of each id in `shown`
+    special_ids: frozenset[int] = frozenset()  # the model's tokens that are not text
     # With the last token, if `choice_logprobs` is set: a choice's texts, their log-probabilities.
     choices: list[tuple[str, float]] = field(default_factory=list)
 
     @property
     def shown(self) -> list[int]:
-        """The ids that are sent with their texts, see `pieces`.
+        """The ids whose texts are sent one by one, in the order of `pieces`.
 
-        They are the prompt's, then this one if it has log-probabilities; behind each are the
-        likeliest tokens in its place.
+        They are the prompt's ids, then this token's if it has log-probabilities, each followed by
+        the likeliest ids at its position.
         """
         sent = [*self.prefill, *([(self.id, self.logprobs)] if self.logprobs else [])]
         return [
@@ -88,18 +88,18 @@ class Sequence:
     deadline: float | None = None  # on time.monotonic()
     model: Any = None  # an `engine.model.Model`, whose answer it is
     adapter: Adapter | None = None
-    constraint: Constraint | None = None  # of its form
+    constraint: Constraint | None = None  # from the request's form
     labels: Labels | None = None  # if `choice_logprobs` is set
     rules: list[Rule] = field(default_factory=list)  # of the parameters
     guesser: Guesser | None = None
-    guesses: list[int] = field(default_factory=list)  # of the tokens after `known`, in this pass
+    guesses: list[int] = field(default_factory=list)  # of the tokens after `known`, this pass
     known: int = 0  # ids before the guesses
-    accepted: int = 0  # of the guesses, so far
+    accepted: int = 0  # guesses that were accepted so far
     state: State = State.WAITING
     cancelled: bool = False
     ids: list[int] = field(init=False)
     characters: int = 0  # of its text so far
-    cached_tokens: int = 0  # of its prompt, that were not computed again
+    cached_tokens: int = 0  # prompt tokens whose keys and values were reused
     failed: EngineError | None = None
     begun: bool = False  # whether a pass has computed some of its tokens
     queued_at: float = field(default_factory=time.monotonic)
@@ -107,9 +107,9 @@ class Sequence:
     def __post_init__(self) -> None:
         self.ids = list(self.prompt)
         self._sampler = Sampler(self.parameters, self.index, self.rules)
-        self._tokens: deque[Token] = deque()  # that are not sent yet
+        self._tokens: deque[Token] = deque()  # tokens that are not sent yet
         self._ended = False
-        self._prefill: list[TokenLogprobs | None] = [None]  # the first token has none
+        self._prefill: list[TokenLogprobs | None] = [None]  # the prompt's first token has none
         self._emit_lock = threading.Lock()
 
     @property
@@ -118,7 +118,7 @@ class Sequence:
 
     @property
     def max_tokens(self) -> int:
-        """The length of its row at its longest, in tokens."""
+        """The most tokens that the sequence can have, prompt included."""
         new = self.parameters.max_new_tokens if self.labels is None else self.labels.longest
         return min(len(self.prompt) + new, self.max_length)
 
@@ -161,7 +161,7 @@ class Sequence:
 
     @property
     def over(self) -> bool:
-        """Whether nothing more is to be sent, so that it needs no row."""
+        """Whether the answer has ended or is cancelled, so that no more tokens are sent."""
         return self.cancelled or self._ended
 
     def set_guesses(self, guesses: list[int]) -> None:
@@ -169,7 +169,7 @@ class Sequence:
         self.guesses, self.known, self.accepted = guesses, len(self.ids), 0
 
     def advance(self, logits: Logits) -> bool:
-        """Append the next token and those that its form forces; returns whether to send now."""
+        """Append the next token, and tokens that the form forces; return whether to send now."""
         chosen = self._sampler.choose(logits, self.ids, self.constraint)
         due = self._append(*chosen)
         # With log-probabilities each token needs a pass.
@@ -205,7 +205,7 @@ class Sequence:
                 zip(self.prompt, self._prefill if self.is_scored else none, strict=True)
             )
         self._tokens.append(made)
-        # Stop strings are searched for at once: tokens behind one are computed in vain.
+        # Stop strings are searched for at once, since tokens behind one are computed in vain.
         eager = self.eager or self.num_new == 1 or bool(self.parameters.stop)
         return eager or reason is not None or len(self._tokens) >= TOKENS_AT_ONCE
 
@@ -213,18 +213,18 @@ class Sequence:
         """Compare the token that was appended last with the guess for its place."""
         at = len(self.ids) - self.known - 1
         if at != self.accepted or at == len(self.guesses):
-            return  # behind a wrong guess, or behind all
+            return  # the token is behind a wrong guess, or behind the last guess
         made.accepted = self.guesses[at] == made.id
         self.accepted += made.accepted
         if not made.accepted or made.finish_reason is not None:
             made.rejected = len(self.guesses) - self.accepted
 
     def take_tokens(self) -> list[Token]:
-        """Remove and return the tokens that are not sent yet; they have no texts."""
+        """Remove and return the tokens that are not sent yet; their texts are still empty."""
         return [self._tokens.popleft() for _ in range(len(self._tokens))]
 
     def send(self, item: Token | EngineError) -> None:
-        """Call `emit`, unless the answer has ended; where that raises, the answer ends."""
+        """Call `emit` unless the answer has ended; if `emit` raises, end the answer."""
         with self._emit_lock:
             if self.over:
                 return
@@ -239,6 +239,6 @@ class Sequence:
                         self.emit(EngineError("the answer could not be given"))
 
     def fail(self, error: EngineError) -> None:
-        """End the answer with an error; called on the step loop's thread, which owns the state."""
+        """End the answer with an error; not to be called while a pass computes the sequence."""
         self.state, self.failed = State.FINISHED, error
         self.send(error)

@@ -91,7 +91,7 @@ class Settings:
 
     @property
     def budget_bytes(self) -> int:
-        """The memory budget. Raises `InvalidRequest` where it is a GPU's and there is none."""
+        """The memory budget. Raises `InvalidRequest` if the device is a GPU and there is none."""
         if self.memory_mib:
             return self.memory_mib * MIB
         if self.device == "gpu":

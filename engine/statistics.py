@@ -12,12 +12,12 @@ class Statistics:
     requests: int = 0
     tokens: int = 0
     prompt_tokens: int = 0
-    cached_tokens: int = 0  # of those, that were not computed again
+    cached_tokens: int = 0  # prompt tokens whose keys and values were reused
     steps: int = 0
     rows: int = 0  # summed over steps: rows / steps is the mean batch size
     guessed_tokens: int = 0
-    accepted_tokens: int = 0  # of those, that were drawn
-    queue_s: Histogram = field(default_factory=Histogram)  # until its prompt is begun
+    accepted_tokens: int = 0  # guessed tokens that the sampler drew
+    queue_s: Histogram = field(default_factory=Histogram)  # from the queue to the first pass
     time_to_first_token_s: Histogram = field(default_factory=Histogram)
     seconds_per_request: float = 0.0  # moving average
 

@@ -1,4 +1,4 @@
-"""The step loop: one thread that computes a pass of each model in turn."""
+"""The step loop: one thread that computes a pass of each core in turn."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from engine.model import Core, Model
 from engine.scheduler import Scheduled
 from engine.sequence import Sequence, State
 
-# Prompt tokens of all models in a turn while sequences decode. Larger: their next tokens come later
+# Most prompt tokens a turn while any sequence decodes. Larger: the next tokens of those come later
 # (64 take 25 ms on two processors with a model of KoGPT2's size). Smaller: prompts take longer.
 PREFILL_TOKENS = 64
 PREFILL_TOKENS_ALONE = 256  # while no sequence decodes: a long prompt takes 10% less time
@@ -32,7 +32,7 @@ IDLE_BEFORE_RELEASE_S = 1.0
 # The age of a step from which on the engine is unhealthy. A step of 256 prompt tokens on a slow
 # machine takes a few seconds.
 STALLED_AFTER_S = 30.0
-GPU_LOST = 75  # exit status
+GPU_LOST = 75  # exit status after a fatal error of the GPU
 
 logger = logging.getLogger(__name__)
 
@@ -58,18 +58,18 @@ class Loop:
         self._commands: deque[Callable[[], None]] = deque()
         self._closed = False
         self._turns = 0
-        self._step_began: float | None = None  # on time.monotonic(), while one is under way
-        self.longest_step_s = 0.0  # of those that have ended
+        self._step_began: float | None = None  # on time.monotonic(), of the step under way
+        self.longest_step_s = 0.0  # of all steps that have ended
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
 
     def add(self, core: Core) -> None:
-        """Include a core in the turns until it has no work. Called with `changed`."""
+        """Compute a core in each turn until it has no work. The caller holds `changed`."""
         self._active[core] = None
         self.changed.notify_all()
 
     def call(self, command: Callable[[], None]) -> None:
-        """Run `command` between two turns. Raises what it does, and `EngineUnavailable`."""
+        """Run `command` between two turns and wait. Raises its errors and `EngineUnavailable`."""
         done: Future[None] = Future()
 
         def run() -> None:
@@ -88,25 +88,25 @@ class Loop:
         done.result()
 
     def check(self) -> None:
-        """Raises `EngineUnavailable` where the thread has ended."""
+        """Raise `EngineUnavailable` if the thread has ended."""
         if not self._thread.is_alive():
             raise EngineUnavailable("the engine's thread has ended", retry_after_s=5)
 
     def health(self) -> dict[str, Any]:
-        """`{"status": "ok" or "failed", "thread_alive", "step_age_s": of the step under way}`."""
+        """Return `{"status": "ok" or "failed", "thread_alive", "step_age_s"}`; 0 between steps."""
         began, alive = self._step_began, self._thread.is_alive()
         age_s = 0.0 if began is None else time.monotonic() - began
         status = "ok" if alive and age_s < STALLED_AFTER_S else "failed"
         return {"status": status, "thread_alive": alive, "step_age_s": round(age_s, 3)}
 
     def close(self) -> None:
-        """Ends the thread after the turn that is under way."""
+        """End the thread after the current turn."""
         with self.changed:
             self._closed = True
             self.changed.notify_all()
         self._thread.join()
 
-    # On the thread
+    # The methods below run on the thread.
 
     def _run(self) -> None:
         released = False
@@ -132,7 +132,7 @@ class Loop:
                 self._on_idle()
 
     def _wait_s(self, released: bool) -> float | None:
-        """How long to wait for work: at most until the next deadline of a queued sequence."""
+        """Return how long to wait for work, at most until the next deadline in the queues."""
         waiting = (sequence for core in self._active for sequence in core.batch.waiting)
         if deadlines := [s.deadline for s in waiting if s.deadline is not None]:
             return max(0.0, min(deadlines) - time.monotonic())
@@ -142,7 +142,7 @@ class Loop:
         return bool(self._closed or self._commands or self._busy())
 
     def _drop_late(self) -> None:
-        """Fail queued sequences past their deadlines, of cores that are not resident."""
+        """Fail queued sequences past their deadlines, on cores that cannot step."""
         for core in list(self._active):
             if not core.can_step:
                 core.batch.drop_expired()
@@ -170,7 +170,7 @@ class Loop:
         worked, prefill_tokens = False, PREFILL_TOKENS if decodes else PREFILL_TOKENS_ALONE
         stepped: set[Core] = set()
         while True:
-            # chosen anew after each pass: a new request waits for one pass, not for the turn
+            # Chosen after each pass, so that a new request waits for one pass, not for the turn.
             with self.changed:
                 remaining = [core for core in self._busy() if core not in stepped]
             if not remaining:
@@ -180,7 +180,7 @@ class Loop:
             try:
                 with self._timed():
                     scheduled = self._step(core, prefill_tokens)
-            except Exception as error:  # not of one sequence: of the batch itself
+            except Exception as error:  # of the whole batch, not of one sequence
                 self._fault(core, error)
                 self._on_fault(core)
                 continue
@@ -192,7 +192,7 @@ class Loop:
         batch = core.batch
         with self.changed:  # the queue is shared with `submit`
             compute = core.compute
-            if not core.can_step or compute is None:  # it had no rows and was moved just now
+            if not core.can_step or compute is None:  # it was evicted just now
                 return []
             scheduled = batch.schedule(prefill_tokens)
         for part in scheduled:
@@ -210,7 +210,7 @@ class Loop:
     def _compute(
         self, core: Core, compute: BackendModel, scheduled: list[Scheduled]
     ) -> Logits | None:
-        """The logits of a pass, or None where it failed; its sequences are failed then."""
+        """Compute a pass; return its logits, or fail its sequences and return None."""
         lengths = [part.piece.row.length for part in scheduled]
         try:
             return compute.run([part.piece for part in scheduled])
@@ -227,8 +227,8 @@ class Loop:
     def _postprocess(self, core: Core, scheduled: list[Scheduled], logits: Logits) -> None:
         """Choose the next tokens from the logits (N, V) of a pass."""
         at = 0
-        ready: list[Sequence] = []  # whose tokens are to be sent
-        decoded: Counter[Model] = Counter()  # rows
+        ready: list[Sequence] = []  # sequences whose tokens are to be sent
+        decoded: Counter[Model] = Counter()  # rows by model
         for part in scheduled:
             sequence, count = part.sequence, part.piece.num_logits
             rows, at = logits[at : at + count], at + count
@@ -304,10 +304,10 @@ class Loop:
 
     @contextmanager
     def _ending(self, core: Core, sequence: Sequence) -> Iterator[None]:
-        """Turn an error of the block into the failure of this sequence alone."""
+        """If the block raises an error, fail this sequence alone."""
         try:
             yield
-        except InvalidRequest as error:  # of the request's form
+        except InvalidRequest as error:  # from the request's form
             sequence.fail(error)
         except Exception as error:
             sequence.fail(self._fault(core, error))
@@ -316,7 +316,7 @@ class Loop:
     def _fault(core: Core, error: Exception) -> EngineError:
         """Log an error and return the one that the sequences fail with."""
         logger.error("a step of %s failed", core.name, exc_info=error)
-        if nvidia.is_fatal(str(error)):  # no later step can work: the supervisor starts anew
+        if nvidia.is_fatal(str(error)):  # no later step can work; the supervisor restarts it
             os._exit(GPU_LOST)
         if isinstance(error, EngineError):
             return error
@@ -324,5 +324,5 @@ class Loop:
 
 
 def _order(core: Core) -> tuple[bool, int]:
-    """Sort key: cores with prompts first, of these the one that prefilled the longest ago."""
+    """Return a sort key: cores with prompts first, the one that prefilled longest ago first."""
     return not core.batch.has_prompts, core.prefilled_at

@@ -1,4 +1,4 @@
-"""Chooses the backend of a model, and knows what each can compute in."""
+"""The backends and precisions of each device; loads models on them."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ DEVICES = tuple(_BACKENDS)
 def precisions(backend: str, device: str) -> tuple[str, ...]:
     """The precisions of a backend on a device, the default first. Raises `InvalidRequest`."""
     known = _BACKENDS[device]
-    if backend not in list(known):  # it may be any JSON value, also of no hash
+    if backend not in list(known):  # `in` of the dict would fail for a JSON list
         raise InvalidRequest(
             f"backend is {backend!r}, must be one of {', '.join(known)} on the {device}"
         )
@@ -48,25 +48,25 @@ def check(backend: str, precision: str, device: str) -> None:
 
 
 def weight_bytes(config: GPT2Config, precision: str, device: str) -> int:
-    """Bytes of a model's weights, for admission before they are allocated."""
+    """Return the bytes of a model's weights, for admission before they are allocated."""
     if device == "cpu":
         return prepared.num_bytes(config, precision)
     return (2 if precision == "fp16" else 4) * config.num_parameters
 
 
 def row_bytes(config: GPT2Config, precision: str) -> int:
-    """K/V bytes of a row of full context, in fp32 or else fp16."""
+    """Return the K/V bytes of a row of full context: fp32 if `precision` is, else fp16."""
     pages = -(-config.max_length // library.PAGE_TOKENS)
     fp32 = pages * library.PAGE_TOKENS * config.kv_bytes_per_token
     return fp32 if precision == "fp32" else fp32 // 2
 
 
 def import_backend(backend: str, device: str) -> Any:
-    """Import and return a backend's module: MXNet takes 1.2 s. Raises `InvalidRequest`."""
+    """Import and return a backend's module (1.2 s for MXNet). Raises `InvalidRequest`."""
     precisions(backend, device)
     try:
         return importlib.import_module(_BACKENDS[device][backend][0])
-    except OSError as error:  # a shared library; MXNet's GPU build wants the driver on a CPU, too
+    except OSError as error:  # a missing library; MXNet's GPU build needs the driver on a CPU, too
         raise InvalidRequest(
             f"backend {backend} cannot be used here: {error}; where it is a build for GPUs, is"
             " NVIDIA's driver there (docker run --gpus all)?"

@@ -1,4 +1,4 @@
-"""Models whose rows are in one cache, as the graphs for GPUs need them.
+"""Models with all rows in one dense K/V cache, as graphs for GPUs need them.
 
 Such a graph computes the next token of rows 0..B-1, or several tokens of one row.
 """
@@ -22,9 +22,9 @@ BLOCK = 64  # positions that a cache grows by. Larger: more memory. Smaller: mor
 
 
 class DenseCache(ABC):
-    """Keys and values of rows 0..len(lengths)-1, and of a free row behind them.
+    """Keys and values of rows 0..len(lengths)-1, in memory with space for more rows.
 
-    All rows have the capacity of the longest; it grows by `shape_for` until no row is left.
+    All rows have the same capacity, which grows as `shape_for` computes until no row remains.
     """
 
     def __init__(self, config: GPT2Config, token_bytes: int) -> None:
@@ -34,7 +34,7 @@ class DenseCache(ABC):
     @property
     @abstractmethod
     def shape(self) -> tuple[int, int]:
-        """The rows and the capacity that there is memory for."""
+        """The number of rows and the capacity in tokens that are allocated."""
 
     @property
     def num_bytes(self) -> int:
@@ -51,7 +51,7 @@ class DenseCache(ABC):
         return max(self.shape[0], 1 << (rows - 1).bit_length()), capacity
 
     def num_bytes_for(self, lengths: Sequence[int]) -> int:
-        """Bytes with rows of these lengths."""
+        """Return the bytes of the cache if it had rows of these lengths."""
         if not lengths:
             return 0
         return math.prod(self.shape_for(len(lengths), max(lengths))) * self.token_bytes
@@ -71,7 +71,7 @@ class DenseCache(ABC):
 
     @abstractmethod
     def clear(self) -> None:
-        """Free all memory; there are no rows."""
+        """Free all memory, once there are no rows."""
 
 
 @dataclass(eq=False)
@@ -89,7 +89,7 @@ class DenseRow:
 
 
 class DenseModel(BackendModel):
-    """Runs pieces through `extend` and `decode`."""
+    """A model that computes pieces by `extend`, for one row, and `decode`, for many."""
 
     caches_rows = False
     _cache: DenseCache
@@ -99,11 +99,11 @@ class DenseModel(BackendModel):
 
     @abstractmethod
     def extend(self, row: int, ids: Ids) -> Logits:
-        """Appends `ids` (T,) to one row; returns the logits (V,) after the last."""
+        """Append `ids` (T,) to one row; return the logits (V,) after the last."""
 
     @abstractmethod
     def decode(self, ids: Ids) -> Logits:
-        """Appends ids[i] to row i for the first len(ids) rows; returns their logits (B, V)."""
+        """Append ids[i] to row i for the first len(ids) rows; return their logits (B, V)."""
 
     def open_row(self, source: Row | None = None, length: int = 0) -> DenseRow:
         row = DenseRow(self._cache, self._cache.add_row())
@@ -144,16 +144,16 @@ class DenseModel(BackendModel):
         return np.concatenate([empty, *(parts[i] for i in range(len(pieces)))])
 
     def _extend(self, piece: Piece) -> Logits:
-        """The logits (num_logits, V) of one piece."""
+        """Compute one piece; return its logits (num_logits, V)."""
         assert isinstance(piece.row, DenseRow)
         row, ids = piece.row.index, np.array(piece.ids)
-        first = len(ids) - max(piece.num_logits - 1, 0)  # the rest is computed one by one
+        first = len(ids) - max(piece.num_logits - 1, 0)  # `extend` gives one logits row a call
         parts = [ids[:first], *(ids[i : i + 1] for i in range(first, len(ids)))]
         logits = [self.extend(row, part) for part in parts]
         return np.stack(logits) if piece.num_logits else np.empty((0, len(logits[0])), np.float32)
 
     def _bring_to_front(self, rows: Sequence[Row]) -> None:
-        """Move the rows to 0, 1, ... in this order."""
+        """Swap rows of the cache, so that these become rows 0, 1, ... in this order."""
         for index, row in enumerate(rows):
             assert isinstance(row, DenseRow)
             if row.index != index:

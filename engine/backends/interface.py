@@ -1,7 +1,7 @@
 """The interface of a backend, which runs one model.
 
-A backend computes; it knows nothing of requests, sampling or fairness. `run` is called by one
-thread, one pass at a time; rows are opened and closed by any thread.
+A backend computes passes only: requests, sampling and fairness are outside of it. One thread calls
+`run`, one pass at a time; any thread may open and close rows.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ class Row(Protocol):
 
 
 class Adapter(Protocol):
-    """The weights that distinguish a fine-tune from its base, where the library reads them."""
+    """The weights of an adapter in memory; the native library reads them at `address`."""
 
     address: int
     num_bytes: int
-    mapped: Sequence[Span]  # where they are mapped files
+    mapped: Sequence[Span]  # the spans that are mapped files
 
     def close(self) -> None: ...
 
@@ -55,14 +55,14 @@ class Piece:
 
 
 class BackendModel(ABC):
-    """One loaded model."""
+    """A model that is loaded on a backend."""
 
     config: GPT2Config
     weight_bytes: int  # resident bytes of the weights
-    max_rows: int  # open at the same time
+    max_rows: int  # most rows that may be open at the same time
     caches_rows: bool  # whether rows may stay open for the prefix cache
     checks_guesses = False  # whether a few tokens of a row take little more time than one
-    mapped: Sequence[Span] = ()  # its weights, where they are mapped files and not its memory
+    mapped: Sequence[Span] = ()  # spans of the weights that are mapped files
 
     @abstractmethod
     def open_row(self, source: Row | None = None, length: int = 0) -> Row:
@@ -70,11 +70,11 @@ class BackendModel(ABC):
 
     @abstractmethod
     def truncate(self, row: Row, length: int) -> None:
-        """Shortens a row to its first `length` tokens."""
+        """Shorten a row to its first `length` tokens."""
 
     @abstractmethod
     def close_row(self, row: Row) -> None:
-        """Closes a row and frees its memory."""
+        """Close a row and free its memory."""
 
     @abstractmethod
     def run(self, pieces: Sequence[Piece]) -> Logits:
@@ -86,7 +86,7 @@ class BackendModel(ABC):
 
     @abstractmethod
     def kv_bytes_for(self, lengths: Sequence[int]) -> int:
-        """K/V bytes of rows of these lengths."""
+        """Return the K/V bytes of rows of these lengths."""
 
     @abstractmethod
     def close(self) -> None:
@@ -99,7 +99,7 @@ class BackendModel(ABC):
 
 
 def check_ids(config: GPT2Config, ids: Sequence[int], end: int) -> None:
-    """Raise unless the model has these ids and a context of at least `end` tokens."""
+    """Raise `InvalidRequest` for unknown ids, `PromptTooLong` if `end` exceeds the context."""
     if end > config.max_length:
         raise PromptTooLong(f"{end} tokens do not fit the {config.max_length} of the model")
     if min(ids) < 0 or max(ids) >= config.vocab_size:

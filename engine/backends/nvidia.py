@@ -1,8 +1,8 @@
 """The memory of the NVIDIA GPU that the engine uses: the first visible one.
 
-The driver's own library knows it; that is wherever CUDA works, also in containers without
-`nvidia-smi`. It obeys `CUDA_VISIBLE_DEVICES`, knows the size of a MIG slice, and takes no memory on
-the GPU. https://docs.nvidia.com/cuda/cuda-driver-api/
+The size comes from the driver's library, which exists wherever CUDA works, also in containers
+without `nvidia-smi`. It obeys `CUDA_VISIBLE_DEVICES`, reports the size of a MIG slice, and takes no
+memory on the GPU. https://docs.nvidia.com/cuda/cuda-driver-api/
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ FATAL = (
     "invalid program counter", "unspecified launch failure", "hardware stack error",
     "uncorrectable ecc", "device-side assert", "launch timed out", "gpu is lost",
 )  # fmt: skip
-# For CUDA's context, working memory of cuBLAS and cuDNN, and activations. Less: steps fail.
+# For CUDA's context, working memory of cuBLAS and cuDNN, and activations. Smaller: steps fail.
 MIN_RESERVE_BYTES = 1536 * MIB
 
 
 def default_budget_bytes() -> int:
-    """The GPU's memory less a reserve. Raises `InvalidRequest` where there is no GPU."""
+    """Return the GPU's bytes of memory less a reserve. Raises `InvalidRequest` without a GPU."""
     total = memory_bytes()
     return total - min(max(MIN_RESERVE_BYTES, total // 8), total // 2)
 
@@ -37,7 +37,7 @@ def is_fatal(text: str) -> bool:
 
 
 def memory_bytes() -> int:
-    """The GPU's whole memory. Raises `InvalidRequest` where there is no usable GPU."""
+    """Return the GPU's bytes of memory. Raises `InvalidRequest` where there is no usable GPU."""
     try:
         driver = ctypes.CDLL(LIBRARY)
     except OSError:

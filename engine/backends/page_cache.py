@@ -22,7 +22,7 @@ PAGE = mmap.PAGESIZE
 
 _disk = threading.Lock()
 
-Span = tuple[int, int]  # of this process's memory: where it begins, which is a page, and its length
+Span = tuple[int, int]  # of mapped memory: page-aligned address, and length in bytes
 
 # `CDLL` lets other threads run during a call, which Python's own mmap does not.
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -31,16 +31,16 @@ _libc.mincore.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p)
 
 
 def read_in(spans: Iterable[Span]) -> int:
-    """Read the missing pages and map all of them; returns how many bytes were read.
+    """Read the pages that are not in memory, and map all pages; return the bytes read.
 
     Linux reports all pages of another user's file as present; such a file is read as well, but page
     after page.
     """
     spans = list(spans)
     missing = [part for span in spans for part in _missing(*span)]
-    # One caller at a time: of two at once, neither would finish before both do.
+    # One caller reads at a time: if two read at once, the first would finish as late as the second.
     with _disk if missing else nullcontext():
-        for part in missing:  # all are under way before the first is waited for
+        for part in missing:  # start all reads before waiting for any
             _libc.madvise(*part, mmap.MADV_WILLNEED)
         for span in spans:
             _populate(*span)
@@ -54,7 +54,7 @@ def advise_cold(spans: Iterable[Span]) -> None:
 
 
 def present(address: int, length: int) -> NDArray[np.uint8]:
-    """For each page of mapped memory, whether it is in memory: 1 or 0. Raises `OSError`."""
+    """Return for each page of a span 1 if it is in memory, otherwise 0. Raises `OSError`."""
     pages = np.zeros(-(-length // PAGE), dtype=np.uint8)
     if _libc.mincore(address, length, pages.ctypes.data) != 0:
         code = ctypes.get_errno()
@@ -63,14 +63,14 @@ def present(address: int, length: int) -> NDArray[np.uint8]:
 
 
 def bytes_at(address: int, length: int) -> NDArray[np.uint8]:
-    """A view of memory that something else owns."""
+    """Return a view of memory, which must outlive the view."""
     pointer = ctypes.cast(address, ctypes.POINTER(ctypes.c_uint8))
     memory: NDArray[np.uint8] = np.ctypeslib.as_array(pointer, (length,))
     return memory
 
 
 def _missing(address: int, length: int) -> Iterator[Span]:
-    """The parts that are not in memory."""
+    """Yield the parts of a span that are not in memory."""
     try:
         there = present(address, length)
     except OSError:
@@ -78,7 +78,7 @@ def _missing(address: int, length: int) -> Iterator[Span]:
     if there.all():
         return
     changes = np.diff(there, prepend=np.uint8(1), append=np.uint8(1))
-    edges = np.flatnonzero(changes) * PAGE  # in turns where one begins and ends
+    edges = np.flatnonzero(changes) * PAGE  # begin and end of each missing part, in turns
     for begin, end in edges.reshape(-1, 2):
         yield address + int(begin), min(int(end), length) - int(begin)
 
@@ -89,4 +89,4 @@ def _populate(address: int, length: int) -> None:
         return
     if (code := ctypes.get_errno()) != errno.EINVAL:
         raise OSError(code, os.strerror(code))
-    bytes_at(address, length)[::PAGE].max()  # an older kernel
+    bytes_at(address, length)[::PAGE].max()  # touch each page on an older kernel

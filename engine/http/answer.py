@@ -12,10 +12,10 @@ from engine.sequence import Token
 
 
 class Answer:
-    """Collects the sequences of a request.
+    """Collects the tokens of all sequences of a request.
 
-    Give `emit` to `Engine.submit`; `done` is called once, on a thread of the engine, when the
-    last sequence or the first error has come.
+    `emit` is the callback for `Engine.submit`. `done` is called once, on a thread of the engine,
+    after the last token of all sequences or the first error.
     """
 
     def __init__(self, num_sequences: int, done: Callable[[], None]) -> None:
@@ -47,11 +47,11 @@ class Answer:
 
     @property
     def entries(self) -> int:
-        """The number of log-probabilities in the result."""
+        """The number of tokens in the result that have texts of their own."""
         return sum(len(token.shown) for tokens in self._tokens for token in tokens)
 
     def result(self) -> dict[str, Any]:
-        """The body of the response to `generate`.
+        """Return the body of the response to `generate`.
 
         `{"completions": [{"text", "tokens", "finish_reason", "logprobs"?, "prefill"?,
         "choice_logprobs"?, "accepted_tokens"?, "rejected_tokens"?}], "seconds",
@@ -84,9 +84,9 @@ class Answer:
 
 
 def token_details(token: Token) -> dict[str, Any]:
-    """The `logprobs` of a token, and the prompt's `prefill` on the first token of an answer.
+    """Return the `logprobs` of a token and, on an answer's first token, the prompt's `prefill`.
 
-    Both are left out where the request does not want them. An entry is `{"token", "text",
+    Both are absent unless the request sets them. An entry is `{"token", "text",
     "special"?, "logprob"?, "top"?: [{"token", "text", "logprob"}]}`, with `bytes` where the token
     is only a part of a character.
     """
@@ -114,7 +114,7 @@ def token_details(token: Token) -> dict[str, Any]:
 
 
 def guesses_body(tokens: Sequence[Token]) -> dict[str, int]:
-    """`{"accepted_tokens", "rejected_tokens"}`: guesses that were checked, if any were."""
+    """Return `{"accepted_tokens", "rejected_tokens"}`, or {} if no guess was checked."""
     counts = {
         "accepted_tokens": sum(token.accepted for token in tokens),
         "rejected_tokens": sum(token.rejected for token in tokens),
@@ -123,7 +123,7 @@ def guesses_body(tokens: Sequence[Token]) -> dict[str, int]:
 
 
 def choices_body(token: Token) -> list[dict[str, Any]]:
-    """`[{"text", "logprob"}]`, the most likely first."""
+    """Return the texts of a choice as `[{"text", "logprob"}]`, the most likely first."""
     return [{"text": text, "logprob": round(p, 6)} for text, p in token.choices]
 
 

@@ -17,7 +17,7 @@ HEADERS = {"content-type": "application/json"}
 
 
 class AsyncEngineClient:
-    """A client of one event loop. All calls raise the engine's errors, or `EngineUnavailable`."""
+    """A client for one event loop. All calls raise the engine's errors, or `EngineUnavailable`."""
 
     def __init__(self, path: str) -> None:
         self._http = UnixHTTP(path)
@@ -34,7 +34,7 @@ class AsyncEngineClient:
         promised: Mapping[str, int] | None = None,
         base: str | None = None,
     ) -> int:
-        """The bytes of a model's weights, if they fit beside those `promised`. Raises as a load."""
+        """Return the bytes of a model's weights if it can be loaded now, see `Engine.check`."""
         body: dict[str, Any] = {"name": name, "model_dir": model_dir, "base": base}
         body |= {"backend": backend, "precision": precision, "promised": dict(promised or {})}
         answer = await self._call("POST", "/room", body, CHECK_TIMEOUT_S)
@@ -49,7 +49,7 @@ class AsyncEngineClient:
         await self._call("DELETE", _url(name), None, LOAD_TIMEOUT_S)
 
     async def models(self) -> list[dict[str, Any]]:
-        """The loaded models: their names and what each holds of the budget."""
+        """Return the names of the loaded models and the bytes of the budget that each takes."""
         return list((await self._call("GET", "/models", None, 10.0))["models"])
 
     async def statistics(self, timeout_s: float = 10.0) -> dict[str, Any]:
@@ -104,7 +104,7 @@ class AsyncEngineClient:
         timeout_s: float = 60.0,
         kind: str = "inputs",
     ) -> AsyncGenerator[dict[str, Any], None]:
-        """Yield each token when it is made.
+        """Yield each token of an answer as soon as the engine sends it.
 
         A token is `{"index", "token", "text", "logprobs"?, "accepted_tokens"?, "rejected_tokens"?,
         "finish_reason"?}`, the first of a sequence also has `prompt_tokens`. Closing the generator

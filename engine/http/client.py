@@ -20,7 +20,7 @@ from common.errors import EngineError, EngineUnavailable, ModelNotFound, named
 from engine.http.connection import Connection
 
 LOAD_TIMEOUT_S = 300.0
-# How long a restart of the engine is waited for. Shorter than the supervisor needs: requests fail.
+# How long requests wait for a restart of the engine. If a restart takes longer, they fail.
 RECONNECT_S = 15.0
 # How long after the deadline of a request the engine may still answer, with the deadline's error.
 GRACE_S = 5.0
@@ -40,7 +40,7 @@ class UnixConnection(http.client.HTTPConnection):
 
 
 def error_of(status: int, body: bytes, retry_after: str | None) -> EngineError:
-    """The exception for an error answer of the engine."""
+    """Return the exception for an error response of the engine."""
     retry_after_s = float(retry_after) if retry_after else None
     try:
         error = json.loads(body)
@@ -81,7 +81,7 @@ class Uses:
 
 
 class EngineClient:
-    """The client of a process; it keeps a connection for each thread."""
+    """A client of the engine, with a connection for each thread that uses it."""
 
     def __init__(self, path: str) -> None:
         self._path = path

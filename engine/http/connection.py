@@ -1,7 +1,7 @@
 """A worker's connection to the engine's socket, for one request after another.
 
-It speaks as much of HTTP/1.1 as the engine does, in two system calls a request: `http.client` took
-a third of a worker's time.
+It implements the part of HTTP/1.1 that the engine uses, with two system calls a request;
+`http.client` took a third of a worker's time.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Connection:
 
         Raises `ConnectionResetError` where the connection was closed before the answer began,
         `TimeoutError` where nothing comes for `timeout_s`, and `OSError` where the answer is not
-        complete or no HTTP.
+        complete or not HTTP.
         """
         head = f"{method} {url} HTTP/1.1\r\nhost: engine\r\ncontent-type: application/json\r\n"
         if body is not None:

@@ -1,7 +1,7 @@
-"""Leases: a model stays loaded while it has one.
+"""Leases: a model is unloaded `GRACE_S` after its last lease has ended.
 
-It is unloaded some time after its last lease has ended, once its streams, which need no worker,
-have finished.
+The unload waits until all of the model's requests are answered, since streams go on without the
+worker that had the lease.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Leases:
         self._unloads: dict[str, asyncio.Task[None]] = {}
 
     def take(self, name: str) -> None:
-        """Count a lease, before the load that it is for."""
+        """Count a new lease of a model, before the model is loaded."""
         self._counts[name] += 1
         if name in self._unloads:
             self._unloads[name].cancel()

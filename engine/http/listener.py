@@ -59,7 +59,7 @@ class _Server(uvicorn.Server):
 
     def handle_exit(self, sig: int, frame: Any) -> None:
         self._app.stopping.set()
-        self.should_exit = True  # uvicorn's own would raise the signal again and skip engine.close
+        self.should_exit = True  # uvicorn's handler would end the process before engine.close
 
 
 def serve(settings: Settings) -> None:
@@ -79,7 +79,7 @@ def serve(settings: Settings) -> None:
             timeout_graceful_shutdown=25,
         )
         await _Server(config, app).serve(sockets=[listener])
-        await asyncio.to_thread(engine.close)  # its threads call into the event loop until then
+        await asyncio.to_thread(engine.close)  # the loop must run until the engine's threads end
 
     listener = listen(settings.socket)
     logger.info("the engine listens on %s (%s)", settings.socket, settings.backend)

@@ -1,4 +1,4 @@
-"""The engine's messages: checks of requests, tokens as JSON."""
+"""Checks the bodies of the engine's requests, and renders tokens as JSON."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from engine.http.answer import choices_body, guesses_body, token_details
 from engine.sequence import Sequence, Token
 from engine.text.prompts import Chat, Inputs, Raw
 
-LARGE_BYTES = 64 << 10  # bodies from here on are parsed on a thread: they take milliseconds
+LARGE_BYTES = 64 << 10  # larger bodies are parsed on a thread, which takes milliseconds
 
 
 def json_line(value: Any) -> str:
@@ -52,7 +52,7 @@ def text_of(body: dict[str, Any], name: str) -> str:
 
 
 def inputs_of(body: dict[str, Any]) -> Inputs:
-    """The input of a request. Raises `InvalidRequest`."""
+    """Return the inputs in a request's body. Raises `InvalidRequest`."""
     if "prompt" in body:
         return _raw(body["prompt"])
     if "messages" in body:
@@ -67,7 +67,7 @@ def inputs_of(body: dict[str, Any]) -> Inputs:
 
 
 def _raw(prompt: Any) -> Raw:
-    """A prompt that is a text or a list of ids."""
+    """Check that a prompt is a text or a list of token ids. Raises `InvalidRequest`."""
     if isinstance(prompt, list) and all(type(i) is int and i >= 0 for i in prompt):
         return Raw(prompt)
     if not isinstance(prompt, str) or "\0" in prompt:

@@ -4,7 +4,7 @@
                                     {"name", "model_dir", "base"?, "backend"?, "precision"?,
                                      "max_rows"?, "lease"?}; base is the folder of the base model if
                                     model_dir has an adapter
-    GET    /models                  the loaded models and what each holds of the budget
+    GET    /models                  the loaded models and their bytes of the budget
     DELETE /models/{name}           unload a model
     POST   /models/{name}/generate  {"inputs", "parameters"?, "timeout_s"?, "stream"?,
                                      "request_id"?}; inputs are a text, or an object with the fields
@@ -62,13 +62,13 @@ from engine.text.texts import Texts
 logger = logging.getLogger(__name__)
 
 MAX_TIMEOUT_S = 3600
-MAX_CANCELLED_IDS = 1000  # of requests that may still arrive
-LARGE_ENTRIES = 500  # answers with more log-probabilities are written on a thread
+MAX_CANCELLED_IDS = 1000  # of cancelled requests that may still arrive
+LARGE_ENTRIES = 500  # answers with more token texts are rendered on a thread
 T = TypeVar("T")
 
 
 class EngineApp:
-    """The routes over one `Engine`."""
+    """The HTTP routes of one `Engine`, as an ASGI application."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -123,7 +123,7 @@ class EngineApp:
         return NdjsonStream(hold(), lambda: self._leases.release(name))
 
     async def _unless_gone(self, request: Request, work: Callable[[Reading], T]) -> T:
-        """Run `work` on a thread; cancelled if the client disconnects or the engine stops."""
+        """Run `work` on a thread, and cancel it if the client disconnects or the engine stops."""
         reading = Reading()
         working = asyncio.ensure_future(run_in_threadpool(work, reading))
         ends: list[asyncio.Future[Any]] = [
@@ -247,7 +247,7 @@ class EngineApp:
                 submitted.add_done_callback(lambda f: self._engine.cancel(_sequences(f) or []))
         if not answer.is_complete:
             if not submitted.cancelled() and submitted.done():
-                submitted.result()  # raises what is wrong with the prompt
+                submitted.result()  # raises the error that the submission ended with
             raise Cancelled("the request was cancelled")
 
         def build() -> Response:
@@ -293,7 +293,7 @@ class EngineApp:
 
 
 def _load_options(body: dict[str, Any]) -> dict[str, Any]:
-    """The fields that a load and its check share. Raises `InvalidRequest`."""
+    """Return the options that `POST /models` and `POST /room` share. Raises `InvalidRequest`."""
     return {
         "name": text_of(body, "name"),
         "model_dir": text_of(body, "model_dir"),

@@ -20,8 +20,8 @@ from common.trees import remove
 NAME = ".prepared"
 BUILDING = ".building-"
 ABANDONED_AFTER_S = 3600
-SOURCE = ".source.json"  # what an artifact holds, see `engine.prepared.manifest`
-MODEL = ".safetensors"  # a prepared model, see `engine.native.prepared`
+SOURCE = ".source.json"  # suffix of a manifest, see `engine.prepared.manifest`
+MODEL = ".safetensors"  # suffix of a prepared model, see `engine.native.prepared`
 
 logger = logging.getLogger(__name__)
 
@@ -29,20 +29,20 @@ _pruned: dict[Path, tuple[int, int]] = {}  # modification time and limit of the 
 
 
 def cache_folder(artifact: Path, cache_dir: Path | None) -> Path | None:
-    """`cache_dir`, or `.prepared` in the artifact's folder; None where others could write to it."""
+    """Return `cache_dir` or the artifact's `.prepared`; None if others may write to the latter."""
     if cache_dir is not None:
         return cache_dir
     folder = artifact / NAME
     try:
         status = folder.lstat()
-    except OSError:  # it can be made, or it cannot
+    except OSError:  # it does not exist yet, or writing to it will fail
         return folder
     ours = status.st_uid in (0, os.geteuid()) and not status.st_mode & stat.S_IWOTH
     return folder if ours and stat.S_ISDIR(status.st_mode) else None
 
 
 def hash_of(data: str | Iterable[Any]) -> str:
-    """The hash of a text or of pieces of bytes."""
+    """Return the hash of a text, or of buffers that are joined."""
     digest = blake3()
     pieces: Iterable[Any] = [os.fsencode(data)] if isinstance(data, str) else data
     for piece in pieces:
@@ -56,7 +56,7 @@ def is_older_than_boot(path: Path) -> bool:
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """The JSON object in a file; empty where there is none."""
+    """Return the JSON object in a file, or {} if there is none or it cannot be read."""
     try:
         value = json.loads(path.read_bytes())
     except (OSError, ValueError):
@@ -66,7 +66,7 @@ def read_object(path: Path) -> dict[str, Any]:
 
 @contextmanager
 def written_whole(path: Path) -> Iterator[Path]:
-    """Where to write a file, beside its place; then it is moved there. Raises `OSError`."""
+    """Yield a temporary path; the file written there is then moved to `path`. Raises `OSError`."""
     with tempfile.TemporaryDirectory(prefix=BUILDING, dir=path.parent) as building:
         file = Path(building) / path.name
         yield file
@@ -74,7 +74,7 @@ def written_whole(path: Path) -> Iterator[Path]:
 
 
 def remove_abandoned(folder: Path) -> None:
-    """Remove what a killed builder left behind."""
+    """Remove old temporary folders of processes that were killed in `written_whole`."""
     for path in folder.glob(BUILDING + "*"):
         with suppress(OSError):
             if time.time() - path.stat().st_mtime > ABANDONED_AFTER_S:

@@ -1,4 +1,4 @@
-"""Manifests: the contents of artifacts, read once, and not by the engine.
+"""Manifests: descriptions of artifacts, read once, by a sandbox in place of the engine.
 
 A sandbox opens an artifact, checks it, reads all its weights, and answers with a manifest:
 configuration, generation settings, and where each tensor is. It is stored in memory and as `<path
@@ -42,7 +42,7 @@ MAX_FILES = 1000
 MAX_ARTIFACTS = 256  # in memory
 THREADS = 2
 CHUNK_NUMBERS = 1 << 18
-# To read an artifact: parsing takes some of each, reading the weights through the rest.
+# Limits of the sandbox that reads an artifact: fixed ones for parsing, and CPU time by file size.
 READ_MIB = 512
 READ_CPU_S = 20
 READ_BYTES_PER_CPU_S = 25 * MIB
@@ -55,18 +55,18 @@ Opened = TypeVar("Opened", Artifact, Adapter)
 
 
 class Run(Protocol):
-    """Calls a function, perhaps in another process: arguments and value are JSON."""
+    """Calls `target` and returns its value, perhaps in another process; all values are JSON."""
 
     def __call__(self, target: Any, *arguments: Any, what: str, limits: Limits) -> Any: ...
 
 
 def directly(target: Any, *arguments: Any, what: str, limits: Limits) -> Any:
-    """Call in this process, for tools that read their own user's files."""
+    """Call `target` in this process, for tools that read files of their own user."""
     return target(*arguments)
 
 
 class Manifests:
-    """Opens artifacts, and reads each only once while it does not change. Thread-safe."""
+    """Opens artifacts, and reads each only once while its files do not change. Thread-safe."""
 
     def __init__(self, cache_dir: Path | None = None) -> None:
         self._cache_dir = cache_dir
@@ -74,11 +74,11 @@ class Manifests:
         self._lock = threading.Lock()
 
     def open(self, path: Path, run: Run = directly) -> Artifact:
-        """As `open_artifact`, with weights that are finite. Raises `ArtifactError`."""
+        """Open an artifact and check that its weights are finite. Raises `ArtifactError`."""
         return self._open(path, run, Artifact, read, from_manifest)
 
     def open_adapter(self, path: Path, run: Run = directly) -> Adapter:
-        """As `engine.artifacts.adapter.read`, with finite weights. Raises `ArtifactError`."""
+        """Open an adapter and check that its weights are finite. Raises `ArtifactError`."""
         return self._open(path, run, Adapter, read_adapter, adapter_from_manifest)
 
     def _open(
@@ -89,7 +89,7 @@ class Manifests:
         target: Callable[[str], dict[str, Any]],
         decode: Callable[[Path, Any], Opened],
     ) -> Opened:
-        """Open with `target`, which makes a manifest in a sandbox, and `decode`, its reader."""
+        """Open by a manifest: from memory, from disk, or made by `target` in a sandbox."""
         path = path.resolve()
         stamps = stamps_of(path)
         with self._lock:
@@ -104,14 +104,14 @@ class Manifests:
             self._known.move_to_end(path)
             while len(self._known) > MAX_ARTIFACTS:
                 self._known.popitem(last=False)
-        return dataclasses.replace(artifact)  # what it maps goes with it
+        return dataclasses.replace(artifact)  # a copy: mappings end with it
 
     def _file(self, path: Path) -> Path | None:
         folder = cache_folder(path, self._cache_dir)
         return folder and folder / (hash_of(str(path)) + SOURCE)
 
     def _stored(self, path: Path, stamps: Stamps, decode: Callable[[Path, Any], Any]) -> Any:
-        """The artifact of an earlier process, if its manifest is valid and not damaged."""
+        """Return the artifact of a stored manifest, or None if that is stale or damaged."""
         file = self._file(path)
         stored = {} if file is None else read_object(file)
         if stored.get("format") != FORMAT or stored.get("files") != stamps:
@@ -135,7 +135,7 @@ class Manifests:
         file = self._file(path)
         if file is not None and stamps_of(path) == stamps:
             entry = {"format": FORMAT, "path": str(path), "files": stamps, "artifact": manifest}
-            with suppress(OSError):  # then it is read again after a restart
+            with suppress(OSError):  # the artifact is then read again after a restart
                 file.parent.mkdir(parents=True, exist_ok=True)
                 with written_whole(file) as new:
                     new.write_text(json.dumps(entry), "utf-8")
@@ -143,7 +143,7 @@ class Manifests:
 
 
 def stamps_of(path: Path) -> Stamps:
-    """What changes when a file of the artifact does; subfolders do not count."""
+    """Return name, size, time and inode of the files in a folder. Raises `ArtifactError`."""
     stamps: Stamps = []
     missing = (FileNotFoundError, NotADirectoryError)
     try:
@@ -159,23 +159,23 @@ def stamps_of(path: Path) -> Stamps:
     return sorted(stamps)
 
 
-# In the sandbox
+# The functions below run in the sandbox.
 
 
 def read(path: str) -> dict[str, Any]:
-    """The manifest of the artifact in `path`. Raises `ArtifactError`."""
+    """Read the artifact in `path`; return its manifest. Raises `ArtifactError`."""
     artifact = open_artifact(path)
     return to_manifest(dataclasses.replace(artifact, content=content_of(artifact)))
 
 
 def read_adapter(path: str) -> dict[str, Any]:
-    """The manifest of the adapter in `path`. Raises `ArtifactError`."""
+    """Read the adapter in `path`; return its manifest. Raises `ArtifactError`."""
     adapter = adapters.read(path)
     return to_manifest(dataclasses.replace(adapter, content=content_of(adapter)))
 
 
 def content_of(artifact: MappedWeights) -> str:
-    """The hash of the weights, which are all read. Raises `ArtifactError` for NaN or infinity."""
+    """Read all weights and return their hash. Raises `ArtifactError` for NaN or infinity."""
     file_bytes = sum(file.stat().st_size for file in artifact.weight_files)
     if sum(tensor.nbytes for tensor in artifact.index.values()) > file_bytes:
         raise ArtifactError(f"{artifact.weight_files[0].name}: its tensors overlap")
@@ -197,7 +197,7 @@ def content_of(artifact: MappedWeights) -> str:
 
 
 def _finite_chunks(weight: NDArray[Any]) -> Iterator[NDArray[np.uint8]]:
-    """The bytes of a tensor. Raises `FloatingPointError` for NaN and infinity."""
+    """Yield the bytes of a tensor in chunks. Raises `FloatingPointError` for NaN and infinity."""
     rows = max(CHUNK_NUMBERS // max(weight[:1].size, 1), 1)
     for begin in range(0, len(weight), rows):
         piece = np.ascontiguousarray(weight[begin : begin + rows])
@@ -207,7 +207,7 @@ def _finite_chunks(weight: NDArray[Any]) -> Iterator[NDArray[np.uint8]]:
 
 
 def to_manifest(artifact: Artifact | Adapter) -> dict[str, Any]:
-    """The manifest of an artifact or adapter, for JSON."""
+    """Return the manifest of an artifact or adapter, as values for JSON."""
     shared = {
         "index": {name: list(tensor) for name, tensor in artifact.index.items()},
         "generation": artifact.generation.to_json(),
@@ -220,11 +220,11 @@ def to_manifest(artifact: Artifact | Adapter) -> dict[str, Any]:
     return {**shared, "config": config, "tokenizer": file}
 
 
-# In the engine
+# The functions below run in the engine.
 
 
 def from_manifest(path: Path, value: Any) -> Artifact:
-    """The artifact of a manifest that is consistent and fits the files. Raises `ArtifactError`."""
+    """Make an artifact of a manifest, checked against the files. Raises `ArtifactError`."""
     try:
         config = GPT2Config(**value["config"])
         for name, kind in get_type_hints(GPT2Config).items():
@@ -243,7 +243,7 @@ def from_manifest(path: Path, value: Any) -> Artifact:
 
 
 def adapter_from_manifest(path: Path, value: Any) -> Adapter:
-    """As `from_manifest`, for an adapter."""
+    """Make an adapter of a manifest, checked against the files. Raises `ArtifactError`."""
     try:
         index = _index(path, value["index"])
         scales = {str(module): float(scale) for module, scale in value["scales"].items()}

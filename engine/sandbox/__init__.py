@@ -1,9 +1,9 @@
-"""Run our own code over foreign data in a limited process.
+"""Sandboxes: child processes with limits, in which our code reads untrusted files.
 
 A file that crashes a parser, never ends or takes all memory costs one child process and one error,
 not the engine and all models in it. Children are forked from a helper that has imported what they
-need (`engine.sandbox.zygote`), so one costs some 10 ms and little memory of its own. Their answers
-are JSON: nothing of a child is unpickled, mapped or run.
+need (`engine.sandbox.zygote`), so a child costs some 10 ms and little memory of its own. Their
+answers are JSON: the engine unpickles, maps and runs nothing that comes from a child.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from engine.sandbox.messages import receive, send
 ROOT = Path(__file__).parents[2]
 MIB = 1 << 20
 HELPER_S = 30.0  # a wide limit for the helper to fork a child
-STATUS_S = 5.0  # a wide limit for it to send the exit status of one
+STATUS_S = 5.0  # a wide limit for the helper to send a child's exit status
 Target = Callable[..., Any]
 T = TypeVar("T")
 
@@ -37,8 +37,8 @@ T = TypeVar("T")
 class Limits:
     """Limits of a child."""
 
-    memory_mib: int = 512  # private, beyond what it begins with; mapped files do not count
-    cpu_s: int = 0  # of its whole life; 0: no limit, where calls have deadlines instead
+    memory_mib: int = 512  # private memory beyond that at the fork; mapped files do not count
+    cpu_s: int = 0  # in its whole life; 0: no limit, for children whose calls have timeouts
     write_mib: int = 0  # the longest file that it may write; 0: it may not change any file
     answer_mib: int = 16  # the longest answer
     niceness: int = 0  # as of `os.nice`
@@ -52,7 +52,7 @@ class Sandbox:
     ) -> None:
         """Start a child that calls `target(*arguments)`, a function or class of a module.
 
-        `ready` waits for that. A callable result serves `call`. Arguments and values are JSON.
+        `ready` waits for the result; if that is callable, `call` calls it. All values are JSON.
         `what` begins the messages of errors, for example "m.params".
 
         Raises `Overloaded` where no process can be started in time.
@@ -67,7 +67,7 @@ class Sandbox:
             "arguments": arguments,
             "limits": asdict(limits),
         }
-        self.pid: int | None = None  # until it has ended, as far as this process knows
+        self.pid: int | None = None  # None once the child is known to have ended
         with theirs, their_status:
             try:
                 self.pid = _helper.start(orders, theirs, their_status)
@@ -79,7 +79,7 @@ class Sandbox:
                 raise Overloaded(why) from error
 
     def ready(self, timeout_s: float) -> Any:
-        """The target's result, None if it is callable; called once, first. Raises as `call`."""
+        """Wait for the target's result, None if callable; once, before `call`. Raises as `call`."""
         return self._exchange(None, timeout_s)
 
     def call(self, *arguments: Any, timeout_s: float) -> Any:
@@ -101,7 +101,7 @@ class Sandbox:
             self._kill()
             with contextlib.suppress(OSError):
                 self._connection.shutdown(socket.SHUT_RDWR)
-        if self._calls.acquire(blocking=False):  # otherwise by the call that is under way
+        if self._calls.acquire(blocking=False):  # else the call under way closes it
             self._close()
             self._calls.release()
 
@@ -152,20 +152,20 @@ class Sandbox:
                 self._kill()
 
     def _kill(self) -> None:
-        """Have the helper, its parent, kill the child: by now the pid may be another process's."""
+        """Make the helper kill the child: only its parent knows that the pid is still its own."""
         self.pid = None
         with contextlib.suppress(OSError):
             self._status.shutdown(socket.SHUT_WR)
 
     def _raised(self, error: Any) -> EngineError:
-        """The error that was raised in the child."""
+        """Return the exception for an error that was raised in the child."""
         name, message = (str(error.get(key)) for key in ("type", "message"))
         if name == "MemoryError":
             return self._error(f"it took more than {self._limits.memory_mib} MiB")
         return named(name, message) or self._error(f"its reader failed ({name})")
 
     def _death(self) -> EngineError:
-        """How the child ended, which closed its connection."""
+        """Return the exception for a child that closed its connection, by its exit status."""
         if self.pid is None:
             return self._gone()
         self._status.settimeout(STATUS_S)
@@ -195,7 +195,7 @@ class Sandbox:
 
 
 class _Helper:
-    """The process that forks the children, started with the first and again if it is lost."""
+    """The process that forks the children, started for the first and again if it is lost."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -204,7 +204,7 @@ class _Helper:
         self._modules: tuple[str, ...] = ()
 
     def start(self, orders: Any, connection: socket.socket, status: socket.socket) -> int:
-        """Fork a child that gets the two sockets; returns its pid."""
+        """Fork a child with the two sockets; return its pid. Raises `OSError`, `ValueError`."""
         with self._lock:
             for fresh in (False, True):
                 if fresh or self._socket is None:
@@ -252,7 +252,7 @@ class _Helper:
             )
 
     def prepare(self, *modules: str) -> None:
-        """Start the process without waiting for its imports, to which `modules` are added."""
+        """Start the process, which also imports `modules`, without waiting for its imports."""
         with self._lock:
             self._modules = modules
             if self._socket is None:
@@ -269,11 +269,11 @@ class _Helper:
 
 _helper = _Helper()
 atexit.register(_helper.close)
-prepare = _helper.prepare  # so that the first sandbox need not wait for it
+prepare = _helper.prepare  # called early, so that the first sandbox does not wait
 
 
 def again(work: Callable[[], T]) -> T:
-    """Call `work`, and once more if its child was killed or lost with the helper."""
+    """Call `work`; repeat it once if a sandbox was killed or lost (`EngineUnavailable`)."""
     try:
         return work()
     except EngineUnavailable:

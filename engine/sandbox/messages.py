@@ -1,4 +1,4 @@
-"""The messages between a sandbox's two ends: a length, then JSON."""
+"""Messages between the engine and a sandbox: a length of four bytes, then JSON."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ def send(connection: socket.socket, message: Any) -> None:
 def receive(connection: socket.socket, max_bytes: int, deadline: float | None = None) -> Any:
     """Return the next message.
 
-    Raises `ConnectionError` at the end, `TimeoutError` at the deadline (of `time.monotonic`), and
-    `ValueError` for a message that is too long or no JSON.
+    Raises `ConnectionError` if the other end is closed, `TimeoutError` at the deadline (of
+    `time.monotonic`), and `ValueError` for a message that is too long or not JSON.
     """
     (length,) = _LENGTH.unpack(_read(connection, _LENGTH.size, deadline))
     if length > max_bytes:

@@ -1,4 +1,4 @@
-"""The sandboxes of one load, which end when it is cancelled."""
+"""Runs the sandboxes of one load, and kills them when the load is cancelled."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Reading:
         self.cancelled = False
 
     def run(self, target: Any, *arguments: Any, what: str, limits: Limits) -> Any:
-        """Raises what `engine.sandbox.Sandbox.call` does, and `Cancelled`."""
+        """Call `target` in a sandbox. Raises as `Sandbox.call`, and `Cancelled`."""
 
         def once() -> Any:
             self.check()

@@ -1,7 +1,7 @@
 """`python -m engine.sandbox.zygote`: forks the children of `engine.sandbox` and sets their limits.
 
-It has one thread and has imported what the children need. It ends when the engine does, however
-that ends, and its children with it.
+This process has one thread and imports what the children need before it forks them. It ends with
+the engine, even if that crashes, and its children end with it.
 """
 
 from __future__ import annotations
@@ -44,18 +44,18 @@ def main() -> None:
     log_as_json("engine")
     control = socket.socket(fileno=int(sys.argv[1]))
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)  # a stopping engine still answers its requests
+        signal.signal(number, signal.SIG_IGN)  # a stopping engine still uses sandboxes
     for name in (*PRELOADED, *sys.argv[2:]):
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
     gc.collect()
     gc.freeze()  # the collector would write to pages that the children share
     children: dict[int, socket.socket] = {}  # each with the socket that its exit status goes to
-    # Before the first child ends: its end has to wake the wait below.
+    # Set up before the first fork: the end of a child has to wake `events.select` below.
     wake, writer = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
     signal.signal(signal.SIGCHLD, lambda number, frame: None)
     signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
-    events = selectors.PollSelector()  # epoll's would be one more descriptor of each child
+    events = selectors.PollSelector()  # epoll would add a descriptor to each child
     events.register(control, selectors.EVENT_READ)
     events.register(wake, selectors.EVENT_READ)
     while True:
@@ -68,7 +68,7 @@ def main() -> None:
                 _reap(events, children)
             elif children.get(key.data) is key.fileobj:  # the engine has closed its end
                 events.unregister(key.fileobj)
-                os.kill(key.data, signal.SIGKILL)  # nothing else has its number before `_reap`
+                os.kill(key.data, signal.SIGKILL)  # the pid is not reused before `_reap`
 
 
 def _start_child(
@@ -77,14 +77,14 @@ def _start_child(
     children: dict[int, socket.socket],
     wakeups: tuple[int, int],
 ) -> None:
-    """Fork a child and send its pid, or the reason why not. Exits when the engine has ended."""
+    """Fork a child and send its pid or an error. Exits if the engine has ended."""
     content, descriptors, _, _ = socket.recv_fds(control, 1, 2)
     if not content:
         os._exit(0)
     given = [socket.socket(fileno=fd) for fd in descriptors]
     orders = receive(control, MAX_ORDERS_BYTES)
     try:
-        if len(given) != 2:  # the kernel drops those that there is no room for
+        if len(given) != 2:  # the kernel drops those beyond this process's limit
             raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
         connection, status = given
         parent = os.getpid()
@@ -113,13 +113,13 @@ def _reap(events: selectors.PollSelector, children: dict[int, socket.socket]) ->
         if pid == 0:
             return
         with children.pop(pid) as status, contextlib.suppress(OSError):
-            with contextlib.suppress(KeyError):  # it was killed
+            with contextlib.suppress(KeyError):  # `main` has killed it
                 events.unregister(status)
             status.send(str(os.waitstatus_to_exitcode(exit_status)).encode())
 
 
 def _be_child(connection: socket.socket, orders: Any, parent: int) -> None:
-    """Run as the child. Never returns."""
+    """Serve the calls of a forked child, then exit. Never returns."""
     status = 1
     try:
         signal.set_wakeup_fd(-1)
@@ -165,16 +165,16 @@ def limit(
     """Set the limits of this process, for good; see `engine.sandbox.Limits`."""
     libc = ctypes.CDLL(None, use_errno=True)
     libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent:  # it ended just before
+    if os.getppid() != parent:  # the parent ended before prctl
         os._exit(0)
     expendable(SCRIPT)
     if niceness:
         os.nice(niceness)
-    # What native libraries print when they give up is no line of a log.
+    # Native libraries print to stderr when they abort, which is not JSON as the log is.
     with open(os.devnull, "w") as nothing:
         os.dup2(nothing.fileno(), 2)
     for kind, most in (
-        # Of address space, mapped weights would count.
+        # Not RLIMIT_AS, which would count mapped weights.
         (resource.RLIMIT_DATA, _data_bytes() + memory_mib * MIB),
         (resource.RLIMIT_CPU, cpu_s),
         (resource.RLIMIT_FSIZE, write_mib * MIB),
@@ -189,7 +189,7 @@ def limit(
 
 
 def _data_bytes() -> int:
-    """The private writable memory, as RLIMIT_DATA counts it."""
+    """Return the bytes of private writable memory, as RLIMIT_DATA counts them."""
     status = Path("/proc/self/status").read_text()
     return next(int(s.split()[1]) for s in status.splitlines() if s.startswith("VmData")) * 1024
 

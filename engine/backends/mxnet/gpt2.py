@@ -31,8 +31,8 @@ def product(x: Any, weight: Any, bias: Any = None) -> Any:  # (..., in) -> (...,
 class GPT2:
     """GPT-2 on arrays of MXNet.
 
-    `weights` are those of `engine.artifacts.artifact.shapes`, of numpy or MXNet; MXNet's own are
-    not copied.
+    `weights` has the names of `engine.artifacts.artifact.shapes`, and arrays of numpy or MXNet;
+    arrays of MXNet are not copied.
     """
 
     def __init__(self, config: GPT2Config, weights: Mapping[str, Any], ctx: Any = None) -> None:
@@ -45,15 +45,15 @@ class GPT2:
         return nd.array(value, dtype="float32", ctx=self._ctx)
 
     def wait(self) -> None:
-        """Wait until all weights are loaded; raises what fails."""
+        """Wait until all weights are loaded. Raises `MXNetError` if that fails."""
         for array in self._weights.values():
             array.wait_to_read()
 
     def __call__(self, ids: Any, cache: MXNetKVCache | None = None) -> Any:
-        """Logits (B, T, V) of the tokens that follow `ids` (B, T), the whole text.
+        """Return the logits (B, T, V) after each of `ids` (B, T), which are whole texts.
 
-        With a cache, logits (B, V) after the last of T new tokens of the rows that `cache.select`
-        chose; their keys and values are appended, once `cache.end` is called.
+        With a cache, `ids` are T new tokens of the rows that `cache.select` chose, and the logits
+        (B, V) are those after the last. `cache.end` then appends the keys and values.
         """
         B, T = ids.shape
         positions = np.broadcast_to(np.arange(T), (B, T)) if cache is None else cache.begin(T)

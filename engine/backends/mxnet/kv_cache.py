@@ -19,7 +19,7 @@ nd = mx.nd
 
 
 class MXNetKVCache(DenseCache):
-    """Two arrays (rows, heads, capacity, hs) a layer; what is beyond a row's length is masked."""
+    """Two arrays (rows, heads, capacity, hs) a layer, masked beyond the length of each row."""
 
     shape = (0, 0)
 
@@ -28,11 +28,11 @@ class MXNetKVCache(DenseCache):
         self._ctx = ctx
         self._arrays: dict[int, list[Any]] = {}  # by layer
         self._selected = slice(0, 0)
-        self._views: dict[int, tuple[list[Any], list[Any]]] = {}  # while they hold
+        self._views: dict[int, tuple[list[Any], list[Any]]] = {}  # of the selected rows, by layer
         self._write: Any = None
 
     def copy_row(self, source: int, target: int, length: int) -> None:
-        """Copy a row and wait for it; raises what fails."""
+        """Copy the first `length` tokens of a row and wait for that. Raises `OutOfMemory`."""
         self.lengths[target] = length
         if length:
             with out_of_memory(self._ctx, "copying a row"):
@@ -54,7 +54,7 @@ class MXNetKVCache(DenseCache):
             self._selected, self._views = slice(begin, end), {}
 
     def begin(self, T: int) -> np.ndarray[Any, Any]:
-        """Make space for T tokens in each selected row; returns their positions (B, T)."""
+        """Allocate space for T tokens in each selected row; return their positions (B, T)."""
         lengths = np.array(self.lengths[self._selected], dtype=np.int64)
         self._grow(len(self.lengths), int(lengths.max()) + T)
         nh = self.config.num_heads
@@ -65,7 +65,7 @@ class MXNetKVCache(DenseCache):
         return positions
 
     def update(self, layer: int, k: Any, v: Any) -> tuple[Any, Any]:
-        """Stores k and v (B * nh, T, hs) of a layer; returns all keys and values."""
+        """Store k and v (B * nh, T, hs) of a layer; return all keys and values of the rows."""
         if layer not in self._views:
             self._views[layer] = self._make_views(layer)
         flat, selected = self._views[layer]
@@ -77,14 +77,14 @@ class MXNetKVCache(DenseCache):
         return selected[0], selected[1]
 
     def _make_views(self, layer: int) -> tuple[list[Any], list[Any]]:
-        """A layer with rows and heads as one axis: all rows, and the selected ones."""
+        """Return views of a layer, rows and heads as one axis: of all rows, of selected rows."""
         nh, rows = self.config.num_heads, self._selected
         shape = (self.shape[0] * nh, self.shape[1], self.config.head_size)
         flat = [array.reshape(shape) for array in self._arrays[layer]]
         return flat, [array[rows.start * nh : rows.stop * nh] for array in flat]
 
     def end(self, T: int) -> None:
-        """The selected rows have T tokens more."""
+        """Append the T tokens that the pass has stored to the selected rows."""
         for row in range(self._selected.start, self._selected.stop):
             self.lengths[row] += T
 

@@ -15,7 +15,7 @@ from engine.backends.mxnet.kv_cache import MXNetKVCache, out_of_memory
 class MXNetModel(DenseModel):
     """A model on `engine.backends.mxnet.gpt2`."""
 
-    max_rows = 31  # and a spare one
+    max_rows = 31  # and one to swap rows
     _cache: MXNetKVCache
 
     def __init__(self, artifact: Artifact, ctx: mx.Context) -> None:
@@ -24,7 +24,7 @@ class MXNetModel(DenseModel):
         self.weight_bytes = artifact.fp32_bytes
         self._ctx = ctx
         self._model = GPT2(artifact.config, artifact.weights, ctx)
-        self._model.wait()  # now, not at the first request, it fails if it does
+        self._model.wait()  # so that a load fails, not the first request
         self._cache = MXNetKVCache(artifact.config, ctx)
 
     def extend(self, row: int, ids: Ids) -> Logits:
@@ -39,12 +39,12 @@ class MXNetModel(DenseModel):
         with out_of_memory(self._ctx, f"{ids.size} more tokens"):
             logits = self._model(mx.nd.array(ids, ctx=self._ctx), self._cache)
             result: Logits = logits.asnumpy()
-        self._cache.end(ids.shape[1])  # only now: a failed pass appends nothing
+        self._cache.end(ids.shape[1])  # last, so that a failed pass appends nothing
         return result
 
     def close(self) -> None:
         del self._model, self._cache
-        self._ctx.empty_cache()  # MXNet keeps a GPU's freed memory, for itself
+        self._ctx.empty_cache()  # MXNet does not return freed memory to the GPU by itself
 
 
 def _first_gpu() -> mx.Context:

@@ -1,7 +1,7 @@
-"""Memory on a device, by onnxruntime alone, for the K/V cache and the weights.
+"""Memory on a device for K/V caches and weights, managed by onnxruntime alone.
 
-Memory is allocated as the output of a session, named by its address, and copied by graphs of one
-kind of operator: no API of CUDA, so the same code runs on the CPU provider.
+Memory is allocated as the output of a session, bound by its address, and copied by graphs of one
+kind of operator. No API of CUDA is used, so the same code runs on the CPU provider.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from common import onnx_session
 from common.errors import InvalidRequest, OutOfMemory
 from engine.backends import nvidia
 
-SAME_AS_REQUESTED = 1  # of `arena_extend_strategy`: the other rounds up to a power of two
-# A free piece is cut when this much of it would be left over.
+SAME_AS_REQUESTED = 1  # for `arena_extend_strategy`; the default rounds up to a power of two
+# A free block of the arena is split if more than this would be unused. Larger: more memory.
 MAX_DEAD_BYTES = 1 << 20
 
 logger = logging.getLogger(__name__)
@@ -40,7 +40,7 @@ class Provider:
     device: str  # as IOBinding calls it
     memory: str  # as OrtMemoryInfo calls it
     arena: str  # as `memory.enable_memory_arena_shrinkage` calls it
-    limit_bytes: int = 0  # of what sessions take beside their weights; 0: no limit
+    limit_bytes: int = 0  # of a session's memory beside its weights; 0: no limit
 
     @property
     def options(self) -> dict[str, str]:
@@ -51,7 +51,7 @@ class Provider:
 
 
 CUDA = Provider("CUDAExecutionProvider", "cuda", "Cuda", "gpu:0")
-CPU = Provider("CPUExecutionProvider", "cpu", "Cpu", "cpu:0")  # to test what runs on the other
+CPU = Provider("CPUExecutionProvider", "cpu", "Cpu", "cpu:0")  # to test the code for GPUs
 
 
 _preparing = threading.Lock()
@@ -59,7 +59,7 @@ _preparing = threading.Lock()
 
 @functools.cache
 def _prepare(provider: Provider) -> None:
-    """Register one arena for all sessions: unused memory of one serves the others.
+    """Register one arena for all sessions, which share its unused memory.
 
     Raises `InvalidRequest` with what to install where the provider cannot work.
     """
@@ -72,7 +72,7 @@ def _prepare(provider: Provider) -> None:
     if provider.device != "cpu":
         nvidia.memory_bytes()
         output = io.StringIO()
-        with contextlib.redirect_stdout(output):  # it prints what it did not find
+        with contextlib.redirect_stdout(output):  # it prints the libraries that are missing
             onnxruntime.preload_dlls()  # from NVIDIA's wheels
         logger.info("CUDA's libraries: %s", output.getvalue() or "found")
     kind = onnxruntime.OrtAllocatorType.ORT_ARENA_ALLOCATOR
@@ -96,18 +96,18 @@ def open_session(graph: bytes, provider: Provider, weights: Mapping[str, Any]) -
     `weights` are OrtValues for its external initializers; the CPU provider does not copy them, so
     the caller must keep them alive.
     """
-    with _preparing:  # of two first sessions at once, one registers the arena
+    with _preparing:  # so that only one thread registers the arena
         _prepare(provider)
     options = onnx_session.session_options()
     options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_ENABLE_BASIC
     options.add_session_config_entry("session.use_env_allocators", "1")
-    # Weights not from the arena, so that they go back to the device when the session ends.
+    # Weights are outside of the arena, so that their memory is freed when the session ends.
     options.add_session_config_entry("session.use_device_allocator_for_initializers", "1")
     options.add_external_initializers(list(weights), list(weights.values()))
     providers = [(provider.name, provider.options)]
     with onnx_session.out_of_memory("the model"):
         session = onnxruntime.InferenceSession(graph, options, providers=providers)
-    if session.get_providers()[0] != provider.name:  # onnxruntime would go on without
+    if session.get_providers()[0] != provider.name:  # onnxruntime falls back to the CPU
         raise _unusable(provider)
     return session
 
@@ -151,7 +151,7 @@ class Buffers:
         return open_session(model.SerializeToString(), self.provider, {})
 
     def grow(self, old: Any, shape: Sequence[int]) -> Any:
-        """A buffer of `shape` with `old` (OrtValue or array) in its corner, or `OutOfMemory`."""
+        """Return a buffer of `shape` that begins with `old` on all axes. Raises `OutOfMemory`."""
         now = old.shape if isinstance(old, np.ndarray) else old.shape()
         pads = np.array([*[0] * len(shape), *np.subtract(shape, now)], dtype=np.int64)
         return self.retry_after_trim(lambda: self._padded(old, pads))
@@ -159,8 +159,8 @@ class Buffers:
     def retry_after_trim(self, call: Callable[[], T]) -> T:
         """Call `call`, and once more after `trim` if it raises `OutOfMemory`.
 
-        The arena may have only free pieces that are too small each; the device can make one of
-        them.
+        Each free block of the arena may be too small; after `trim` the device can allocate one that
+        is large enough.
         """
         try:
             return call()
@@ -178,11 +178,11 @@ class Buffers:
         binding.bind_output("y", self.provider.device, 0)
         with onnx_session.out_of_memory("keys and values"):
             self._pad.run_with_iobinding(binding, options)
-        binding.clear_binding_inputs()  # an output keeps its binding, which would keep the old one
+        binding.clear_binding_inputs()  # else the output's binding keeps the old buffer alive
         return binding.get_outputs()[0]
 
     def copy(self, sources: Sequence[int], targets: Sequence[int], count: int) -> None:
-        """Copy `count` elements from each address to another; they must not overlap."""
+        """Copy `count` elements from each source address to its target; no two may overlap."""
         binding = self._copy.io_binding()
         for i, (source, target) in enumerate(zip(sources, targets, strict=True)):
             place = (self.provider.device, 0, np.float32, [count])
@@ -202,5 +202,5 @@ class Buffers:
             logger.warning("the device's memory stays with the arena: %s", error)
 
 
-# All models with as many buffers share a session, which is not small on a GPU.
+# Models with the same number of buffers share a session, which takes much memory on a GPU.
 buffers = functools.cache(Buffers)

@@ -31,7 +31,7 @@ to_ort = onnxruntime.OrtValue.ortvalue_from_numpy  # no copy, as long as the arr
 class OnnxGpuModel(DenseModel):
     """A model on the fp16 graph of `engine.backends.onnx.graph`."""
 
-    max_rows = MAX_ROWS - 1  # and a spare one
+    max_rows = MAX_ROWS - 1  # and one to swap rows
     _cache: DeviceKVCache
 
     def __init__(self, artifact: Artifact, provider: Provider = CUDA) -> None:
@@ -45,11 +45,11 @@ class OnnxGpuModel(DenseModel):
         self._device = provider.device
         self._kv_names = list(kv_names(artifact.config, ""))
         self._cache = DeviceKVCache(artifact.config, buffers(provider, len(self._kv_names)))
-        # Where a step's logits go, always the same place, on the CPU.
+        # Every step writes its logits here, since cached bindings refer to this address.
         self._logits = np.zeros((MAX_ROWS, artifact.config.vocab_size), dtype=np.float32)
 
     def extend(self, row: int, ids: Ids) -> Logits:
-        """Append any number of ids after any number of cached ones: exact, as the row is alone."""
+        """Append any number of ids to a row of any length, which is exact for a single row."""
         begin = self._cache.lengths[row]
         end = begin + len(ids)
         self._cache.hold(end)
@@ -80,7 +80,7 @@ class OnnxGpuModel(DenseModel):
         return_freed_memory()
 
     def _run(self, binding: Any, ids: Ids, positions: Ids) -> None:
-        """Run with ids and positions (B, T), which are copied to the device now."""
+        """Run the graph with ids and positions (B, T), which are copied to the device first."""
         total = np.array([positions.max() + 1], dtype=np.int32)
         tokens, places = (np.ascontiguousarray(a, dtype=np.int32) for a in (ids, positions))
 
@@ -91,7 +91,7 @@ class OnnxGpuModel(DenseModel):
                 binding.bind_cpu_input("total", total)
                 self._session.run_with_iobinding(binding)
 
-        # Once more does no harm: it writes the same keys and values to the same places.
+        # A second run does no harm: it writes the same keys and values to the same places.
         self._cache.device.retry_after_trim(run)
 
     def _bind(self, begin: int, end: int, logits: Logits) -> Any:
@@ -126,14 +126,14 @@ class Buffer:
 
 
 class DeviceKVCache(DenseCache):
-    """A key and a value buffer for each layer, which grow one by one: that takes less memory."""
+    """Two buffers a layer, for keys and values; growing them one by one takes less memory."""
 
     def __init__(self, config: GPT2Config, device: Buffers) -> None:
         self._heads, self._head_size = config.num_heads, padded_head_size(config)
         super().__init__(config, device.count * self._heads * self._head_size * ITEM_BYTES)
         self.device = device
         self.buffers: list[Buffer] = []
-        self.bindings: dict[int, Any] = {}  # of the first rows' buffers, until these move
+        self.bindings: dict[int, Any] = {}  # by number of rows, until the buffers move
 
     @property
     def num_bytes(self) -> int:
@@ -141,7 +141,7 @@ class DeviceKVCache(DenseCache):
 
     @property
     def shape(self) -> tuple[int, int]:
-        # They are of one shape, unless one could not grow after another had.
+        # All buffers have one shape, unless memory ran out while they grew.
         return max(((b.shape[0], b.shape[2]) for b in self.buffers), default=(0, 0))
 
     def add_row(self) -> int:
@@ -150,7 +150,7 @@ class DeviceKVCache(DenseCache):
         return super().add_row()
 
     def hold(self, length: int) -> None:
-        """Give all rows buffers of `length` tokens, or change none and raise `OutOfMemory`."""
+        """Grow the buffers so that each row can have `length` tokens. Raises `OutOfMemory`."""
         rows = len(self.lengths)
         held = (rows <= b.shape[0] and length <= b.shape[2] for b in self.buffers)
         if self.buffers and all(held):

@@ -40,7 +40,7 @@ HEAD_SIZE_MULTIPLE = 8  # GroupQueryAttention's; others are padded with zeros, s
 
 
 def padded_head_size(config: GPT2Config) -> int:
-    """The head size of the K/V buffers."""
+    """Return the head size of the K/V buffers: the model's, rounded up."""
     return -(-config.head_size // HEAD_SIZE_MULTIPLE) * HEAD_SIZE_MULTIPLE
 
 
@@ -54,9 +54,9 @@ def kv_names(config: GPT2Config, kind: str) -> Iterator[str]:
 class GPT2Graph:
     """Builds the graph: the protobuf, and the weights outside of it.
 
-    `model` refers to each of `external` by a place in a file that does not exist; give them to
-    onnxruntime's `SessionOptions.add_external_initializers`. The protobuf depends on the model's
-    shape only, but for tensors below `INLINE_BYTES`.
+    `model` refers to the `external` tensors by name and a file that does not exist; pass them to
+    onnxruntime's `SessionOptions.add_external_initializers`. Except for tensors below
+    `INLINE_BYTES`, the protobuf depends on the model's shape only.
     """
 
     def __init__(self, config: GPT2Config, weights: Weights) -> None:
@@ -70,7 +70,7 @@ class GPT2Graph:
 
     @property
     def external(self) -> dict[str, Array]:
-        """The tensors outside of the protobuf, made now."""
+        """The tensors outside of the protobuf, by name; converted at each access."""
         return {name: make() for name, make in self._makers.items()}
 
     def _build(self) -> Any:
@@ -141,7 +141,7 @@ class GPT2Graph:
         return self._dense(x, w, b, name, residual)
 
     def _dense(self, x: str, w: Array, b: Array | None, name: str, residual: str = "") -> str:
-        """x W^T + b with W (out, in), b (out,); and `residual`."""
+        """Add x W^T + b + residual, with W (out, in) and b (out,); return the output's name."""
         weight = self._tensor(f"{name}.weight", w, np.float16)
         product = self._op("FusedMatMul", [x, weight], domain=MICROSOFT, transB=1)
         if b is not None:
@@ -149,7 +149,7 @@ class GPT2Graph:
         return self._op("Add", [residual, self._widen(product)]) if residual else product
 
     def _tensor(self, name: str, value: Array, dtype: type[np.floating[Any]] = np.float32) -> str:
-        """An initializer, floats as `dtype`; made once for each name."""
+        """Add an initializer, floats as `dtype`, once for each name; return the name."""
         if name not in self._initializers:
             floats = value.dtype.kind == "f" or value.dtype.name == "bfloat16"
             wanted: np.dtype[Any] = np.dtype(dtype) if floats else value.dtype
@@ -195,7 +195,7 @@ class GPT2Graph:
 
 
 def _as(value: Array, dtype: np.dtype[Any], name: str) -> Array:
-    """The array in this type, contiguous and aligned; in a file it may begin at any byte."""
+    """Convert an array to `dtype`, contiguous and aligned, which mapped files may not be."""
     if value.dtype.name == "bfloat16":
         value = value.astype(np.float32)
     try:
@@ -210,7 +210,7 @@ def _as(value: Array, dtype: np.dtype[Any], name: str) -> Array:
 
 
 def _pad_heads(a: Array, heads: int, config: GPT2Config) -> Array:
-    """(heads * hs, ...) -> (heads * padded hs, ...); the zeros add nothing to a product."""
+    """Pad each head with zeros: (heads * hs, ...) -> (heads * padded hs, ...)."""
     wide = a.reshape(heads, config.head_size, *a.shape[1:])
     padding = [(0, 0)] * wide.ndim
     padding[1] = (0, padded_head_size(config) - config.head_size)
