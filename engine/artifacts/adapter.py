@@ -163,7 +163,7 @@ def read(path: str | Path) -> Adapter:
             tokens[matrix] = trained.get(matrix) or trained.get(EMBEDDING, [])
             if not tokens[matrix]:
                 raise ArtifactError(f"{ADAPTER} lacks the trainable_token_indices of {name}")
-            if ".transformer." not in name and matrix == EMBEDDING:  # PEFT trained no head
+            if ".transformer." not in name and matrix == EMBEDDING:  # PEFT's model had no head
                 tokens.setdefault(OUTPUT, [])
     for name in [name for name in index if name.endswith(".bias") and name[0].isdecimal()]:
         module = name.removesuffix(".bias")
