@@ -47,7 +47,7 @@ PARTS = {
     "lora_magnitude_vector.weight": "magnitude",
 }
 WHOLE = "="  # in front of the name of a parameter that the adapter replaces
-ROWS = ".rows"  # behind the name where it replaces some rows of the parameter only
+ROWS = ".rows"  # at the end of the name if only some rows of the parameter are replaced
 TRAINED_TOKENS = ".token_adapter.trainable_tokens_delta"
 MODULE = re.compile(rf"(?:.*\.)?h\.(\d{{1,4}})\.({'|'.join(map(re.escape, PRODUCTS))})")
 # Options that are not supported, with the values that have no effect.

@@ -1,4 +1,4 @@
-"""A model's folder: what is in it, and its weights under one set of names.
+"""A checked model folder, and its weights by the same names for all kinds of artifacts.
 
 The names are those of KoGPT2 v1, with linear layers as [out, in], whatever the folder holds.
 `engine.artifacts.v1` reads v1's `.params`, `engine.artifacts.hugging_face` folders of transformers.

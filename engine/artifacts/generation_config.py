@@ -101,7 +101,7 @@ class Generation:
     parameters: Mapping[str, Any] = field(default_factory=dict)  # defaults of a request's
     stop_tokens: tuple[str, ...] = ()  # tokens that end an answer, beside the end token
     strip: tuple[str, ...] = ()  # texts to remove from both ends of an answer
-    end_ids: tuple[int, ...] | None = None  # of the end token; None: those of the tokenizer
+    end_ids: tuple[int, ...] | None = None  # ids of end tokens; None: the tokenizer's
 
     def over(self, other: Generation) -> Generation:
         """Return these settings, completed with those of `other`."""

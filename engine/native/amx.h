@@ -11,7 +11,7 @@
 #define X_TILE 1
 #define WEIGHTS_TILE 2
 
-static __thread size_t lines_of_tiles, block_of_tiles; /* how this thread's tiles are set up; 0: not */
+static __thread size_t lines_of_tiles, block_of_tiles; /* this thread's tile configuration; 0: none */
 
 /* Requests tiles from Linux, which enables them only then because they enlarge threads' state. */
 static int has_tiles(void) {

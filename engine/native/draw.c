@@ -213,7 +213,7 @@ int32_t draw_token(const float *logits, size_t count, const Truncation *how, dou
     return draw_any(weights, count, uniform);
   }
   if (!c.count) return 0; /* no logit is a number */
-  /* select_mass wants more than a mass; with nextafter, weights that reach it are enough. */
+  /* select_mass needs more than a mass; with nextafter, weights that reach it are enough. */
   if (how->top_p < 1) select_mass(&c, nextafter(how->top_p * whole, 0));
   if (how->min_p > 0) filter(&c, weights, how->min_p);
   if (how->typical_p < 1) keep_typical(&c, logits, how->typical_p, keys);

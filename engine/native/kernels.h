@@ -9,8 +9,8 @@ enum {
   BESIDE = 4,      /* vectors whose numbers lie beside each other */
   MAX_BLOCK = 64,  /* numbers that share a scale */
   MAX_ROWS = 16,   /* rows, or vectors, of a tile */
-  MAX_QUERIES = 12, /* of one row and head that attention takes at once */
-  FEW_QUERIES = 4   /* of one row, for which attention takes several heads at once */
+  MAX_QUERIES = 12, /* queries of one row and head that attention computes at once */
+  FEW_QUERIES = 4   /* with so many queries of a row or fewer, it computes several heads at once */
 };
 
 /* Rows of floats, quantized: each is `planes` vectors of int8 numbers, the upper plane first. BESIDE

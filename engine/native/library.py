@@ -17,7 +17,7 @@ from common.errors import InvalidRequest, OutOfMemory
 
 LINE = 16  # rows and vectors are padded to multiples of so many numbers
 PAGE_TOKENS = 16  # tokens of a K/V page
-PRODUCTS = ("qkv", "attention_out", "ffn_hidden", "ffn_out")  # of a layer, which adapters change
+PRODUCTS = ("qkv", "attention_out", "ffn_hidden", "ffn_out")  # a layer's products
 # The library is built and named like a Python extension, but opened as a plain library.
 SUFFIX = importlib.machinery.EXTENSION_SUFFIXES[0]
 LIBRARY = Path(__file__).with_name("_pass" + SUFFIX)

@@ -19,7 +19,7 @@ from engine.native.prepared import PLANES, Prepared
 RunPass = Callable[[library.Model, int, "ctypes.Array[library.Piece]", int, int], None]
 
 _lock = threading.Lock()
-_arenas: dict[int, tuple[Arena, int]] = {}  # by the bytes of a page, with the number of models
+_arenas: dict[int, tuple[Arena, int]] = {}  # by bytes of a page, with the number of users
 _logits: list[mmap.mmap] = []  # at most one mapping, for the logits of all passes
 _start = functools.cache(library.start)
 

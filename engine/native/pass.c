@@ -44,8 +44,8 @@ static struct {
   size_t num_pieces;
   size_t tokens;      /* T */
   size_t row;         /* padded C: the stride of x, h and attended */
-  size_t head_bytes;  /* of one head's keys on a page, and of its values */
-  size_t head_groups; /* of a run: parts of attention */
+  size_t head_bytes;  /* bytes of one head's keys, or values, on a page */
+  size_t head_groups; /* parts of attention for each run */
   int layer;          /* number of the layer under way */
   float *x;           /* (T, C) the residual stream */
   float *h;           /* (T, C) after a LayerNorm */
@@ -53,7 +53,7 @@ static struct {
   float *attended;    /* (T, C) */
   float *hidden;      /* (T, F) */
   float *scores;      /* for each thread (queries, the longest row), their sums and weights */
-  size_t scores_size; /* of one thread */
+  size_t scores_size; /* floats of `scores` for one thread */
   const uint8_t **pages; /* for each thread (pages of the longest row,) */
   size_t max_pages;
   void *quantized;    /* (T, max(C, F)) */

@@ -119,7 +119,7 @@ class _Tokens:
         self.eos_token_id = len(table)
 
     def __call__(self, text: str) -> list[int]:
-        raise NotImplementedError  # only for forced tokens
+        raise NotImplementedError  # called only for forced tokens, see OPTIONS
 
 
 class Constraint:

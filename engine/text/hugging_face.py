@@ -95,7 +95,7 @@ class HuggingFaceTokenizer:
         return token_id
 
     def encode(self, text: str) -> list[int]:
-        """Return the ids of transformers' `tokenizer(text).input_ids`, without `add_bos_token`."""
+        """Return transformers' `tokenizer(text).input_ids`; `add_bos_token` is ignored."""
         return self._encode(text, True)
 
     def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
@@ -182,7 +182,7 @@ class HuggingFaceTokenizer:
         return samples + [[*front, i] for i in most for front in ([], *alone)]
 
     def decode(self, ids: list[int]) -> tuple[str, int, str]:
-        """Decode as `engine.text.table.Decode`; the last ids do not begin within a run of bytes."""
+        """Decode ids, see `engine.text.table.Decode`; the last ids begin outside runs of bytes."""
         text = self._decode(ids)
         for begin in range(len(ids) - 1, 0, -1):
             odd = ids[begin] in self._byte_ids or ids[begin] in self._special

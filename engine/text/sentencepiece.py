@@ -71,7 +71,7 @@ class SentencePieceTokenizer:
         return ids
 
     def encode_parts(self, parts: Sequence[Part]) -> list[int]:
-        """The ids of a filled template, as chat fine-tunes of v1 were trained.
+        """Return the ids of a filled template, as chat fine-tunes of v1 were trained.
 
         The text between two control tokens is tokenized on its own; a control piece becomes its
         own id.
@@ -132,6 +132,6 @@ class SentencePieceTokenizer:
         return Table(SEPARATE, pieces, self.special_ids, self._bytes)
 
     def decode(self, ids: list[int]) -> tuple[str, int, str]:
-        """Decode ids, as `engine.text.table.Decode`."""
+        """Decode ids, see `engine.text.table.Decode`."""
         text = self._table.text(ids)
         return text, 0, text

@@ -97,7 +97,7 @@ class Texts:
             )
 
     def rules(self, parameters: Parameters, prompt: list[int]) -> list[Rule]:
-        """Return the rules of an answer, see `engine.rules`; runs on the process's thread."""
+        """Return the rules of an answer, see `engine.rules`. Run it with `soon`."""
         return rules_of(parameters, prompt, self.stop_ids, self._phrases)
 
     # Prompts
@@ -130,7 +130,7 @@ class Texts:
         return future
 
     def encode(self, inputs: Inputs) -> list[int]:
-        """Encode a prompt; runs on the process's thread. Raises as `TextProcess.call` does."""
+        """Return the ids of a prompt. Run it with `soon`. Raises as `TextProcess.call` does."""
         if isinstance(inputs, Raw):
             return self._ids("encode_raw", inputs.prompt)
         if isinstance(inputs, Chat):
@@ -142,13 +142,13 @@ class Texts:
     ) -> tuple[list[int], list[str]]:
         """Return the ids of a text or messages, even if they exceed the context, and their pieces.
 
-        Raises as `encode` does.
+        Run it with `soon`. Raises as `encode` does.
         """
         ids = self._ids("tokenize", inputs, special)
         return ids, [self._table.piece(i).decode("utf-8", "replace") for i in ids]
 
     def detokenize(self, ids: list[int]) -> str:
-        """Decode ids, without special tokens; runs on the process's thread."""
+        """Return the text of ids, without special tokens. Run it with `soon`."""
         self._check_ids("tokens has", ids)
         return self._decode(ids)[0]
 
@@ -157,7 +157,7 @@ class Texts:
         return self._vocabulary.constrain(form)
 
     def labels(self, form: Form) -> Labels:
-        """Encode a choice's texts, with leading space and without; runs on the process's thread."""
+        """Encode a choice's texts, with a leading space and without. Run it with `soon`."""
         spaces = ("", " ") if begins_with_space(form) else ("",)
         ways: list[list[list[int]]] = []
         for text in form.source:
@@ -203,7 +203,7 @@ class Texts:
             self._closed = reason
         self._processes.release(self._digest, self)
         for task in self._process.turns.take(self):
-            task()  # fails with the reason
+            task()  # its future gets the reason
         for sequence in list(self._answers):
             sequence.send(reason)
 

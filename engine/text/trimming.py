@@ -19,7 +19,7 @@ class Trimmer:
         self._begun = not texts
         self._held = ""
         self._num_sent = 0  # characters in front of `_held`
-        self._runs = [0]  # by position in `_held`; counted from the answer's begin
+        self._runs = [0]  # by position in `_held`; places from the answer's begin on
 
     def feed(self, text: str) -> str:
         """Append `text` to the answer; return the next part that is final."""
