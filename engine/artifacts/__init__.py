@@ -1,1 +1,1 @@
-"""Models' folders, as foreign as they come: KoGPT2 v1's and Hugging Face's."""
+"""Reads untrusted model folders: KoGPT2 v1's, Hugging Face's, and LoRA adapters."""

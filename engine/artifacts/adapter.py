@@ -47,7 +47,7 @@ PARTS = {
     "lora_magnitude_vector.weight": "magnitude",
 }
 WHOLE = "="  # in front of the name of a parameter that the adapter replaces
-ROWS = ".rows"  # behind the name where it replaces some rows of the parameter only
+ROWS = ".rows"  # at the end of the name if only some rows of the parameter are replaced
 TRAINED_TOKENS = ".token_adapter.trainable_tokens_delta"
 MODULE = re.compile(rf"(?:.*\.)?h\.(\d{{1,4}})\.({'|'.join(map(re.escape, PRODUCTS))})")
 # Options that are not supported, with the values that have no effect.
@@ -63,15 +63,15 @@ CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 
 @dataclass(frozen=True)
 class Adapter(artifact.MappedWeights):
-    """A checked adapter.
+    """The tensors of a checked LoRA adapter, and how they change its base.
 
-    index: matrices as `3.qkv.down` (rank, inputs) and `3.qkv.up` (outputs, rank); trained biases as
-        `3.qkv.bias` (outputs,), the layer's new bias, or `3.qkv.up_bias`, scaled and added; DoRA's
-        `3.qkv.magnitude` (outputs,); under `WHOLE` and its name, what replaces a parameter, with
-        `ROWS` behind it what replaces the rows in `tokens`
-    tokens: the ids of these rows, by the parameter's name; a head tied to the embedding gets the
-        embedding's rows where it has none of its own
-    scales: the factors of `up`, by `3.qkv`
+    index: by names such as `3.qkv.down` (rank, inputs) and `3.qkv.up` (outputs, rank) the matrices;
+        `3.qkv.bias` (outputs,) is the layer's new bias, `3.qkv.up_bias` is scaled and added to its
+        bias, `3.qkv.magnitude` (outputs,) is DoRA's; `WHOLE` and a parameter's name is its new
+        value; with `ROWS` at the end, the new values of the rows in `tokens`
+    tokens: ids of rows that were trained, by the parameter's name; a head tied to the embedding
+        gets the embedding's rows unless it has an entry
+    scales: the factors of `up`, by names such as `3.qkv`
     """
 
     path: Path
@@ -88,7 +88,7 @@ class Adapter(artifact.MappedWeights):
 
     @property
     def is_thin(self) -> bool:
-        """Whether it has low-rank matrices only, so that it is computed beside the base."""
+        """Whether the adapter has no tensors that must be merged into its base's weights."""
         return not any(n.startswith(WHOLE) or n.endswith(".magnitude") for n in self.index)
 
     def check_fits(self, config: GPT2Config) -> None:
@@ -105,7 +105,7 @@ class Adapter(artifact.MappedWeights):
     def _expected(
         self, name: str, config: GPT2Config, base: Mapping[str, tuple[int, ...]]
     ) -> tuple[str, tuple[int, ...] | None]:
-        """What a tensor is, and the shape that it must have. Raises `ArtifactError`."""
+        """Return a description of a tensor and its required shape. Raises `ArtifactError`."""
         if name.endswith(ROWS):
             matrix = name.removeprefix(WHOLE).removesuffix(ROWS)
             ids, whole = self.tokens[matrix], self.index.get(WHOLE + matrix)
@@ -119,7 +119,7 @@ class Adapter(artifact.MappedWeights):
         if name.startswith(WHOLE):
             ours, shape = name.removeprefix(WHOLE), self.index[name].shape
             if ours in (EMBEDDING, OUTPUT) and len(shape) == 2:
-                return ours, (shape[0], config.units)  # of more or fewer tokens
+                return ours, (shape[0], config.units)  # the vocabulary may have another size
             return ours, base.get(ours)
         layer, product, part = name.split(".")
         if int(layer) >= config.num_layers:
@@ -147,7 +147,7 @@ def read(path: str | Path) -> Adapter:
     weights, file = _read_weights(folder)
     index: Index = {}
     trained, tokens = _tokens(config), dict[str, list[int]]()
-    called: dict[str, str] = {}  # what the modules are to PEFT
+    called: dict[str, str] = {}  # PEFT's names of the modules
     for name, tensor in weights.items():
         if (whole := _whole(name)) is None:
             module, part, its_name = _place(name, file)
@@ -159,11 +159,11 @@ def read(path: str | Path) -> Adapter:
         index[WHOLE + whole] = tensor.T if is_transposed(whole) else tensor
         if whole.endswith(ROWS):
             matrix = whole.removesuffix(ROWS)
-            # The rows of a head that is the embedding are saved once more where both are whole.
+            # PEFT may save the rows of a tied head, too: their ids are then the embedding's.
             tokens[matrix] = trained.get(matrix) or trained.get(EMBEDDING, [])
             if not tokens[matrix]:
                 raise ArtifactError(f"{ADAPTER} lacks the trainable_token_indices of {name}")
-            if ".transformer." not in name and matrix == EMBEDDING:  # PEFT saw no head
+            if ".transformer." not in name and matrix == EMBEDDING:  # PEFT's model had no head
                 tokens.setdefault(OUTPUT, [])
     for name in [name for name in index if name.endswith(".bias") and name[0].isdecimal()]:
         module = name.removesuffix(".bias")
@@ -212,7 +212,7 @@ def _read_weights(folder: Path) -> tuple[Index, str]:
 
 
 def _place(name: str, file: str) -> tuple[str, str, str]:
-    """The module, the part, and PEFT's name of the module.
+    """Return a tensor's module, its part, and PEFT's name of the module.
 
     `base_model.model.transformer.h.3.attn.c_attn.lora_A.weight` has `3.qkv`, `down` and
     `transformer.h.3.attn.c_attn`.

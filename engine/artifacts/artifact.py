@@ -1,7 +1,7 @@
-"""A model's folder: what is in it, and its weights under one set of names.
+"""A checked model folder, and its weights by the same names for all kinds of artifacts.
 
-The names are those of KoGPT2 v1, Dense weights [out, in], whatever the folder holds:
-`engine.artifacts.v1` reads v1's `.params`, `.hugging_face` directories of transformers.
+The names are those of KoGPT2 v1, with linear layers as [out, in], whatever the folder holds.
+`engine.artifacts.v1` reads v1's `.params`, `engine.artifacts.hugging_face` folders of transformers.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ MIN_EPSILON = 1e-12
 
 
 class MappedWeights:
-    """The tensors of a folder, by an index of its files."""
+    """The tensors of a model's folder, mapped by an index of its files."""
 
     path: Path
     index: Index
@@ -76,7 +76,7 @@ class Artifact(MappedWeights):
 
 
 def shapes(config: GPT2Config) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """The parameters of a model with their shapes, without a tied output projection."""
+    """Yield the names and shapes of a model's parameters, without a tied output projection."""
     c = config
     yield EMBEDDING, (c.vocab_size, c.units)
     yield POSITIONS, (c.max_length, c.units)
@@ -108,8 +108,8 @@ def check_plain(path: Path) -> Path:
         return path
 
 
-# The names that a `config.json` gives the sizes of a `GPT2Config`, the first that it has counts: in
-# Hugging Face's files max_length is the generation's.
+# The names of a `GPT2Config`'s sizes in a `config.json`, of which the first that exists counts:
+# Hugging Face's files may also have a max_length, which is a setting of generation.
 SIZE_NAMES = {
     "vocab_size": ("vocab_size",),
     "units": ("units", "n_embd"),
@@ -148,10 +148,10 @@ class ConfigFile:
         aliases: Mapping[str, str],
         **flags: bool,
     ) -> GPT2Config:
-        """The configuration of the weights in `file`, whose sizes are given.
+        """Return the configuration of a model whose weights, in `file`, have these sizes.
 
         `heads` and `activation` are defaults, `aliases` other names of activations. Raises
-        `ArtifactError`, also where the file says other sizes.
+        `ArtifactError`, also if `config.json` has other sizes.
         """
         num_heads, units = self.get("num_heads", "n_head", default=heads), sizes["units"]
         if type(num_heads) is not int or num_heads < 1 or units % num_heads:
@@ -161,7 +161,7 @@ class ConfigFile:
         if activation not in ACTIVATIONS:
             raise _wrong("activation", name, f"be one of {', '.join(ACTIVATIONS)}")
         epsilon = self.get("layer_norm_eps", "layer_norm_epsilon", default=1e-5)
-        # Smaller ones vanish beside a variance in fp32.
+        # A smaller epsilon has no effect beside a variance in fp32.
         if not isinstance(epsilon, float) or not MIN_EPSILON <= epsilon < 1:
             raise _wrong("layer_norm_eps", epsilon, f"be at least {MIN_EPSILON} and below 1")
         for size, names in SIZE_NAMES.items():
@@ -176,7 +176,7 @@ class ConfigFile:
 
 
 def shared_prefix(weights: Index, embedding: str, positions: str, otherwise: str) -> str:
-    """The prefix that wrappers put in front of names. Raises `ArtifactError` without one."""
+    """Return the prefix that a wrapper put in front of names, or "". Raises `ArtifactError`."""
     prefixes = [name.removesuffix(positions) for name in weights if name.endswith(positions)]
     fitting = [prefix for prefix in prefixes if prefix + embedding in weights]
     if not fitting:
@@ -185,12 +185,12 @@ def shared_prefix(weights: Index, embedding: str, positions: str, otherwise: str
     return min(fitting, key=len)
 
 
-# For messages: the name of a parameter in the file, and whether it is transposed there.
+# For error messages: a parameter's name in the file, and whether it is transposed there.
 FileNames = Mapping[str, tuple[str, bool]]
 
 
 def sizes(weights: Index, file: str, called: FileNames | None = None) -> dict[str, Any]:
-    """The sizes of a `GPT2Config` that weights under our names have."""
+    """Return the sizes of a `GPT2Config` for weights by our names. Raises `ArtifactError`."""
     for name in (EMBEDDING, POSITIONS, FFN_HIDDEN.format(0) + ".weight"):
         if name not in weights or weights[name].ndim != 2 or not weights[name].size:
             raise ArtifactError(f"{file} has no matrix {(called or {}).get(name, (name,))[0]}")
@@ -205,7 +205,7 @@ def sizes(weights: Index, file: str, called: FileNames | None = None) -> dict[st
 
 
 def _count_layers(weights: Index) -> int:
-    """One more than the highest layer of any parameter, so that none is left out."""
+    """Return one more than the highest layer of any parameter: `check_weights` finds gaps."""
     blocks = map(re.escape, (PRODUCTS | NORMS).values())
     pattern = re.compile("|".join(block.replace(r"\{\}", r"(\d{1,4})") for block in blocks))
     matches = (pattern.match(name) for name in weights)
@@ -215,7 +215,7 @@ def _count_layers(weights: Index) -> int:
 def check_weights(
     weights: Index, config: GPT2Config, file: str, called: FileNames | None = None
 ) -> None:
-    """Check that each parameter exists with its shape, as floats; removes all others."""
+    """Check that each parameter exists with its shape, as floats; remove all other tensors."""
     expected = dict(shapes(config))
     for ours, shape in expected.items():
         name, transposed = (called or {}).get(ours, (ours, False))

@@ -23,7 +23,7 @@ LFS, MAX_POINTER_BYTES = b"version https://git-lfs.github.com/spec/v1", 1024
 
 
 def open_file(path: Path) -> BinaryIO:
-    """Open a plain file: a pipe would block. Raises `FileNotFoundError`, `ArtifactError`."""
+    """Open a plain file; a pipe could block. Raises `FileNotFoundError`, `ArtifactError`."""
     with readable(path.name, but=(FileNotFoundError,)):
         status = os.stat(path)
         if not stat.S_ISREG(status.st_mode):
@@ -42,7 +42,7 @@ def open_file(path: Path) -> BinaryIO:
 
 @contextmanager
 def readable(name: object, but: tuple[type[OSError], ...] = ()) -> Iterator[None]:
-    """Make an `OSError`, but for the classes in `but`, an `ArtifactError` or `OutOfMemory`."""
+    """Turn an `OSError`, except classes in `but`, into an `ArtifactError` or `OutOfMemory`."""
     try:
         yield
     except but:
@@ -60,7 +60,7 @@ def readable(name: object, but: tuple[type[OSError], ...] = ()) -> Iterator[None
 
 
 def map_file(path: Path, advice: int = mmap.MADV_NORMAL) -> NDArray[np.uint8]:
-    """A file's bytes, mapped. Raises `ArtifactError`, and `OutOfMemory` without address space."""
+    """Map a file's bytes. Raises `ArtifactError`, and `OutOfMemory` without address space."""
     try:
         with open_file(path) as file, readable(path.name):
             if os.fstat(file.fileno()).st_size == 0:
@@ -74,7 +74,7 @@ def map_file(path: Path, advice: int = mmap.MADV_NORMAL) -> NDArray[np.uint8]:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in a file, empty without a file. Raises `ArtifactError`."""
+    """Read the JSON object in a file, `{}` if there is no file. Raises `ArtifactError`."""
     try:
         return parse_json(read_file(path), path.name)
     except FileNotFoundError:
@@ -82,7 +82,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_file(path: Path, max_bytes: int = MAX_JSON_BYTES) -> bytes:
-    """A file's content. Raises `ArtifactError`, and `FileNotFoundError`."""
+    """Read a file's content. Raises `ArtifactError`, `FileNotFoundError`."""
     with open_file(path) as file, readable(path.name):
         size = os.fstat(file.fileno()).st_size
         if size > max_bytes:

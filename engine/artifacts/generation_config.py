@@ -32,7 +32,7 @@ HUGGING_FACE_FILE = "generation_config.json"
 ONLY_IN_REQUESTS = (
     "num_return_sequences", "return_full_text", "logprobs", "seed", "decoder_input_details",
 )  # fmt: skip
-# Fields of generation_config.json that are parameters here, and those that count if it samples.
+# Fields of generation_config.json that are parameters here; `SAMPLING` needs do_sample.
 LIMITS = (
     "max_new_tokens", "min_new_tokens", "repetition_penalty", "no_repeat_ngram_size",
     "bad_words_ids",
@@ -63,7 +63,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Template:
-    """A prompt with fields; `defaults` are for fields that a request does not have."""
+    """A prompt with fields; `defaults` are the values of fields that a request lacks."""
 
     parts: tuple[Part, ...]
     defaults: Mapping[str, str] = field(default_factory=dict)
@@ -74,7 +74,7 @@ class Template:
         return list(dict.fromkeys(part.text for part in self.parts if part.is_field))
 
     def fill(self, inputs: str | Mapping[str, str]) -> list[Part]:
-        """The parts with the fields filled in; a text alone is for the first without a default."""
+        """Fill in the fields; a plain text is the value of the first field without a default."""
         open_fields = [name for name in self.fields if name not in self.defaults]
         known = ", ".join(self.fields)
         if isinstance(inputs, str):
@@ -99,12 +99,12 @@ class Generation:
 
     template: Template | None = None
     parameters: Mapping[str, Any] = field(default_factory=dict)  # defaults of a request's
-    stop_tokens: tuple[str, ...] = ()  # at which an answer ends, beside the end token
-    strip: tuple[str, ...] = ()  # from both ends of an answer
-    end_ids: tuple[int, ...] | None = None  # of the end token; None: those of the tokenizer
+    stop_tokens: tuple[str, ...] = ()  # tokens that end an answer, beside the end token
+    strip: tuple[str, ...] = ()  # texts to remove from both ends of an answer
+    end_ids: tuple[int, ...] | None = None  # ids of end tokens; None: the tokenizer's
 
     def over(self, other: Generation) -> Generation:
-        """These settings, with those of `other` for what is not set."""
+        """Return these settings, completed with those of `other`."""
         return dataclasses.replace(
             self,
             template=self.template or other.template,

@@ -28,7 +28,7 @@ from engine.artifacts.tensor_index import Index, Tensor, check_count, map_index
 
 logger = logging.getLogger(__name__)
 
-ROWS = 4096  # of two matrices that are compared at once
+ROWS = 4096  # rows of two matrices that are compared at once
 TOKENIZER_FILE = "tokenizer.json"
 ACTIVATION_ALIASES = {
     "gelu_python": "gelu",
@@ -46,7 +46,7 @@ UNSUPPORTED: dict[str, Any] = {
 }
 
 NORM, PRODUCT = {"gamma": "weight", "beta": "bias"}, {"weight": "weight", "bias": "bias"}
-# Our names of a block's parameters and theirs behind `h.0.`.
+# Our names of a block's parameters, and transformers' names without the `h.0.` in front.
 BLOCK = {
     f"{ours}.{kind}": f"{theirs}.{their_kind}"
     for ours, theirs, kinds in (
@@ -65,12 +65,15 @@ OUR_NAMES = {theirs: ours for ours, theirs in (TABLES | BLOCK | LAST).items()}
 HEAD = "lm_head.weight"
 TRUNK = "transformer."
 MERGE = "merge it into its base (peft: merge_and_unload, then save_pretrained)"
-# Masks that older versions saved beside the weights.
+# Attention masks that older versions of transformers saved beside the weights.
 BUFFERS = (".attn.bias", ".attn.masked_bias")
 
 
 def is_in(folder: Path) -> bool:
-    """Whether a folder is such a one. Raises `ArtifactError` for a mixture, or an adapter."""
+    """Whether a folder has a model of Hugging Face's, rather than of KoGPT2 v1.
+
+    Raises `ArtifactError` for a folder with both, with an adapter, or without a model.
+    """
     names = {path.name for path in folder.iterdir()}
     theirs = any(name in names or f"{name}.index.json" in names for name in WEIGHT_FILES)
     ours = any(name.endswith(PARAMS) for name in names)
@@ -99,7 +102,7 @@ def is_in(folder: Path) -> bool:
 
 
 def names(config: GPT2Config, prefix: str = TRUNK) -> Iterator[tuple[str, str, bool]]:
-    """For each parameter our name, theirs, and whether theirs is transposed ([in, out])."""
+    """Yield each parameter's name here, its name in transformers, and if that is [in, out]."""
     blocks = (
         (ours.format(i), f"h.{i}.{theirs}")
         for i in range(config.num_layers)
@@ -112,12 +115,12 @@ def names(config: GPT2Config, prefix: str = TRUNK) -> Iterator[tuple[str, str, b
 
 
 def is_transposed(ours: str) -> bool:
-    """Whether transformers has a parameter as [in, out]: the products' matrices."""
+    """Whether transformers stores a parameter, by our name, as [in, out] (linear layers)."""
     return ours.endswith(".weight") and ours not in (EMBEDDING, POSITIONS, OUTPUT)
 
 
 def read(folder: Path, generation: Generation) -> artifact.Artifact:
-    """Read and check the folder. Raises `ArtifactError` with what is missing or wrong."""
+    """Read and check a model's folder. Raises `ArtifactError` with what is missing or wrong."""
     for needed in (CONFIG_FILE, TOKENIZER_FILE):
         if not (folder / needed).is_file():
             advice = ""
@@ -138,7 +141,7 @@ def read(folder: Path, generation: Generation) -> artifact.Artifact:
             f"{file} lacks {head}, and {CONFIG_FILE} says tie_word_embeddings false"
         )
     if not untied and _differs(folder, weights.get(head), canonical[EMBEDDING]):
-        # As transformers 5 does: merges of adapters by older versions of peft leave such files.
+        # As transformers 5 does: older versions of peft write such files when they merge adapters.
         logger.warning(
             "%s: %s differs from %swte.weight, though %s ties them: the head is used",
             file, head, prefix, CONFIG_FILE,
@@ -184,7 +187,7 @@ def _refuse_unsupported(fields: dict[str, Any]) -> None:
 
 
 def _read_weights(folder: Path) -> tuple[Index, str]:
-    """All tensors under their own names, and the name of the (first) file."""
+    """Index all tensors, by their names in the files; returns the first file's name, too."""
     for name in WEIGHT_FILES:
         if (folder / name).exists():
             return index_weights(folder / name), name
@@ -195,7 +198,7 @@ def _read_weights(folder: Path) -> tuple[Index, str]:
 
 
 def _read_shards(index: Path) -> tuple[Index, str]:
-    """The same of the files that an index names, which must be in its folder."""
+    """Index the tensors of all shards, which must be in the folder of the shards' index file."""
     places = read_json(index).get("weight_map")
     if not isinstance(places, dict) or not places:
         raise ArtifactError(f"{index.name} has no weight_map")
@@ -212,7 +215,7 @@ def _read_shards(index: Path) -> tuple[Index, str]:
 
 
 def index_weights(path: Path) -> Index:
-    """The places of the tensors in a file of safetensors or torch. Raises `ArtifactError`."""
+    """Index the tensors in a file of safetensors or torch. Raises `ArtifactError`."""
     return index_safetensors(path) if path.suffix == ".safetensors" else index_torch(path)
 
 
@@ -228,13 +231,13 @@ def _differs(folder: Path, head: Tensor | None, embedding: Tensor) -> bool:
 
 
 def _their_names(num_layers: int, prefix: str) -> dict[str, tuple[str, bool]]:
-    """For each parameter the name in the file, and whether it is transposed there."""
+    """Map our names to the names in a file and whether the parameters are transposed there."""
     config = dataclasses.replace(KOGPT2, num_layers=num_layers, tie_word_embeddings=False)
     return {ours: (theirs, transposed) for ours, theirs, transposed in names(config, prefix)}
 
 
 def canonical_names(weights: Index, file: str) -> tuple[Index, str]:
-    """Weights under our names, Conv1D matrices transposed; and the prefix of their names."""
+    """Return weights by our names, Conv1D matrices transposed, and the prefix of their names."""
     wte, wpe = TABLES[EMBEDDING], TABLES[POSITIONS]
     prefix = artifact.shared_prefix(weights, wte, wpe, f"{file} is not a GPT-2")
     canonical: Index = {}
@@ -246,14 +249,14 @@ def canonical_names(weights: Index, file: str) -> tuple[Index, str]:
         if ours is None:
             if prefix or own.startswith("h."):
                 raise ArtifactError(f"{file} holds {name}, which is not part of a GPT-2")
-            continue  # beside a bare GPT2Model, such as its head
+            continue  # a tensor beside a bare GPT2Model, such as a head
         canonical[ours] = value.T if is_transposed(ours) else value
     return canonical, prefix
 
 
 def our_name(theirs: str) -> str | None:
-    """Our name of `h.0.attn.c_attn.weight`; None for what is no parameter of the trunk."""
-    layer = re.match(r"h\.(\d{1,4})\.", theirs)  # as many as `sizes` can count
+    """Return our name of `h.0.attn.c_attn.weight`; None if it is no parameter of the trunk."""
+    layer = re.match(r"h\.(\d{1,4})\.", theirs)  # as many digits as `sizes` can count
     ours = OUR_NAMES.get(theirs[layer.end() :] if layer else theirs)
     if ours is None or (ours in BLOCK) != (layer is not None):
         return None

@@ -1,4 +1,4 @@
-"""A base with an adapter merged into its weights, where it is not computed beside them."""
+"""Merges an adapter into its base's weights, where it is not computed beside them."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Merged(Artifact):
         return weights
 
     def _rows(self) -> dict[str, tuple[Sequence[int], Floats]]:
-        """By matrix, which of its rows were trained, and to what."""
+        """Return the ids and values of the rows that were trained, by the matrix's name."""
         tokens, adapter = self.adapter.tokens, self.adapter.weights
         rows = {n: (ids, adapter[WHOLE + n + ROWS]) for n, ids in tokens.items() if ids}
         if self.base.config.tie_word_embeddings and OUTPUT not in tokens and rows:
@@ -64,9 +64,9 @@ class Merged(Artifact):
 
 
 def _merged(weight: Floats, adapter: Weights, module: str, scale: float) -> Floats:
-    """A matrix (outputs, inputs) with the adapter's product added.
+    """Return a matrix (outputs, inputs) with the adapter's product added.
 
-    DoRA, https://arxiv.org/abs/2402.09353, gives each output a magnitude of its own.
+    With DoRA, https://arxiv.org/abs/2402.09353, each output is scaled to its trained magnitude.
     """
     up, down = (adapter[f"{module}.{part}"].astype(np.float64) for part in ("up", "down"))
     whole = weight.astype(np.float64) + scale * (up @ down)
@@ -77,7 +77,7 @@ def _merged(weight: Floats, adapter: Weights, module: str, scale: float) -> Floa
 
 
 def merge(base: Artifact, adapter: Adapter) -> Merged:
-    """Merge. Raises `ArtifactError` where the adapter does not fit its base."""
+    """Return a base with an adapter merged into it. Raises `ArtifactError` if it does not fit."""
     adapter.check_fits(base.config)
     index = adapter.index
     embedding, head = (index.get(WHOLE + name) for name in (EMBEDDING, OUTPUT))

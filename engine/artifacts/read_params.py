@@ -32,7 +32,7 @@ class _Reader:
         self.at = 0
 
     def skip(self, size: int) -> int:
-        """Skip bytes; returns where they begin."""
+        """Skip bytes; returns the offset where they begin."""
         if size < 0 or self.at + size > len(self.data):
             raise ArtifactError(
                 f"{self.file} is cut short: it ends at byte {len(self.data)},"
@@ -51,12 +51,12 @@ class _Reader:
 
 
 def read_params(path: Path) -> Weights:
-    """A file's arrays by name, without `arg:` and `aux:` in front. Raises `ArtifactError`."""
+    """Map a file's arrays by name, without `arg:` and `aux:`. Raises `ArtifactError`."""
     return tensor_index.map_index(path.parent, index_params(path))
 
 
 def index_params(path: Path) -> Index:
-    """The places of the arrays. Raises `ArtifactError`."""
+    """Index a file's arrays by name, without `arg:` and `aux:`. Raises `ArtifactError`."""
     r = _Reader(path)
     if r.number("Q") != LIST_MAGIC:
         raise ArtifactError(f"{path.name} is not an MXNet .params file")
@@ -73,7 +73,7 @@ def index_params(path: Path) -> Index:
 
 def _count(r: _Reader) -> int:
     count = r.number("Q")
-    if count <= len(r.data):  # otherwise it is cut short
+    if count <= len(r.data):  # otherwise reading on reports a file that is cut short
         tensor_index.check_count(count, r.file)
     return count
 

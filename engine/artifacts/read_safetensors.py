@@ -1,6 +1,6 @@
 """Reads `.safetensors` files with numpy alone, the arrays mapped from the file.
 
-The package of that name copies each tensor and knows no bfloat16 in numpy. Format:
+The safetensors package copies each tensor and has no bfloat16 for numpy. Format:
 https://huggingface.co/docs/safetensors/index#format
 """
 
@@ -21,12 +21,12 @@ DTYPES = {
 
 
 def index_safetensors(path: Path) -> Index:
-    """The places of the tensors. Raises `ArtifactError`."""
+    """Index a file's tensors by name. Raises `ArtifactError`."""
     return read_safetensors(path)[0]
 
 
 def read_safetensors(path: Path) -> tuple[Index, dict[str, Any], int]:
-    """Index, metadata, and where the data begins. Raises `ArtifactError`."""
+    """Return a file's index, its metadata, and the offset of the data. Raises `ArtifactError`."""
     data, file = map_file(path), path.name
     if len(data) < 8:
         raise ArtifactError(f"{file} is not a safetensors file: it is too short")

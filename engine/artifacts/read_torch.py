@@ -27,10 +27,10 @@ from engine.artifacts.files import map_file, open_file, readable
 from engine.artifacts.tensor_index import DTYPES, Index, Tensor
 
 MAX_PICKLE_BYTES = 64 << 20
-# Of torch before 1.6: a number, pickled, that is in torch/serialization.py.
+# The first bytes of files by torch before 1.6: MAGIC_NUMBER of torch/serialization.py, pickled.
 OLD_MAGIC = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
 OLD_PROTOCOL = 1001
-# What damaged archives raise, RuntimeError where a password is needed, and damaged pickles.
+# Errors of damaged archives (RuntimeError if a password is needed) and of damaged pickles.
 _DAMAGED = (
     zipfile.BadZipFile, zlib.error, struct.error, NotImplementedError, EOFError, RuntimeError,
     ValueError,
@@ -66,7 +66,7 @@ def is_torch(path: Path) -> bool:
 
 
 def index_torch(path: Path) -> Index:
-    """The places of the tensors of a state_dict by `torch.save`. Raises `ArtifactError`."""
+    """Index the tensors of a state_dict by `torch.save`. Raises `ArtifactError`."""
     try:
         with readable(path.name), open_file(path) as file:
             old = file.read(len(OLD_MAGIC)) == OLD_MAGIC
@@ -107,7 +107,7 @@ def index_torch(path: Path) -> Index:
 
 
 def _unzip(file: str, archive: zipfile.ZipFile) -> tuple[bytes, dict[str, zipfile.ZipInfo]]:
-    """The pickle, and the entries by their names behind the folder that all are in."""
+    """Return the pickle, and the entries by their names inside the folder that has them all."""
     entries = {entry.filename: entry for entry in archive.infolist()}
     pickles = [name for name in entries if name.rpartition("/")[2] == "data.pkl"]
     if len(pickles) != 1 or entries[pickles[0]].file_size > MAX_PICKLE_BYTES:
@@ -129,7 +129,7 @@ def _load(
         """Find a storage by its description: ('storage', class, key, device, count)."""
         _, kind, key, _, count = description
         dtype, entry = _dtype(file, kind), entries[f"data/{key}"]
-        # The entry's own header says how long its name and its padding are.
+        # The lengths of the name and the padding are in the entry's local header.
         header = data[entry.header_offset : entry.header_offset + 30].tobytes()
         name_bytes, extra_bytes = struct.unpack("<26xHH", header)
         begin = entry.header_offset + 30 + name_bytes + extra_bytes
@@ -144,7 +144,7 @@ def _load(
 
 
 def _dtype(file: str, kind: Any) -> str:
-    """The type of the numbers in a storage of this class."""
+    """Return the dtype of a storage by its class in the pickle. Raises `ArtifactError`."""
     if not isinstance(kind, _Global) or kind.name not in STORAGES:
         raise ArtifactError(
             f"{file} holds numbers of an unknown type ({getattr(kind, 'name', kind)})"
@@ -155,8 +155,8 @@ def _dtype(file: str, kind: Any) -> str:
 def _load_old(file: str, data: NDArray[np.uint8], stream: io.BytesIO) -> Any:
     """Read a file by torch before 1.6; `stream` follows the magic number.
 
-    It is protocol, machine, object and keys, each a pickle; then for each storage the count of its
-    numbers and the numbers. The object is read twice: the keys say where its storages are.
+    The file has a protocol, machine, object and keys, each a pickle; then each storage, as a count
+    and the numbers. The object is read twice, because the keys after it give its storages' order.
     """
     sizes, begins = dict[str, int](), dict[str, int]()  # in bytes
 
@@ -192,7 +192,7 @@ def _load_old(file: str, data: NDArray[np.uint8], stream: io.BytesIO) -> Any:
 
 
 def _tensor(storage: Any, offset: Any, shape: Any, strides: Any, *rest: Any) -> Tensor:
-    """A view of a storage. Strides are in numbers, and may be in any order."""
+    """Return a view of a storage. Strides count numbers, not bytes, and may be in any order."""
     if not isinstance(storage, _Storage):
         raise ValueError("no storage")
     if not isinstance(shape, tuple) or not isinstance(strides, tuple) or len(shape) != len(strides):
@@ -221,12 +221,12 @@ _OPCODES = """
 """
 
 
-# What makes objects of classes.
+# Opcodes that make instances of classes.
 OBJECTS = {code[0] for code in (pickle.NEWOBJ, pickle.NEWOBJ_EX, pickle.OBJ, pickle.INST)}
 
 
 class _Global:
-    """A name in the pickle; it can be called if it is known."""
+    """A global name in the pickle; only the names in `_CALLS` can be called."""
 
     def __init__(self, file: str, name: str) -> None:
         self._file, self.name = file, name
@@ -246,7 +246,7 @@ class _Opcodes(dict[int, Any]):
     def __init__(self, file: str) -> None:
         codes = (getattr(pickle, name)[0] for name in _OPCODES.split())
         super().__init__({code: pickle._Unpickler.dispatch[code] for code in codes})
-        # Attributes of the state_dict itself, such as _metadata.
+        # Drop attributes of the state_dict itself, such as _metadata.
         self[pickle.BUILD[0]] = lambda unpickler: unpickler.stack.pop()
         self._file = file
 
@@ -262,7 +262,7 @@ class _Opcodes(dict[int, Any]):
 
 
 class _Unpickler(pickle._Unpickler):
-    """The unpickler in Python: the one in C allocates whatever a file announces."""
+    """The unpickler in Python: the one in C allocates any size that a file announces."""
 
     def __init__(self, stream: io.BytesIO, file: str, find: Callable[[Any], _Storage]) -> None:
         super().__init__(stream)

@@ -1,7 +1,7 @@
-"""Where the tensors of a model's files are, before any array is made.
+"""An index of the tensors in a model's files, which is checked before any array is made.
 
-An index is checked in one place, against the length of the file and the limits of numpy, and only
-then mapped; so its origin does not matter.
+`Tensor.check` compares each tensor with the length of its file and with limits before `map_index`
+maps it, so an index may come from untrusted data.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Weights = dict[str, NDArray[Any]]
 _NAMES = ("float64", "float32", "float16", "int64", "int32", "int16", "int8", "uint8", "bool")
 DTYPES: dict[str, np.dtype[Any]] = {name: np.dtype(name).newbyteorder("<") for name in _NAMES}
 DTYPES["bfloat16"] = np.dtype(ml_dtypes.bfloat16)
-MAX_DIMENSIONS = 32  # numpy's own
+MAX_DIMENSIONS = 32  # numpy's limit before version 2
 MAX_NUMBERS = 1 << 48
 MAX_TENSORS = 20_000
 MAX_NAME = 1000
@@ -81,7 +81,7 @@ Index = dict[str, Tensor]
 
 
 def contiguous(file: str, offset: int, dtype: str, shape: tuple[int, ...]) -> Tensor:
-    """A tensor in row-major order."""
+    """Return a tensor in row-major order from byte `offset` of a file on."""
     strides, step = [], DTYPES[dtype].itemsize
     for size in reversed(shape):
         strides.append(step)
@@ -90,7 +90,7 @@ def contiguous(file: str, offset: int, dtype: str, shape: tuple[int, ...]) -> Te
 
 
 def check_name(name: str, file: str) -> str:
-    """Return the name. Raises `ArtifactError` if it is too long or no text."""
+    """Return the name. Raises `ArtifactError` if it is too long or not valid Unicode."""
     try:
         name.encode()
     except UnicodeEncodeError:
@@ -106,7 +106,7 @@ def check_count(count: int, file: str) -> None:
 
 
 def map_index(folder: Path, index: Mapping[str, Tensor]) -> Weights:
-    """The arrays, mapped read-only from files in `folder`. Raises `ArtifactError`."""
+    """Map arrays read-only from files in `folder`. Raises `ArtifactError`."""
     data: dict[str, NDArray[np.uint8]] = {}
     weights: Weights = {}
     for name, tensor in index.items():

@@ -20,7 +20,7 @@ DEFAULT_HEAD_SIZE = 64
 
 
 def read(folder: Path, generation: Generation) -> Artifact:
-    """`*.params`, `*.spiece` and optionally `config.json`. Raises `ArtifactError`."""
+    """Read `*.params`, `*.spiece` and, if it exists, `config.json`. Raises `ArtifactError`."""
     params_file, spiece_file = _only(folder, "*.params"), _only(folder, "*.spiece")
     file = params_file.name
     if is_torch(params_file):

@@ -34,7 +34,7 @@ BUILD_MIB, BUILD_CPU_S = 512, 60
 
 @dataclass(frozen=True)
 class LowRank:
-    """What an adapter adds to a product with x (T, k): `up (down x + bias)`."""
+    """The term `up (down x + bias)` that an adapter adds to a product with x (T, k)."""
 
     down: NDArray[np.float32]  # (rank, k)
     up: NDArray[np.float32]  # (n, rank)
@@ -42,7 +42,7 @@ class LowRank:
 
 
 class NativeAdapter:
-    """The matrices of all layers: fp16 for a model in int8, fp32 for one in fp32."""
+    """An adapter's matrices for all layers: fp16 for a model in int8, fp32 for a model in fp32."""
 
     def __init__(
         self,
@@ -67,15 +67,15 @@ class NativeAdapter:
     def of(
         cls, config: GPT2Config, precision: str, matrices: Mapping[Module, LowRank]
     ) -> NativeAdapter:
-        """One in memory. Raises `ArtifactError` for numbers that fp16 does not hold."""
+        """Pack matrices in memory. Raises `ArtifactError` for numbers that fp16 does not hold."""
         modules = {f"{layer}.{product}": m for (layer, product), m in matrices.items()}
         arrays = _packed_arrays(modules, precision)
         tensors = {name: (array.ctypes.data, array.shape) for name, array in arrays.items()}
         size = sum(array.nbytes for array in arrays.values())
-        return cls(config, tensors, size, arrays.clear)  # which keeps them until then
+        return cls(config, tensors, size, arrays.clear)  # `clear` references the arrays
 
     def close(self) -> None:
-        """No pass may use it any more."""
+        """Release the matrices; no pass may use them any more."""
         self.mapped = ()
         self._close()
 
@@ -113,12 +113,12 @@ def load_adapter(
 
 
 def num_bytes(adapter: Adapter, precision: str) -> int:
-    """Bytes of an adapter's matrices once they are packed."""
+    """Return the bytes of an adapter's packed matrices."""
     return sum(entry.num_bytes for entry in layout(adapter, precision))
 
 
 def layout(adapter: Adapter, precision: str) -> Iterator[Stored]:
-    """The tensors of its prepared file, in order; matrices in groups of columns, see product.h."""
+    """Yield the tensors of an adapter's prepared file, in order; product.h has their layout."""
     dtype, line = "F16" if precision == "int8" else "F32", library.LINE
     for module in sorted(adapter.scales):
         rank, inputs = adapter.index[f"{module}.down"].shape
@@ -158,7 +158,7 @@ def build(
 
 
 def _low_rank(adapter: Adapter, base: Artifact, module: str) -> LowRank:
-    """The matrices of a module such as `3.qkv`, its scale in `up`."""
+    """Return the matrices of a module such as `3.qkv`, `up` multiplied by its scale."""
 
     def numbers(name: str, weights: Mapping[str, NDArray[Any]] = adapter.weights) -> Any:
         return np.asarray(weights[name], np.float32) if name in weights else None
@@ -168,19 +168,19 @@ def _low_rank(adapter: Adapter, base: Artifact, module: str) -> LowRank:
     down, up = numbers(f"{module}.down"), scale * numbers(f"{module}.up")
     if not adapter.changes_bias(module):
         return LowRank(down, up)
-    more = np.zeros(len(up), np.float32)  # beside the product: what was trained of biases
+    more = np.zeros(len(up), np.float32)  # the trained change of the layer's bias
     if (up_bias := numbers(f"{module}.up_bias")) is not None:
         more += scale * up_bias
     if (bias := numbers(f"{module}.bias")) is not None:
         more += bias - numbers(f"{BASE_NAMES[product].format(layer)}.bias", base.weights)
-    # One more rank, whose number is always 1.
+    # The change of the bias is a further column of `up`, which is always multiplied by 1.
     ones = np.array([0.0] * len(down) + [1.0], np.float32)
     down = np.concatenate([down, np.zeros((1, down.shape[1]), np.float32)])
     return LowRank(down, np.concatenate([up, more[:, None]], axis=1), ones)
 
 
 def _packed_arrays(matrices: Mapping[str, LowRank], precision: str) -> dict[str, NDArray[Any]]:
-    """The parts of adapters' products as the library reads them, such as `3.qkv.down`."""
+    """Pack modules' matrices as the library reads them, by names such as `3.qkv.down`."""
     arrays: dict[str, NDArray[Any]] = {}
     dtype = np.float16 if precision == "int8" else np.float32
     for module, matrix in matrices.items():
@@ -192,7 +192,7 @@ def _packed_arrays(matrices: Mapping[str, LowRank], precision: str) -> dict[str,
 
 
 def _grouped(matrix: NDArray[np.float32], dtype: Any) -> NDArray[Any]:
-    """A matrix (n, k) in groups of `library.LINE` columns: (groups, k, LINE)."""
+    """Pack a matrix (n, k) as (groups, k, LINE), with `library.LINE` of the n in each group."""
     n, k = matrix.shape
     padded = np.zeros((-(-n // library.LINE) * library.LINE, k), dtype)
     with np.errstate(over="ignore"):

@@ -7,13 +7,13 @@
 #define TARGET_AMX \
   __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,amx-tile,amx-int8")))
 
-#define DOTS_TILE 0 /* the intrinsics write these numbers into assembly */
+#define DOTS_TILE 0 /* macros, because intrinsics write the numbers into assembly */
 #define X_TILE 1
 #define WEIGHTS_TILE 2
 
-static __thread size_t lines_of_tiles, block_of_tiles; /* of this thread's tiles; 0: it has none */
+static __thread size_t lines_of_tiles, block_of_tiles; /* this thread's tile configuration; 0: none */
 
-/* Linux gives a process tiles when it asks for them, because they enlarge its threads' state. */
+/* Requests tiles from Linux, which enables them only then because they enlarge threads' state. */
 static int has_tiles(void) {
   enum { ARCH_REQ_XCOMP_PERM = 0x1023, XFEATURE_XTILEDATA = 18 };
   return !syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA);
@@ -28,13 +28,13 @@ TARGET_AMX static void begin_tiles(size_t lines, size_t block) {
   } config = {.palette = 1,
               .bytes = {[DOTS_TILE] = 64, [X_TILE] = block, [WEIGHTS_TILE] = 64},
               .lines = {[DOTS_TILE] = lines, [X_TILE] = lines, [WEIGHTS_TILE] = block / 4}};
-  __asm__ volatile("" : : "r"(&config) : "memory"); /* gcc's intrinsic names 8 of its bytes alone */
+  __asm__ volatile("" : : "r"(&config) : "memory"); /* gcc's intrinsic declares 8 of its bytes only */
   _tile_loadconfig(&config);
   lines_of_tiles = lines;
   block_of_tiles = block;
 }
 
-/* Behind a part's products: the system need not save this thread's tiles. */
+/* Releases the tiles after a part's products, so that the system need not save them. */
 TARGET_AMX static void end_tiles(void) {
   if (!lines_of_tiles) return;
   _tile_release();
@@ -45,12 +45,12 @@ TARGET_AMX static void end_tiles(void) {
   _mm512_add_epi32(_mm512_loadu_si512(dots[v]), \
                    _mm512_set1_epi32(sums[(v) / BESIDE * others + (v) % BESIDE]))
 
-/* R rows of P planes, both constants; R * P is 8 or 16. */
+/* Multiplies R rows of P planes with a group of columns. R and P are constants, R * P is 8 or 16. */
 TARGET_AMX INLINE void rows_amx(int R, int P, const Quantized *x, size_t row, const uint8_t *packed,
                                 const float *bias, float out[][LINE]) {
   row *= P;
   const int32_t *fours = x->fours + row * (x->width / 4);
-  const size_t others = x->blocks * BESIDE; /* from BESIDE vectors' scales to the next */
+  const size_t others = x->blocks * BESIDE; /* from the scales of BESIDE vectors to the next */
   const float *scales = x->scales + row / BESIDE * others + row % BESIDE;
   const int32_t *sums = x->sums + row / BESIDE * others + row % BESIDE;
   const size_t bytes = LINE * x->block; /* of a block's numbers */

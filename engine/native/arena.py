@@ -28,12 +28,12 @@ class Arena:
         self.address = np.frombuffer(self._memory, np.uint8).ctypes.data
         self._count = len(self._memory) // page_bytes
         self._references = np.zeros(self._count, np.uint32)
-        self._free: list[int] = []  # used before; the last is taken first
-        self._used = 0  # pages from here on have never been used
+        self._free: list[int] = []  # pages that were used before; the last is taken first
+        self._used = 0  # pages from this one on hold no memory
         self._lock = threading.Lock()
 
     def take(self, count: int) -> list[int]:
-        """Take free pages. Raises `OutOfMemory` where there are no addresses for them."""
+        """Take free pages; returns their numbers. Raises `OutOfMemory` if too few are free."""
         with self._lock:
             again = min(count, len(self._free))
             if count - again > self._count - self._used:
@@ -81,7 +81,7 @@ def _reserve() -> mmap.mmap:
     while True:
         try:
             memory = mmap.mmap(-1, size, flags=flags)
-        except OSError as error:  # a limit of addresses
+        except OSError as error:  # the address space is limited
             if size <= MIN_BYTES:
                 raise OutOfMemory("there are no addresses for keys and values") from error
             size //= 2
@@ -109,7 +109,7 @@ class NativeRow:
         return pages
 
     def begin_with(self, source: NativeRow, length: int) -> None:
-        """Share the pages of another row's first `length` tokens; copy one that is not full."""
+        """Share another row's full pages of its first `length` tokens; copy the one not full."""
         whole, rest = divmod(length, PAGE_TOKENS)
         shared = source.pages[:whole]
         self._arena.share(shared)
@@ -125,14 +125,14 @@ class NativeRow:
         self.length = length
 
     def reserve(self, length: int) -> None:
-        """Take pages for `length` tokens in all. Raises `OutOfMemory`."""
+        """Take pages until the row has space for `length` tokens. Raises `OutOfMemory`."""
         count = -(-length // PAGE_TOKENS)
         if count > self._count:
             self.table[self._count : count] = self._arena.take(count - self._count)
             self._count = count
 
     def truncate(self, length: int) -> None:
-        """Release the pages behind the first `length` tokens."""
+        """Cut the row to its first `length` tokens; release the pages after them."""
         count = -(-length // PAGE_TOKENS)
         if count < self._count:
             pages = self.pages[count:]

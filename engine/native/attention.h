@@ -46,7 +46,7 @@ TARGET static void NAME(store_kv)(int half, const float *k, const float *v, size
   const size_t line = padded(size);
   if (!half) {
     float *to = (float *)values + slot * line;
-    for (size_t s = 0; s < line; s++) { /* a NaN would reach the tokens before it */
+    for (size_t s = 0; s < line; s++) { /* NaN times a weight of 0 is NaN */
       if (s < size) ((float *)keys)[s * PAGE_TOKENS + slot] = k[s];
       to[s] = s < size && isfinite(v[s]) ? v[s] : 0;
     }
@@ -62,7 +62,7 @@ TARGET static void NAME(store_kv)(int half, const float *k, const float *v, size
       for (int j = 0; j < 2; j++) from[j] = memcpy(lines[j], from[j], length * sizeof *k);
     EACH(j, 2) EACH(p, PARTS) {
       floats x = NAME(load)(from[j] + p * LANES);
-      x = LOWER(x, NAME(all)(65504.0f)); /* NaN, too */
+      x = LOWER(x, NAME(all)(65504.0f)); /* NaN becomes 65504, too */
       x = HIGHER(x, NAME(all)(-65504.0f));
       STORE_HALVES(halves[j] + p * LANES, x);
     }
@@ -98,7 +98,7 @@ TARGET INLINE floats NAME(load_number)(int half, const uint8_t *numbers, size_t 
   return half ? LOAD_HALVES(numbers + i * 2) : NAME(load)((const float *)numbers + i);
 }
 
-/* Few queries wait for memory, not for arithmetic: what lies behind LINE numbers is fetched early. */
+/* Prefetches keys or values if queries are few: then memory is the limit, not arithmetic. */
 TARGET INLINE void NAME(prefetch_line)(int Q, int half, const uint8_t *numbers, size_t i) {
   if (Q <= FEW_QUERIES) __builtin_prefetch(numbers + i * (half ? 2 : 4) + KV_PREFETCH);
 }

@@ -13,9 +13,9 @@ enum {
   BLOCK = 32,       /* values that are compared with a bound at once */
   CHUNK = 256,      /* weights that are summed at once; a multiple of LINE */
   MAX_STRIDE = 50,  /* logits of a group, of which only the largest is compared at first */
-  FEW = 32          /* one in so many tokens: their weights are faster computed one by one */
+  FEW = 32          /* for top_k of at most one in so many tokens only their weights are computed */
 };
-#define ROUNDED 1e-9 /* more than sums in double precision differ by their order, relative to the sum */
+#define ROUNDED 1e-9 /* more than the relative error of a sum in double precision */
 
 /* Candidates, the first `count` of `tokens`, and what ranks them: the larger key, then the lower token. */
 typedef struct {
@@ -34,10 +34,10 @@ static double sum_of(const Candidates *c) {
   return sum;
 }
 
-/* Leaves the best candidates whose weights together exceed `mass`, the worst of them as the last one, or
-   all where they do not. */
+/* Reduces the candidates to the fewest best ones whose weights together exceed `mass`, or to all if no
+   weights do. The worst of them becomes the last. */
 static void select_mass(Candidates *c, double mass) {
-  size_t first = 0, end = c->count; /* where the last one to stay is */
+  size_t first = 0, end = c->count; /* the range that the last one to stay is in */
   double before = 0;                /* the weight of those before `first`, which stay */
   for (uint32_t random = 1; end - first > 1;) {
     random = random * 1664525u + 1013904223u; /* a fixed choice would be slow for some order */
@@ -72,7 +72,7 @@ static void select_mass(Candidates *c, double mass) {
   c->count = end;
 }
 
-/* Leaves candidates whose value is at least `bound`, in their order; all where none is. */
+/* Removes candidates whose value is below `bound`, unless all are; the order stays. */
 static void filter(Candidates *c, const float *values, float bound) {
   size_t left = 0;
   for (size_t i = 0; i < c->count; i++) {
@@ -82,7 +82,7 @@ static void filter(Candidates *c, const float *values, float bound) {
   if (left) c->count = left;
 }
 
-/* Makes candidates of the tokens whose value is at least `bound`; NaN is not. */
+/* Makes the tokens whose value is at least `bound` the candidates; a NaN never is. */
 static void collect(Candidates *c, const float *values, size_t count, float bound) {
   c->count = 0;
   for (size_t begin = 0; begin < count; begin += BLOCK) {
@@ -98,7 +98,7 @@ static void collect(Candidates *c, const float *values, size_t count, float boun
   }
 }
 
-/* Candidates are first the tokens with as much as the k-th largest of the maxima of groups. */
+/* The k-th largest of the maxima of groups is a lower bound of the k largest logits. */
 size_t largest_tokens(const float *logits, size_t count, size_t k, int32_t *tokens, float *scratch) {
   Candidates c = {logits, NULL, tokens, 0};
   const double before_last = (double)k - 0.5;
@@ -160,7 +160,7 @@ static float largest_logit(const Candidates *c, const float *logits) {
   return largest;
 }
 
-/* As softmax_weights, of candidates alone. */
+/* Computes the weights of softmax_weights for the candidates alone. */
 static void weigh_few(const Candidates *c, const float *logits, float temperature, float *weights) {
   const float largest = largest_logit(c, logits);
   for (size_t i = 0; i < c->count; i++) {
@@ -169,9 +169,9 @@ static void weigh_few(const Candidates *c, const float *logits, float temperatur
   }
 }
 
-/* Leaves the candidates whose surprisal, -log p, is nearest to its mean, the entropy: the fewest that have
-   `share` of the weight, and those that are as near. Surprisals are logits but for a sum and a factor,
-   which change no order of distances. */
+/* Reduces the candidates to those whose surprisal, -log p, is nearest to its mean, the entropy: the fewest
+   that have `share` of the weight, and those that are as near. A surprisal is a logit with a negative
+   factor and an added constant, which do not change the order of distances from the mean. */
 static void keep_typical(Candidates *c, const float *logits, double share, float *nearness) {
   const float largest = largest_logit(c, logits);
   const double mass = sum_of(c);
@@ -204,7 +204,7 @@ int32_t draw_token(const float *logits, size_t count, const Truncation *how, dou
     if (few) weigh_few(&c, logits, how->temperature, weights);
     whole = sum_of(&c);
   } else if (how->top_p < 1 || how->min_p > 0) {
-    /* The others have less than 1 - top_p together. */
+    /* The tokens below this bound have less than 1 - top_p together. */
     const float unlikely = (float)((1 - how->top_p) * whole / (double)count);
     collect(&c, weights, count, unlikely > how->min_p ? unlikely : how->min_p);
   } else if (how->typical_p < 1) {
@@ -213,7 +213,7 @@ int32_t draw_token(const float *logits, size_t count, const Truncation *how, dou
     return draw_any(weights, count, uniform);
   }
   if (!c.count) return 0; /* no logit is a number */
-  /* With nextafter, for weights that reach a mass, as for those that exceed it. */
+  /* select_mass needs more than a mass; with nextafter, weights that reach it are enough. */
   if (how->top_p < 1) select_mass(&c, nextafter(how->top_p * whole, 0));
   if (how->min_p > 0) filter(&c, weights, how->min_p);
   if (how->typical_p < 1) keep_typical(&c, logits, how->typical_p, keys);

@@ -8,7 +8,7 @@
        FMA(a, b, c)    a * b + c
        DOT(sums, packed, four)  adds to LANES int32 the products of four int8 numbers of x with four
                        weights of each of LANES columns
-       WEIGHT_OFFSET   what DOT takes a weight for too large by
+       WEIGHT_OFFSET   how much larger than a weight the number is that DOT multiplies
        LOAD_HALVES, STORE_HALVES  between LANES fp16 in memory and floats
        LOWER(a, b), HIGHER(a, b)  a < b ? a : b and a > b ? a : b, where there are instructions for it
 
@@ -33,8 +33,8 @@
 #endif
 
 #define INLINE static inline __attribute__((always_inline))
-/* Bytes ahead: hardware prefetchers stop at the end of a page. On an AMD EPYC 2048 is 7% slower at one row,
-   and 8192 2% at eight. */
+/* Prefetch distances in bytes, because hardware prefetchers stop at the end of a page. On an AMD EPYC
+   2048 instead of 6144 is 7% slower at one row, and 8192 is 2% slower at eight rows. */
 #define TILE_PREFETCH 6144
 #define KV_PREFETCH 1024
 #define EACH(i, count) _Pragma("GCC unroll 16") for (int i = 0; i < (count); i++)
@@ -153,11 +153,11 @@ TARGET static inline int32x4_t dot_neon(int32x4_t sums, const uint8_t *packed, i
         layer_norm_##set, store_kv_##set, attend_##set, weigh_##set, tiles_from, end_tiles       \
   }
 
-/* The best one first. */
+/* From the best to the slowest. */
 static const Kernels all_kernels[] = {
 #if defined(__x86_64__)
 #ifdef HAS_AMX
-    KERNELS_OF(amx, vnni, 3, end_tiles), /* two vectors are not slower without */
+    KERNELS_OF(amx, vnni, 3, end_tiles), /* with two vectors VNNI is as fast */
 #endif
     KERNELS(vnni),
     KERNELS(avx2),

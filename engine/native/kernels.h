@@ -1,4 +1,4 @@
-/* What a pass is made of, for one set of instructions, see kernels.c. */
+/* The functions that a pass is made of, for one set of instructions, see kernels.c. */
 
 #ifndef KERNELS_H
 #define KERNELS_H
@@ -8,14 +8,14 @@
 enum {
   BESIDE = 4,      /* vectors whose numbers lie beside each other */
   MAX_BLOCK = 64,  /* numbers that share a scale */
-  MAX_ROWS = 16,   /* of a tile, or vectors */
-  MAX_QUERIES = 12, /* of one row and head that attention takes at once */
-  FEW_QUERIES = 4   /* of one row, for which attention takes several heads at once */
+  MAX_ROWS = 16,   /* rows, or vectors, of a tile */
+  MAX_QUERIES = 12, /* queries of one row and head that attention computes at once */
+  FEW_QUERIES = 4   /* with so many queries of a row or fewer, it computes several heads at once */
 };
 
-/* Rows of floats, quantized: each is `planes` vectors of int8 numbers, the upper plane first. Four numbers
-   of a vector are followed by the same ones of the vectors beside it. For kernels with tiles nothing is
-   beside a vector: a block of MAX_ROWS vectors, one behind the other, is followed by their next block. */
+/* Rows of floats, quantized: each is `planes` vectors of int8 numbers, the upper plane first. BESIDE
+   vectors are interleaved, four numbers of each in turn. For kernels with tiles they are not: a block of
+   MAX_ROWS vectors, one after the other, is followed by the next block of these vectors. */
 typedef struct {
   size_t count, planes, width, blocks, block; /* width: numbers of a row, whole blocks */
   size_t beside;  /* BESIDE, or 1 for kernels with tiles */
@@ -25,8 +25,8 @@ typedef struct {
   int32_t *sums;  /* as scales: what a kernel adds for the 128 that weights are stored with */
 } Quantized;
 
-/* What attention of one row reads, for `heads` heads that lie beside each other. pages[i]: where the
-   first one's keys of the row's i-th page begin; the others' keys lie behind them, see pass.c. */
+/* The input of attention for one row and `heads` adjacent heads. pages[i]: the first head's keys on the
+   row's i-th page; the other heads' keys follow, see pass.c. */
 typedef struct {
   const float *q; /* (count, stride) */
   const uint8_t *const *pages;
@@ -40,10 +40,10 @@ typedef struct {
 
 typedef struct {
   const char *name;
-  /* One block of at most MAX_BLOCK numbers to `planes` planes of int8, see Quantized. */
+  /* Quantizes a block of at most MAX_BLOCK numbers to `planes` planes of int8, see Quantized. */
   void (*quantize)(const float *x, size_t block, size_t planes, size_t beside,
                    int32_t *const to[2], float *scale, int32_t sums[2]);
-  /* Products of rows [row, row + the returned number) with a group of columns, plus its bias. */
+  /* Multiplies rows from `row` on with a group of columns, plus its bias. Returns how many rows. */
   size_t (*int8_tile)(const Quantized *x, size_t row, const uint8_t *packed, const float *bias,
                       float out[][LINE]);
   size_t (*float_tile)(const float *x, size_t count, size_t stride, size_t k, const float *packed,
@@ -55,11 +55,11 @@ typedef struct {
   /* Writes one token's keys and values of one head to slot `slot` of a page, in fp16 or fp32. */
   void (*store_kv)(int half, const float *k, const float *v, size_t size, size_t slot, void *keys,
                    void *values);
-  /* Attention of at most `left` queries, the first of them number `first`. Returns how many. */
+  /* Computes attention of at most `left` queries, from number `first` on. Returns how many. */
   size_t (*attend)(const Queries *queries, size_t first, size_t left, float *scores, float *out);
   double (*weigh)(const float *logits, size_t count, float temperature, float *weights);
-  /* int8_tile uses tile registers for this many vectors or more, which are not beside each other. A
-     thread calls end_tiles, which may be NULL, behind its last ones. */
+  /* int8_tile uses tile registers for this many vectors or more, which are not interleaved. A thread
+     calls end_tiles, unless it is NULL, after its last products. */
   size_t tiles_from;
   void (*end_tiles)(void);
 } Kernels;

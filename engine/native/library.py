@@ -15,10 +15,10 @@ from typing import Any
 from common.cpus import cpu_count
 from common.errors import InvalidRequest, OutOfMemory
 
-LINE = 16  # numbers that rows and vectors are padded to
-PAGE_TOKENS = 16  # of keys and values
-PRODUCTS = ("qkv", "attention_out", "ffn_hidden", "ffn_out")  # of a layer, which adapters change
-# A compiled extension is named like this; it is opened as the plain library that it is.
+LINE = 16  # rows and vectors are padded to multiples of so many numbers
+PAGE_TOKENS = 16  # tokens of a K/V page
+PRODUCTS = ("qkv", "attention_out", "ffn_hidden", "ffn_out")  # a layer's products
+# The library is built and named like a Python extension, but opened as a plain library.
 SUFFIX = importlib.machinery.EXTENSION_SUFFIXES[0]
 LIBRARY = Path(__file__).with_name("_pass" + SUFFIX)
 
@@ -73,7 +73,7 @@ _library = ctypes.CDLL(str(LIBRARY))
 
 
 def _function(name: str, result: Any, *arguments: Any) -> Any:
-    """The library's function of this name, with its types."""
+    """Return the library's function of this name, with its types set."""
     function = getattr(_library, name)
     function.restype, function.argtypes = result, arguments
     return function
@@ -100,7 +100,7 @@ _STATUS = ("ok", "the model's sizes", "a piece's tokens or positions", "memory")
 
 
 def page_bytes(model: Model) -> int:
-    """Bytes of a page of keys and values: `PAGE_TOKENS` tokens of all layers."""
+    """Return the bytes of a K/V page: `PAGE_TOKENS` tokens of all layers."""
     return int(_page_bytes(byref(model)))
 
 
@@ -139,7 +139,7 @@ def check(status: int) -> None:
 
 
 def take_times() -> dict[str, float]:
-    """Seconds of the passes since the last call, by part."""
+    """Return the seconds that passes took since the last call, by part."""
     times = (c_double * 5)()
     _take_times(byref(times))
     return dict(zip(("embedding", "products", "attention", "rest", "head"), times, strict=True))

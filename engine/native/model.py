@@ -19,8 +19,8 @@ from engine.native.prepared import PLANES, Prepared
 RunPass = Callable[[library.Model, int, "ctypes.Array[library.Piece]", int, int], None]
 
 _lock = threading.Lock()
-_arenas: dict[int, tuple[Arena, int]] = {}  # by the bytes of a page, with the number of models
-_logits: list[mmap.mmap] = []  # the memory of passes' logits, once there is some
+_arenas: dict[int, tuple[Arena, int]] = {}  # by bytes of a page, with the number of users
+_logits: list[mmap.mmap] = []  # at most one mapping, for the logits of all passes
 _start = functools.cache(library.start)
 
 
@@ -41,7 +41,7 @@ def _close_arena(page_bytes: int) -> None:
 
 
 def release_memory() -> None:
-    """Return unused memory of passes and rows to the system; between two passes."""
+    """Return unused memory of passes and rows to the system. Must be called between passes."""
     with _lock:
         for arena, _ in _arenas.values():
             arena.trim()
@@ -50,7 +50,7 @@ def release_memory() -> None:
 
 
 def _logits_rows(count: int, width: int) -> Logits:
-    """Rows of logits, in the same memory for the passes of all models."""
+    """Return an array (count, width) for logits, in memory that passes of all models reuse."""
     size = max(count * width * 4, 1)
     if not _logits or len(_logits[0]) < size:
         _logits[:] = [mmap.mmap(-1, size)]
@@ -129,7 +129,7 @@ class NativeModel(BackendModel):
 def _struct(
     config: GPT2Config, prepared: Prepared
 ) -> tuple[library.Model, ctypes.Array[library.Layer]]:
-    """The struct that the library reads, and its layers, which must live as long as it."""
+    """Return a model's struct for the library, and its layers, which must live as long."""
     addresses = prepared.addresses
 
     def norm(name: str) -> library.Norm:

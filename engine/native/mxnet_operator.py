@@ -29,9 +29,9 @@ _call = _Call()
 def run_pass(
     model: library.Model, arena: int, pieces: ctypes.Array[library.Piece], count: int, logits: int
 ) -> None:
-    """As `library.run_pass`, by MXNet's engine.
+    """Run a pass as `library.run_pass` does, but by MXNet's engine.
 
-    It takes 0.1 ms more with MXNET_ENGINE_TYPE=NaiveEngine, and up to 0.3 ms more on MXNet's
+    This takes 0.1 ms more with MXNET_ENGINE_TYPE=NaiveEngine, and up to 0.3 ms more on MXNet's
     threads: each pass drives MXNet's code out of the processor's caches.
     """
     _call.pieces, _call.count = ctypes.addressof(pieces), count
@@ -43,10 +43,10 @@ def run_pass(
 
 @functools.lru_cache(256)
 def _bind(model: int, arena: int, logits: int) -> tuple[Any, Any]:
-    """The operator bound to memory at these addresses, and its output.
+    """Return the operator, bound to memory at these addresses, and its output.
 
-    mx.nd.kogpt2_pass, which is not bound, costs three times as much. MXNet needs arrays of the
-    arena and the logits to order operations, whatever their length.
+    mx.nd.kogpt2_pass, which is not bound, takes three times as long. MXNet orders operations by the
+    arrays of the arena and the logits, whatever their length.
     """
     arrays = {
         "model": _array(model, ctypes.sizeof(library.Model)),

@@ -1,8 +1,8 @@
 // MXNet's operator of a pass: mx.nd.kogpt2_pass(model, call, arena, logits), see pass.h.
 //
-// Its inputs are arrays of bytes on memory that is there already: the Model, which points into its
-// mapped file, a Call, the arena of keys and values, and the logits; the last three are written to. So
-// MXNet runs a pass when nothing else writes to what it reads. The output is the PassStatus, too.
+// Its inputs are arrays on existing memory: the Model, which points into its mapped file, a Call, the
+// arena of keys and values, and the logits; the last three are written to. So MXNet orders passes after
+// other operations on the same memory. The output is the PassStatus, which is also in the Call.
 
 #include <mxnet/lib_api.h>
 

@@ -1,7 +1,7 @@
 /* A pass of GPT-2 through all layers, in which no token depends on the other rows.
 
    Tokens are rows of matrices here: T of them, in the order of their pieces. Everything but attention
-   treats each token by itself, and attention looks only at the pages of the token's own row. So a
+   treats each token by itself, and attention reads only the pages of the token's own row. So a
    token's result is the same, bit for bit, alone or beside others, in a prompt cut anywhere, and on
    any number of threads. Rows of one pass may have different adapters, or none.
 
@@ -15,11 +15,11 @@
 #include <time.h>
 
 enum {
-  GROUPS = 6,      /* of columns that a thread takes at once: 70 KB of a matrix of KoGPT2's */
+  GROUPS = 6,      /* groups of columns that a thread takes at once: 70 KB of KoGPT2's matrices */
   HEAD_GROUPS = 24,
-  FEW = 8,         /* tokens that are not worth the other threads between two products */
+  FEW = 8,         /* with so many tokens or fewer, one thread does all between two products */
   AHEAD = 4,       /* tokens whose keys and values are prefetched before they are stored */
-  THREAD_PARTS = 4, /* of attention, for each thread or more */
+  THREAD_PARTS = 4, /* parts of attention for each thread, at least */
   RUN = 48,        /* queries of one row and head that a thread takes at once */
   MAX_RANK = 1 << 16 /* of an adapter */
 };
@@ -44,16 +44,16 @@ static struct {
   size_t num_pieces;
   size_t tokens;      /* T */
   size_t row;         /* padded C: the stride of x, h and attended */
-  size_t head_bytes;  /* of one head's keys on a page, and of its values */
-  size_t head_groups; /* of a run: parts of attention */
-  int layer;          /* that is computed */
+  size_t head_bytes;  /* bytes of one head's keys, or values, on a page */
+  size_t head_groups; /* parts of attention for each run */
+  int layer;          /* number of the layer under way */
   float *x;           /* (T, C) the residual stream */
   float *h;           /* (T, C) after a LayerNorm */
   float *qkv;         /* (T, 3C): queries, keys, values, heads inside each */
   float *attended;    /* (T, C) */
   float *hidden;      /* (T, F) */
   float *scores;      /* for each thread (queries, the longest row), their sums and weights */
-  size_t scores_size; /* of one thread */
+  size_t scores_size; /* floats of `scores` for one thread */
   const uint8_t **pages; /* for each thread (pages of the longest row,) */
   size_t max_pages;
   void *quantized;    /* (T, max(C, F)) */
@@ -94,11 +94,11 @@ void take_times(double taken[5]) {
 
 static size_t ceil_div(size_t a, size_t b) { return (a + b - 1) / b; }
 
-/* The stride of qkv and hidden: a line more than a row, because rows that begin at multiples of 4 KB share
-   a few places of the first cache. */
+/* The stride of qkv and hidden: a line more than a row, because rows at multiples of 4 KB would compete
+   for a few sets of the L1 cache. */
 static size_t wide_row(size_t count) { return padded(count) + LINE; }
 
-/* In parallel where that is worth waiting for other threads, else one part after the other. */
+/* Runs parts on all threads if that is worth waiting for them, else one part after the other. */
 static void in_parallel_if(int worth, Work work, void *data, size_t parts) {
   if (worth)
     in_parallel(work, data, parts);
@@ -117,7 +117,7 @@ size_t packed_bytes(size_t n, size_t k, size_t block) {
   return ceil_div(n, LINE) * group_bytes(k, block);
 }
 
-/* Where an AdapterLayer has its part of a product; NOT_ADAPTED: nowhere. */
+/* The offset in AdapterLayer of the LowRank that is added to a product; NOT_ADAPTED: none. */
 typedef enum {
   QKV = offsetof(AdapterLayer, qkv),
   ATTENTION_OUT = offsetof(AdapterLayer, attention_out),
@@ -170,7 +170,7 @@ static void quantize_block(const Product *product, size_t row, size_t b) {
   }
 }
 
-/* Part: BESIDE rows, block by block, because their numbers share cache lines. */
+/* Job part: quantizes BESIDE rows, block by block, because their numbers share cache lines. */
 static void quantize_part(void *data, size_t part, int thread) {
   const Product *product = data;
   (void)thread;
@@ -190,7 +190,7 @@ static size_t float_group_bytes(size_t k) {
   return k * LINE * (pass.model->block ? sizeof(uint16_t) : sizeof(float));
 }
 
-/* Part: a span's rows of x, through their adapter's first matrix. */
+/* Job part: multiplies a span's rows of x with their adapter's first matrix. */
 static void down_part(void *data, size_t part, int thread) {
   const Product *p = data;
   const Span *span = &pass.spans[part];
@@ -206,7 +206,7 @@ static void down_part(void *data, size_t part, int thread) {
   }
 }
 
-/* What a product needs of x: parts that quantize it, then a part for each span. */
+/* Job part before a product: the first `quantize_parts` quantize x, the others are down_parts. */
 static void prepare_part(void *data, size_t part, int thread) {
   const Product *p = data;
   if (part < p->quantize_parts)
@@ -215,8 +215,8 @@ static void prepare_part(void *data, size_t part, int thread) {
     down_part(data, part - p->quantize_parts, thread);
 }
 
-/* Adds what adapters make of rows [row, row + count) to a group of columns, and fetches what the next
-   group needs. */
+/* Adds the adapters' terms of rows [row, row + count) to a group of columns, and prefetches what the
+   next group needs. */
 static void add_adapters(const Product *p, size_t row, size_t count, size_t group,
                          float out[][LINE]) {
   for (size_t r = 0; r < count; r++) {
@@ -231,8 +231,8 @@ static void add_adapters(const Product *p, size_t row, size_t count, size_t grou
   }
 }
 
-/* Fetches what add_adapters will read of a group: each adapter has a stream of its own, too many for the
-   processor to foresee. */
+/* Prefetches what add_adapters will read of a group: each adapter is a stream of its own, too many for
+   the hardware's prefetchers. */
 static void prefetch_adapters(const Product *p, size_t group) {
   const size_t count = pass.num_spans < FEW ? pass.num_spans : FEW;
   for (const Span *span = pass.spans; span < pass.spans + count; span++) {
@@ -243,7 +243,7 @@ static void prefetch_adapters(const Product *p, size_t group) {
   }
 }
 
-/* Part: some groups of columns, for all rows: a tile of rows meets one group after the other. */
+/* Job part: multiplies all rows with some groups of columns; each tile of rows with all these groups. */
 static void multiply_part(void *data, size_t part, int thread) {
   const Product *p = data;
   const size_t groups = ceil_div(p->n, LINE), first = part * p->groups_at_once;
@@ -294,7 +294,7 @@ static void multiply(const Matrix *matrix, Adapted adapted, const float *x, size
         count * planes < kernels->tiles_from ? BESIDE : 1,
         sums + vectors * blocks, scales, sums};
     const size_t whole = count * planes / BESIDE * BESIDE;
-    if (product.quantized.beside == 1) /* a tile may have vectors of no row */
+    if (product.quantized.beside == 1) /* a tile may have vectors beyond the last row */
       memset(scales + whole * blocks, 0, (vectors - whole) * blocks * sizeof *scales);
     product.quantize_parts = ceil_div(product.count, BESIDE);
   }
@@ -338,7 +338,7 @@ static uint8_t *keys_of(const Piece *piece, size_t position, size_t head) {
   return pass.arena + heads * pass.head_bytes;
 }
 
-/* The heads of a part, of which a run has pass.head_groups. */
+/* The heads of one part of attention; a run has pass.head_groups parts. */
 typedef struct {
   const Run *run;
   size_t first, last;
@@ -350,7 +350,7 @@ static Heads heads_of(size_t part) {
                  (group + 1) * heads / pass.head_groups};
 }
 
-/* Part: the keys and values of some heads of a run go to their pages. */
+/* Job part: writes the keys and values of some heads of a run to their pages. */
 static void store_part(void *data, size_t part, int thread) {
   const Model *m = pass.model;
   const Heads heads = heads_of(part);
@@ -360,7 +360,7 @@ static void store_part(void *data, size_t part, int thread) {
   for (size_t head = heads.first; head < heads.last; head++) {
     const float *k = pass.qkv + run->token * stride + m->units + head * size;
     for (size_t at = run->position; at < run->position + run->count; at++, k += stride) {
-      for (size_t i = 0; i < size; i += LINE) { /* strides of this length are not foreseen */
+      for (size_t i = 0; i < size; i += LINE) { /* too long a stride for hardware prefetchers */
         __builtin_prefetch(k + AHEAD * stride + m->units + i);
         __builtin_prefetch(k + AHEAD * stride + i);
       }
@@ -401,7 +401,7 @@ static void attend_part(void *data, size_t part, int thread) {
 
 static void attend(void) {
   const size_t parts = pass.num_runs * pass.head_groups;
-  /* A run that is not its piece's only one needs the others' keys. */
+  /* If a piece has several runs, the later ones need the keys and values of those before them. */
   pass.is_stored = pass.num_runs > pass.num_pieces;
   if (pass.is_stored) in_parallel(store_part, NULL, parts);
   in_parallel(attend_part, NULL, parts);
@@ -409,7 +409,7 @@ static void attend(void) {
 
 /* --- The pass ------------------------------------------------------------------------------------ */
 
-/* Row `column` of a packed matrix of k numbers a row: what is looked up in the embedding. */
+/* Unpacks column `column`, of k numbers, of a packed matrix, such as a token's embedding. */
 static void look_up(const void *packed, size_t column, size_t k, float *row) {
   const size_t block = pass.model->block, lane = column % LINE;
   const uint8_t *group = (const uint8_t *)packed + column / LINE * group_bytes(k, block);
@@ -458,7 +458,7 @@ static void compute_layer(const Layer *layer, double *time) {
   count_time(PRODUCTS, time);
 }
 
-/* The logits of the tokens that want them, whose rows go to the front of `x` and `h`. */
+/* Computes the logits of the tokens that require them; their rows move to the front of `x` and `h`. */
 static void compute_logits(float *logits, double *time) {
   const Model *m = pass.model;
   size_t token = 0, wanted = 0;
@@ -496,7 +496,7 @@ static int is_model(const Model *m) {
   return 1;
 }
 
-/* The largest rank of an adapter's products; -1 for an adapter of none that can be. */
+/* The largest rank of an adapter's products; -1 if one of them is out of range. */
 static int32_t largest_rank(const Model *m, const AdapterLayer *layers) {
   int32_t most = 0;
   for (const AdapterLayer *layer = layers; layers && layer < layers + m->num_layers; layer++) {
@@ -565,7 +565,7 @@ void release_scratch(void) {
   scratch.bytes = 0;
 }
 
-/* Makes the scratch memory large enough. */
+/* Makes the scratch memory at least so large. Returns 0 without memory. */
 static int reserve(size_t bytes) {
   if (bytes <= scratch.bytes) return 1;
   release_scratch();
@@ -577,7 +577,7 @@ static int reserve(size_t bytes) {
   return 1;
 }
 
-/* Runs beside each other share a span where they have the same adapter. */
+/* Makes spans of runs with adapters; adjacent runs with the same adapter share a span. */
 static void find_spans(void) {
   for (const Run *run = pass.runs; run < pass.runs + pass.num_runs; run++) {
     const AdapterLayer *adapter = run->piece->adapter;
@@ -626,7 +626,7 @@ PassStatus run_pass(const Model *model, uint8_t *arena, const Piece *pieces, siz
     }
   }
   if (rank) find_spans();
-  /* Many heads at once read memory faster; parts enough keep all threads busy, where rows differ, too. */
+  /* Parts of many heads read memory faster; enough parts keep all threads busy if rows differ. */
   pass.head_groups = THREAD_PARTS * num_threads() / (pass.num_runs + 1) + 1;
   if (pass.head_groups > (size_t)model->heads) pass.head_groups = model->heads;
   in_parallel(embed_part, NULL, pass.num_runs);
@@ -658,7 +658,7 @@ static float read_number(const void *source, SourceType type, size_t i) {
   return value;
 }
 
-/* The numbers of one column in one block, as int8 with a scale. */
+/* Quantizes the numbers of one column in one block to int8 with a scale. */
 static void pack_block(const float *numbers, size_t block, size_t lane, uint8_t *packed) {
   float largest = 0;
   for (size_t i = 0; i < block; i++) {

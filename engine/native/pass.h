@@ -47,8 +47,8 @@ typedef struct {
   Matrix head;
 } Model;
 
-/* What an adapter (LoRA) adds to a product: up(down(x) + bias), two matrices of floats, packed as those
-   of a model in fp32, or with halves in the place of the floats where the model is in int8. */
+/* The term up(down(x) + bias) that an adapter (LoRA) adds to a product. Its matrices are packed as those
+   of a model in fp32, with halves instead of floats if the model is in int8. */
 typedef struct {
   const void *down;  /* (rank, k) */
   const void *up;    /* (n, rank) */
@@ -67,21 +67,21 @@ typedef struct {
   const int32_t *ids;   /* (count,) */
   const int32_t *pages; /* numbers of the row's pages, the first of its tokens first */
   int32_t count, position;
-  int32_t num_logits; /* how many of its last tokens want logits */
+  int32_t num_logits; /* for how many of its last tokens logits are computed */
   const AdapterLayer *adapter; /* NULL: none */
 } Piece;
 
 typedef enum { PASS_OK, PASS_BAD_MODEL, PASS_BAD_PIECE, PASS_NO_MEMORY } PassStatus;
 
-/* Computes `pieces` of one model, each of another row. Writes the logits of the tokens that want them,
-   in order, as rows of padded(vocab) floats. `arena` is where page 0 begins. One call at a time. */
+/* Computes `pieces` of one model, each of another row. Writes the logits that the pieces require, in
+   order, as rows of padded(vocab) floats. `arena` is where page 0 begins. One call at a time. */
 PassStatus run_pass(const Model *model, uint8_t *arena, const Piece *pieces, size_t num_pieces,
                     float *logits);
 
 /* Bytes of a page: PAGE_TOKENS tokens of all layers. */
 size_t page_bytes(const Model *model);
 /* Bytes that run_pass needs for `count` tokens, `wanted` of them with logits, of rows of at most
-   `length` tokens, with adapters of at most `rank`. It keeps them from pass to pass; release_scratch gives them back. */
+   `length` tokens, with adapters of at most `rank`. It reuses them until release_scratch. */
 size_t scratch_bytes(const Model *model, size_t count, size_t wanted, size_t length, size_t rank);
 void release_scratch(void);
 
@@ -89,8 +89,8 @@ void release_scratch(void);
    fewer where the system starts no more. */
 int use_threads(int count);
 
-/* Uses the kernels of this name from the next pass on: "vnni", "avx2", "neon" or "plain"; NULL: the
-   processor's best. Returns the name, or NULL where the processor lacks them. */
+/* Uses the kernels of this name from the next pass on: "amx", "vnni", "avx2", "neon" or "plain"; NULL:
+   the processor's best. Returns the name, or NULL where the processor lacks them. */
 const char *use_kernels(const char *name);
 
 /* Bytes of n columns of k numbers, packed with `block` (0: fp32). */
@@ -103,14 +103,14 @@ typedef enum { SOURCE_FLOAT32, SOURCE_FLOAT16, SOURCE_BFLOAT16 } SourceType;
 void pack(const void *source, SourceType type, size_t column_stride, size_t stride, size_t n,
           size_t k, size_t block, size_t first, size_t last, uint8_t *packed);
 
-/* For sampling: writes exp((logits[i] - largest) / temperature) and returns their sum. */
+/* For sampling: writes the weights exp((logits[i] - largest) / temperature), returns their sum. */
 double softmax_weights(const float *logits, size_t count, float temperature, float *weights);
 
-/* Writes the k > 0 tokens with the largest logits, of equal ones the first, in no order; NaN is none of them.
+/* Writes the k > 0 tokens with the largest logits (of equal ones the first, never NaN), in no order.
    Returns how many. `tokens` and `scratch` have space for `count`. */
 size_t largest_tokens(const float *logits, size_t count, size_t k, int32_t *tokens, float *scratch);
 
-/* What of a distribution is drawn from: the `top_k` likeliest tokens (0: all), of these the fewest that
+/* The tokens that one is drawn from: the `top_k` likeliest tokens (0: all), of these the fewest that
    together have `top_p` of their probability, of these the ones with at least `min_p` times the largest
    probability, and of these the fewest typical ones that together have `typical_p` (Meister et al. 2022,
    "Locally Typical Sampling", https://arxiv.org/abs/2202.00666, section 4). */
@@ -120,7 +120,7 @@ typedef struct {
   size_t top_k;
 } Truncation;
 
-/* The token at `uniform` in [0, 1) of the probability that is left. `scratch` has 12 * count bytes. */
+/* Draws a token after truncation; `uniform` in [0, 1) is random. `scratch` has 12 * count bytes. */
 int32_t draw_token(const float *logits, size_t count, const Truncation *how, double uniform,
                    void *scratch);
 

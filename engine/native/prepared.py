@@ -1,9 +1,9 @@
-"""Prepared models: a mapped file for each, which the native library computes with as it is.
+"""Prepared models: each is a mapped file that the native library computes with as it is.
 
-The file is in the safetensors format, its tensors at multiples of 64 bytes from a page on. It is
-the same on every processor. Its metadata have the hash of the weights that it was made of, and of
-its own bytes: a file that is older than the machine's start is compared with that once, because a
-crash may have cut off what was not on the disk yet.
+The file is in the safetensors format, with aligned tensors, and is the same on every processor. Its
+metadata have the hash of the weights that it was made of, and the hash of its own data. The data is
+compared with that once after each start of the machine, because a crash may have cut off what was
+not on the disk yet.
 """
 
 from __future__ import annotations
@@ -47,17 +47,17 @@ from engine.sandbox import Limits
 
 FORMAT = 1  # raise it when the layout or the quantization changes
 BLOCKS = {"int8": 64, "fp32": 0}  # numbers that share a scale
-# Planes of int8 numbers of x in each product: one has 8 bits, two have 15. With two for
-# `ffn_hidden` logits are off by 1.2 to 1.5% of their deviation on the demo models instead of 1.3 to
-# 1.8%, for nothing at one row and 10 to 14% of the time of eight rows and of prompts; two for all
-# would give 0.9 to 1.0% for half the speed.
+# int8 planes of the input x of each product: 1 gives it 8 bits, 2 give it 15. With 2 for
+# `ffn_hidden`, logits are off by 1.2 to 1.5% of their deviation on the demo models instead of 1.3
+# to 1.8%. That costs nothing at one row, and 10 to 14% of the time of eight rows and of prompts; 2
+# for all products would give 0.9 to 1.0% at half the speed.
 PLANES = {"qkv": 1, "attention_out": 1, "ffn_hidden": 2, "ffn_out": 1, "head": 1}
 SOURCE_TYPES = {"float32": 0, "float16": 1, "bfloat16": 2}  # pass.h, SourceType
 GROUPS_AT_ONCE = 256  # groups of columns that a thread packs in one task
-ALIGNMENT = 4096  # of the first tensor
-ALIGNED = 32  # of each: half a cache line, in which an adapter's rows of fp16 lie
-# Limits of building: libraries, the weights before and after merging, and the file, which is mapped
-# while it is written.
+ALIGNMENT = 4096  # bytes, of the first tensor
+ALIGNED = 32  # bytes, of each tensor: an adapter's rows of fp16 are half a cache line
+# Limits of the process that builds a file: its memory holds libraries, the weights before and after
+# merging, and the file, which is mapped.
 BUILD_MIB, BUILD_TIMES_FP32 = 512, 4
 BUILD_CPU_S, BUILD_BYTES_PER_CPU_S = 60, 10 * MIB
 
@@ -67,7 +67,7 @@ File = TypeVar("File", bound="PreparedFile")
 
 @dataclass(frozen=True)
 class Stored:
-    """A tensor of a prepared file; `dtype` as safetensors calls it."""
+    """A tensor of a prepared file; `dtype` is a name of the safetensors format."""
 
     name: str
     shape: tuple[int, ...]
@@ -85,7 +85,7 @@ class Entry(Stored):
     source: str  # its name in an artifact
     n: int
     k: int
-    block: int | None  # of a matrix
+    block: int | None  # numbers that share a scale, 0: fp32; None: no packed matrix
 
 
 def _entry(name: str, source: str, shape: tuple[int, ...], block: int | None) -> Entry:
@@ -100,7 +100,7 @@ def _entry(name: str, source: str, shape: tuple[int, ...], block: int | None) ->
 
 
 def layout(config: GPT2Config, precision: str) -> Iterator[Entry]:
-    """The tensors of a file, in order."""
+    """Yield the tensors of a model's prepared file, in order."""
     sources = {
         "embedding.weight": names.EMBEDDING,
         "head.weight": names.OUTPUT,
@@ -122,12 +122,12 @@ def layout(config: GPT2Config, precision: str) -> Iterator[Entry]:
 
 
 def num_bytes(config: GPT2Config, precision: str) -> int:
-    """Bytes of a model's weights."""
+    """Return the bytes of a model's weights in its prepared file."""
     return sum(entry.num_bytes for entry in layout(config, precision))
 
 
 class PreparedFile:
-    """A mapped file, and the addresses of its tensors by their names."""
+    """A mapped prepared file, and the addresses of its tensors by their names."""
 
     def __init__(self, path: Path, entries: Iterable[Stored], content: str) -> None:
         """Map a file.
@@ -163,7 +163,7 @@ class PreparedFile:
 
 
 class Prepared(PreparedFile):
-    """The mapped file of a model."""
+    """The mapped prepared file of a model."""
 
     def __init__(self, path: Path, config: GPT2Config, precision: str, content: str) -> None:
         """Map the file of a model. Raises what `PreparedFile` does."""
@@ -180,10 +180,10 @@ def prepared(
 ) -> Prepared:
     """Open the artifact's prepared model, which `run` builds if it does not exist.
 
-    Its place is `cache_dir`, or `.prepared` in the artifact's folder; one that came with the
-    artifact is used there. Where neither can be written, the file is built in a temporary folder
-    and exists while it is open. Raises `ArtifactError`, and `OutOfMemory`, also where no disk has
-    space.
+    The file is in `cache_dir` or, without that, in `.prepared` in the artifact's folder; a file
+    that came with the artifact is used there. If the folder cannot be written, the file is built in
+    a temporary folder and deleted once it is mapped. Raises `ArtifactError`, and `OutOfMemory`,
+    also if no disk has space.
     """
     config, content = artifact.config, artifact.content or manifests.content_of(artifact)
     fp32 = artifact.fp32_bytes
@@ -216,9 +216,9 @@ def open_prepared(
     """Open the prepared file of the artifact in `path`; `build_at` builds it if it does not exist.
 
     key: a JSON value that identifies the file's content
-    build_at: takes its path, returns what is wrong with the folder, if anything
+    build_at: builds the file at a path; returns what is wrong with the folder, if anything
 
-    Places and errors as of `prepared`.
+    Uses the folders and raises the errors of `prepared`.
     """
     name = f"{folders.hash_of(json.dumps([FORMAT, *key]))}{folders.MODEL}"
     folder = cache_folder(path, cache_dir)
@@ -290,7 +290,7 @@ def write(
     begin = -(-(8 + length) // ALIGNMENT) * ALIGNMENT
     try:
         with folders.written_whole(Path(file)) as path, path.open("w+b") as opened:
-            # a full disk is an error here, no signal
+            # on a full disk this fails; a later write would raise a signal
             os.posix_fallocate(opened.fileno(), 0, begin + at)
             with mmap.mmap(opened.fileno(), begin + at) as memory:
                 data = np.frombuffer(memory, np.uint8)

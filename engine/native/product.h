@@ -10,9 +10,9 @@
    Rows of x are quantized in the same blocks, to 8 bits or, in two planes, to 15. Sums within a block
    are exact, and blocks are added one after the other. */
 
-/* One block of numbers: x is about scale * (128 * upper + lower). With one plane, upper alone is about
-   x / scale. Behind the block's end x is 0 up to a whole line. `to` has the planes' fours, `beside` from
-   each other; `sums` is what a kernel adds for the 128 that weights are stored with. */
+/* Quantizes one block: x is about scale * (128 * upper + lower); with one plane, scale * upper. From the
+   block's end to the end of its line x is 0. Each plane's numbers go to `to` by fours, `beside` fours
+   apart. A kernel adds `sums` to cancel WEIGHT_OFFSET. */
 TARGET INLINE void NAME(quantize_block)(size_t block, size_t planes, size_t beside, const float *x,
                                         int32_t *const to[2], float *scale, int32_t sums[2]) {
   int8_t numbers[2][MAX_BLOCK];
@@ -61,7 +61,7 @@ TARGET static void NAME(quantize)(const float *x, size_t block, size_t planes, s
     NAME(quantize_block)(block, planes, beside, x, to, scale, sums);
 }
 
-/* R rows of P planes, both constants. */
+/* Multiplies R rows of P planes with a group of columns; R and P are constants. */
 TARGET INLINE void NAME(int8_rows)(int R, int P, const Quantized *x, size_t row,
                                    const uint8_t *packed, const float *bias, float out[][LINE]) {
   row *= P;
@@ -115,7 +115,7 @@ TARGET static size_t NAME(int8_tile)(const Quantized *x, size_t row, const uint8
   return 0;
 }
 
-/* R rows, a constant. */
+/* Multiplies R rows with a group of columns; R is a constant. */
 TARGET INLINE void NAME(float_rows)(int R, const float *x, size_t stride, size_t k,
                                     const float *packed, const float *bias, float out[][LINE]) {
   floats y[MAX_ROWS][PARTS];
@@ -146,7 +146,7 @@ TARGET static size_t NAME(float_tile)(const float *x, size_t count, size_t strid
 }
 
 /* Adds the product of one row with a group of columns of k numbers, floats or halves, to y (LINE,). Four
-   sums, because one would wait for itself: with few columns a row has nothing else to do. */
+   sums, because each addition to a single sum would wait for the one before. */
 TARGET INLINE void NAME(add_row)(int half, const float *x, size_t k, const uint8_t *packed, float *y) {
   const size_t bytes = LANES * (half ? sizeof(uint16_t) : sizeof(float));
   const uint8_t *end = packed + k * PARTS * bytes;
@@ -154,7 +154,7 @@ TARGET INLINE void NAME(add_row)(int half, const float *x, size_t k, const uint8
   EACH(p, PARTS) sums[0][p] = NAME(load)(y + p * LANES);
   for (size_t i = 0; i < k; i += 4) {
     const int count = k - i < 4 ? (int)(k - i) : 4;
-    if (packed + TILE_PREFETCH < end) /* what lies behind it is not what is needed next */
+    if (packed + TILE_PREFETCH < end) /* memory after the group is not needed next */
       for (size_t line = 0; line < 4 * PARTS * bytes; line += 64)
         __builtin_prefetch(packed + TILE_PREFETCH + line);
     EACH(j, 4) {

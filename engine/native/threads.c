@@ -1,13 +1,13 @@
 /* A pool of threads for the parts of a pass.
 
-   Each thread has a range of a job's parts and takes them in order, because what lies behind a part is
-   fetched ahead; then it takes what is left of the others' ranges. A thread that the system has
-   suspended holds up a job only while it has taken a part.
+   Each thread has a range of a job's parts and takes them in order, because a part prefetches the next
+   one's data; then it takes the remaining parts of other threads' ranges. A thread that the system has
+   suspended delays a job only if it has taken a part.
 
-   A range's `ticket` has the number of its job in the upper half and how many of its parts are not taken
-   yet in the lower half. A thread takes a part by lowering it. The job's fields change only when all
-   parts of the job before are done, and a thread reads them only after it has taken a part, so no thread
-   ever sees a mixture. */
+   A range's `ticket` has the number of its job in the upper half and the number of parts that are not
+   taken yet in the lower half. A thread takes a part by decrementing it. The job's fields change only
+   when all parts of the job before are done, and a thread reads them only after it has taken a part, so
+   no thread ever sees a mixture. */
 
 #include "threads.h"
 
@@ -51,7 +51,7 @@ static inline void pause_briefly(void) {
 
 static size_t range_begin(size_t range) { return range * pool.parts / (size_t)pool.count; }
 
-/* Takes a part of the current job and runs it. Returns 0 where none is left. */
+/* Takes a part of the current job and runs it. Returns 0 if all parts are taken. */
 static int run_part(int thread) {
   const int count = pool.count;
   for (int i = 0; i < count; i++) {

@@ -12,7 +12,7 @@ void in_parallel(Work work, void *data, size_t parts);
 
 int num_threads(void);
 
-/* Wakes the threads that wait for work ahead of a pass, and lets them sleep behind it. In between they
+/* Wakes the pool's threads before a pass, and lets them sleep after it. In between they
    spin, because a pass has some hundred calls of in_parallel, a few microseconds apart. */
 void begin_parallel(void);
 void end_parallel(void);

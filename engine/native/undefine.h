@@ -1,4 +1,4 @@
-/* Ends what kernels.c defines for one set of instructions. */
+/* Undefines the macros that kernels.c defines for one set of instructions. */
 #undef TARGET
 #undef NAME
 #undef LANES

@@ -1,4 +1,4 @@
-/* Registers of one set of instructions, and the functions of them that the kernels share. */
+/* Vector registers of one set of instructions, and functions on them that the kernels share. */
 
 typedef float NAME(floats) __attribute__((vector_size(4 * LANES)));
 typedef int32_t NAME(ints) __attribute__((vector_size(4 * LANES)));
@@ -16,7 +16,7 @@ TARGET static inline floats NAME(load)(const float *x) {
 
 TARGET static inline void NAME(store)(float *x, floats y) { memcpy(x, &y, sizeof y); }
 
-/* x in every lane; compilers know that subtracting 0 changes nothing, which is not so of adding. */
+/* x in every lane. Compilers optimize subtracting 0 away, but not adding it, which changes -0. */
 TARGET static inline floats NAME(all)(float x) { return x - (floats){0}; }
 
 /* a where the mask is set, else b. */
@@ -90,7 +90,7 @@ TARGET static inline floats NAME(error_function)(floats x) {
   return (floats)((ints)NAME(choose)(a > 1.0f, far, near) | sign);
 }
 
-/* Without an instruction for fp16, its bits are moved and 2^112 mends the exponent: exact also for
+/* Without an instruction for fp16, its bits are moved and 2^112 corrects the exponent: exact also for
    subnormal numbers. Infinity and NaN are never stored. */
 #ifdef PLAIN_HALVES
 static inline floats NAME(load_halves)(const uint16_t *halves) {

@@ -1,4 +1,4 @@
-"""The text of an answer: what of it is final, and whether a stop string has ended it."""
+"""Turns an answer's tokens into final text, and ends the answer at a stop string."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ class AnswerText:
     def write(self, token: int, end: str | None = None) -> tuple[str, bool]:
         """Return the text that is final now, and whether a stop string has ended the answer.
 
-        `end` is "stop" for a token that ends the answer and has no text, "length" or "complete" for
-        one that is the last.
+        `end` is why the answer ends with this token: "stop" for an end token, which has no text,
+        "length" or "complete" for another last token, else None.
         """
         if end == "stop":
             return self._trimmer.finish(self._held + self._detokenizer.flush()), False
@@ -53,7 +53,10 @@ class AnswerText:
 
 
 def _find_stop(text: str, stops: tuple[str, ...], begin: int) -> tuple[int | None, int]:
-    """Where the first stop string behind `begin` is; how many last characters may begin one."""
+    """Return where the first stop string that ends after `begin` starts, or None.
+
+    The second value is how many characters at the end of `text` may be the start of a stop string.
+    """
     places = [text.find(stop, max(begin - len(stop) + 1, 0)) for stop in stops]
     places = [at for at in places if at >= 0]
     if places:

@@ -1,8 +1,8 @@
 """Chat templates: Jinja, run as transformers' `apply_chat_template` does.
 
-The source is `chat_template.jinja` or a field of `tokenizer_config.json`. It is foreign code: it
-runs in a text process, where one that never ends is killed, and in Jinja's sandbox, which keeps it
-from Python's objects.
+The source is `chat_template.jinja` or a field of `tokenizer_config.json`. It is untrusted code: it
+runs in a text process, which is killed if the template never ends, and in Jinja's sandbox, which
+blocks access to Python's objects.
 """
 
 from __future__ import annotations
@@ -55,12 +55,12 @@ class ChatTemplate:
         except TemplateSyntaxError as error:
             message = f"line {error.lineno}: {error.message}"
             raise InvalidRequest(f"this model's {file} is no chat template: {message}") from None
-        except (SyntaxError, ValueError, RecursionError) as error:  # of the Python that it becomes
+        except (SyntaxError, ValueError, RecursionError) as error:  # in the generated Python
             message = f"{type(error).__name__}: {error}"
             raise InvalidRequest(f"this model's {file} is no chat template: {message}") from None
 
     def render(self, messages: Sequence[Message]) -> str:
-        """The prompt up to where the assistant answers. Raises `InvalidRequest` for all errors."""
+        """Return the prompt up to the assistant's answer. Raises `InvalidRequest` if it fails."""
         try:
             return self._template.render(
                 messages=[dict(message) for message in messages],
@@ -79,14 +79,14 @@ class ChatTemplate:
 
 
 def find_chat_template(files: Files) -> tuple[str, str] | None:
-    """A template's source and its file. Raises `ArtifactError`, `InvalidRequest`."""
+    """Return a template's source and file, if any. Raises `ArtifactError`, `InvalidRequest`."""
     if CHAT_TEMPLATE in files:
         try:
             return files[CHAT_TEMPLATE].decode("utf-8"), CHAT_TEMPLATE
         except UnicodeDecodeError:
             raise InvalidRequest(f"this model's {CHAT_TEMPLATE} is not UTF-8") from None
     template = json_in(files, CONFIG).get("chat_template")
-    if isinstance(template, list):  # several, by name
+    if isinstance(template, list):  # several templates, each with a name
         named = [entry for entry in template if isinstance(entry, dict)]
         template = next((e.get("template") for e in named[::-1] if e.get("name") == DEFAULT), None)
     return (template, CONFIG) if isinstance(template, str) else None

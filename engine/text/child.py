@@ -1,4 +1,4 @@
-"""The code of a text process: it runs a tokenizer and a chat template, which are foreign."""
+"""The code of a text process, which runs an untrusted tokenizer and chat template."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from engine.text.prompts import Prompts
 
 # Texts that a usable tokenizer can encode and decode.
 TRIALS = ("가", "나는 오늘", "Hello, 1!", "뷁\n漢🙂")
-MAX_TRIAL = 10_000  # characters of any of these after that
+MAX_TRIAL = 10_000  # characters of each trial text, encoded and decoded
 MAX_REASON = 300  # characters
-# What a tokenizer's errors become.
+# The classes and messages of errors that replace a tokenizer's own.
 OPENING = ArtifactError, "cannot be used"
 ENCODING = InvalidRequest, "cannot cut this text into tokens"
 DECODING = EngineError, "cannot make text of the tokens"
@@ -34,11 +34,11 @@ Source = tuple[str, str, dict[str, Any], dict[str, Any]]
 def serve(
     tokenizer_file: str, digest: str, config: dict[str, Any], generation: dict[str, Any]
 ) -> TextChild:
-    """The target of the sandbox. Raises `ArtifactError`, also where the digest is another."""
+    """Load a tokenizer in the sandbox. Raises `ArtifactError`, also if the digest differs."""
     path, settings = Path(tokenizer_file), Generation.from_json(generation)
     artifact = Artifact(path.parent, GPT2Config(**config), {}, path, settings)
     files = read_files(path)
-    if source_of(artifact, files)[1] != digest:  # before anything of it is parsed
+    if source_of(artifact, files)[1] != digest:  # before the files are parsed
         raise ArtifactError(f"{path.name} has changed since it was loaded")
     prompts = _guarded(path.name, OPENING, Prompts, artifact, files)
     del files
@@ -47,9 +47,9 @@ def serve(
 
 
 def source_of(artifact: Artifact, files: Files | None = None) -> Source:
-    """The arguments of `serve`. Models with the same digest may share a process."""
+    """Return the arguments of `serve`. Models with the same digest may share a process."""
     files, config = files or read_files(artifact.tokenizer_file), artifact.config
-    # Of the generation settings those that a process uses.
+    # Without the generation settings that a text process does not use.
     generation = dataclasses.replace(artifact.generation, parameters={}, strip=()).to_json()
     hashes = {name: blake3(content).hexdigest() for name, content in files.items()}
     key = json.dumps([hashes, generation, config.vocab_size, config.max_length], sort_keys=True)
@@ -72,7 +72,7 @@ def _guarded(
 
 
 class TextChild:
-    """Calls methods by name, in JSON. None changes its state, so each call may be repeated."""
+    """The methods of a text process, by name. No method changes state, so calls can be repeated."""
 
     def __init__(self, prompts: Prompts, file: str, vocab_size: int) -> None:
         self._prompts, self._file, self._vocab_size = prompts, file, vocab_size
@@ -90,7 +90,7 @@ class TextChild:
         return _guarded(self._file, error, work, *arguments)
 
     def _about(self) -> dict[str, Any]:
-        """`{"stop_ids", "special_ids", "table"}`. Raises `ArtifactError` for a bad tokenizer."""
+        """Return the argument of `About.from_json`. Raises `ArtifactError` for a bad tokenizer."""
         tokenizer = self._prompts.tokenizer
         for text in TRIALS:
             ids = tokenizer.encode(text)

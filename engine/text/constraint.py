@@ -24,24 +24,24 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 
 Logits = NDArray[np.float32]
-# What the constraints of a tokenizer write logits and tokens into, on the engine's thread.
+# Logits and tokens (V,) that a tokenizer's constraints return, reused on the engine's thread.
 Buffers = tuple[Logits, NDArray[np.int32]]
 
 MAX_COMPILED = 64  # compiled forms of one tokenizer: some 10 KB to 1 MB each
-# Of a lexer: 1 to 2 KB each. The library's own limit of 250,000 would be 400 MB.
+# States of a form's lexer, 1 to 2 KB each. llguidance's own limit of 250,000 would be 400 MB.
 MAX_LEXER_STATES = 20_000
 MAX_GRAMMAR_SIZE = 100_000  # symbols
-# Tokens of which masks are made at once where all of them are allowed: within texts whose length is
-# limited a mask takes 20 us instead of 300. Each further slice takes 6 MB.
+# llguidance allows all tokens that match this pattern in one step where a form permits them: inside
+# texts of limited length a mask takes 20 us instead of 300. Each further slice takes 6 MB.
 PLAIN_TEXT = r'[^"\\\x00-\x1F\x7F]{1,10}'
 MAX_REASON = 400  # characters of the library's message
-# No token is forced for the text alone: which tokens write it is the model's choice.
+# With `no_forcing`, the model still chooses which tokens write a text that the form prescribes.
 OPTIONS = "%llguidance " + json.dumps({"no_forcing": True}) + "\n"
-# What json.dumps writes, and the same without spaces. A small model that may write more of them at
-# will goes on with them until its length is used up.
+# JSON may have the spaces that json.dumps writes, or none. If more whitespace were allowed, a small
+# model would go on with it until its length is used up.
 WHITESPACE = {"item_separator": ", ?", "key_separator": ": ?", "whitespace_flexible": False}
 
-# Keywords of JSON Schema. Two of the first on one schema have to hold for the same value.
+# Keywords of JSON Schema. If a schema has two of `COMBINING`, both apply to the same value.
 COMBINING = {"properties", "$ref", "allOf", "anyOf", "oneOf", "if", "not", "dependentSchemas"}
 OPEN = {"additionalProperties", "unevaluatedProperties", "patternProperties", "minProperties"}
 MAPS_OF_SCHEMAS = ("properties", "patternProperties", "$defs", "definitions")
@@ -51,7 +51,7 @@ LISTS_OF_SCHEMAS = ("anyOf", "oneOf", "allOf", "prefixItems")
 class Vocabulary:
     """A tokenizer's tokens as constraints need them, shared by its models. Thread-safe.
 
-    It takes nothing before the first form, then 17 MB and 80 ms with 51,200 tokens.
+    Costs nothing before the first form, then 17 MB and 80 ms with 51,200 tokens.
     """
 
     def __init__(self, table: Table, stop_ids: Iterable[int]) -> None:
@@ -62,7 +62,7 @@ class Vocabulary:
         self._compiled: OrderedDict[Form, LLMatcher] = OrderedDict()
 
     def constrain(self, form: Form) -> Constraint:
-        """A new answer's constraint. Raises `InvalidRequest` for a form that cannot be held."""
+        """Return the constraint of a new answer. Raises `InvalidRequest` for an unusable form."""
         if self._table.kind == PROCESS:
             raise InvalidRequest(
                 f"parameters.{form.kind}: this model's tokenizer cannot be held to a form: its"
@@ -98,7 +98,7 @@ class Vocabulary:
         if self._tokenizer is None:
             from llguidance import LLTokenizer
 
-            end = len(self._table)  # beside the model's own: a token that it does not have
+            end = len(self._table)  # a further end token, which the model does not have
             self._buffers = np.empty(end, np.float32), np.empty(end, np.int32)
             tokens = cast("TokenizerWrapper", _Tokens(self._table))
             self._tokenizer = LLTokenizer(
@@ -108,7 +108,7 @@ class Vocabulary:
 
 
 class _Tokens:
-    """What `LLTokenizer` reads of a tokenizer."""
+    """The attributes of a tokenizer that `LLTokenizer` reads."""
 
     is_tokenizer_wrapper = True
     bos_token_id = None
@@ -119,11 +119,11 @@ class _Tokens:
         self.eos_token_id = len(table)
 
     def __call__(self, text: str) -> list[int]:
-        raise NotImplementedError  # only for forced tokens
+        raise NotImplementedError  # called only for forced tokens, see OPTIONS
 
 
 class Constraint:
-    """Which tokens may come next in one answer that is held to a form. A mask takes 30 us."""
+    """The tokens that may come next in one answer with a form. Computing a mask takes 30 us."""
 
     def __init__(self, form: Form, matcher: LLMatcher, buffers: Buffers) -> None:
         self._form, self._matcher, self._buffers = form, matcher, buffers
@@ -135,12 +135,12 @@ class Constraint:
 
     @property
     def complete(self) -> bool:
-        """Whether nothing can follow but the end."""
+        """Whether the answer can only end here."""
         return self._stopped or self._only == -1
 
     @property
     def forced(self) -> int | None:
-        """The next token where there is only one."""
+        """The only token that may come next; None if there is not exactly one."""
         return self._only if self._only >= 0 else None
 
     def likeliest(self, logits: Logits) -> int:
@@ -169,7 +169,7 @@ class Constraint:
         self._matcher.unsafe_compute_mask_ptr(self._address, self._mask.nbytes)
         if self._matcher.is_error():
             raise _refused(self._form, self._matcher.get_error())
-        # Without the token behind the model's last, which stands for the end.
+        # `only_allowed` clears the bit of the further end token, which the model does not have.
         self._only: int = library.only_allowed(self._address, self._count)
 
 
@@ -210,11 +210,11 @@ def _lark(form: Form) -> str:
 
 
 def _close(schema: dict[str, Any]) -> None:
-    """Keeps an answer to the properties that a schema names, unless it allows others itself.
+    """Forbid properties that a schema does not name, unless it allows others explicitly.
 
-    By JSON Schema others are allowed where it does not say. A small model goes on with them until
-    its length is used up, and other servers do not write them. Schemas that are combined, such as
-    those of an allOf, stay as they are: what one does not name, another may.
+    JSON Schema allows other properties by default. A small model goes on with them until its length
+    is used up, and other servers do not write them. Combined schemas, such as those of an allOf,
+    are not changed: a property that one of them does not name may be named by another.
     """
     schemas = list(_schemas(schema))
     for each in schemas:
@@ -230,7 +230,7 @@ def _close(schema: dict[str, Any]) -> None:
 
 
 def _schemas(schema: Any) -> Iterator[dict[str, Any]]:
-    """A schema and all those within it."""
+    """Yield a schema and all schemas inside it."""
     waiting = [schema]
     while waiting:
         each = waiting.pop()
@@ -246,7 +246,7 @@ def _schemas(schema: Any) -> Iterator[dict[str, Any]]:
 
 
 def _grammar(form: Form) -> str:
-    """A grammar in Lark's syntax, or in GBNF, without options of its own."""
+    """Return a grammar, written in GBNF or Lark's syntax, in Lark's syntax without options."""
     from llguidance.gbnf_to_lark import any_to_lark
 
     try:
@@ -255,6 +255,6 @@ def _grammar(form: Form) -> str:
             text = text.removeprefix("%llguidance").lstrip()
             _, end = json.JSONDecoder().raw_decode(text)
             text = text[end:]
-    except Exception as error:  # the converter has its own, and RecursionError
+    except Exception as error:  # the converter's own errors, and RecursionError
         raise _refused(form, f"cannot be read: {error}") from None
     return text

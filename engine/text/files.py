@@ -31,5 +31,5 @@ def read_files(tokenizer_file: Path) -> Files:
 
 
 def json_in(files: Files, name: str) -> dict[str, Any]:
-    """The object in one of the files, empty without the file. Raises `ArtifactError`."""
+    """Parse the JSON object in one of the files, `{}` without the file. Raises `ArtifactError`."""
     return parse_json(files[name], name) if name in files else {}

@@ -18,16 +18,16 @@ from engine.text.table import ALL_SPACES, BYTES, PROCESS, RUNS, Table
 
 NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 LISTED = ("additional_special_tokens", "extra_special_tokens")
-# Texts by which a table is checked, beside all ids in order and short runs of random ones.
+# Texts that a table is checked with, in addition to all ids in order and short random runs.
 TEXTS = ("가", "나는 오늘  밥을", " Hello, 1!", "뷁\n漢🙂é", "<s> 👩‍👩‍👧 ㅋㅋ")
 RUNS_CHECKED = 200
 
 
 class HuggingFaceTokenizer:
-    """Encodes and decodes as transformers does. Raises `ArtifactError`.
+    """A tokenizer from `tokenizer.json` that encodes and decodes as transformers does.
 
-    `tokenizer_config.json` and `special_tokens_map.json` beside `path` count, too. `files` are
-    these files, if they are read already.
+    `tokenizer_config.json` and `special_tokens_map.json` beside `path` are used, too. `files` has
+    the content of these files, if it is already read. Raises `ArtifactError` for unusable files.
     """
 
     def __init__(self, path: Path, files: Files | None = None) -> None:
@@ -36,15 +36,15 @@ class HuggingFaceTokenizer:
             self._tokenizer = FastTokenizer.from_buffer(files[path.name])
         except (MemoryError, KeyboardInterrupt):
             raise
-        except BaseException as error:  # Exception itself; and a panic in Rust is not even one
+        except BaseException as error:  # a panic in Rust is not an Exception
             raise ArtifactError(f"{path.name} is not a tokenizer: {error}") from None
-        # Settings of the last training run, which prompts must not depend on.
+        # Truncation, padding and dropout are for training; prompts must not depend on them.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         if getattr(self._tokenizer.model, "dropout", None):
             self._tokenizer.model.dropout = None
         config = json_in(files, CONFIG)
-        # As transformers 5 has it: the older file counts where the newer one lists no tokens.
+        # As in transformers 5, the older file is used only if the newer one has no such list.
         named = dict(config)
         if "added_tokens_decoder" not in config:
             named |= json_in(files, SPECIAL_TOKENS)
@@ -66,7 +66,7 @@ class HuggingFaceTokenizer:
         self._byte_ids = {i: byte for i, byte in byte_ids.items() if i is not None}
 
     def _add_tokens(self, named: dict[str, Any]) -> None:
-        """Add tokens that only a file beside `tokenizer.json` calls special."""
+        """Add tokens that the other files list and `tokenizer.json` lacks or defines otherwise."""
         decoder = named.get("added_tokens_decoder") or {}
         if not isinstance(decoder, dict):
             raise ArtifactError(f"{CONFIG}: added_tokens_decoder must be an object, tokens by id")
@@ -95,7 +95,7 @@ class HuggingFaceTokenizer:
         return token_id
 
     def encode(self, text: str) -> list[int]:
-        """The ids of transformers' `tokenizer(text).input_ids`; `add_bos_token` has no effect."""
+        """Return transformers' `tokenizer(text).input_ids`; `add_bos_token` is ignored."""
         return self._encode(text, True)
 
     def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
@@ -104,7 +104,7 @@ class HuggingFaceTokenizer:
         return ids
 
     def encode_parts(self, parts: Sequence[Part]) -> list[int]:
-        """Encode the filled template; its control tokens must be those of the empty template."""
+        """Encode a filled template. Raises `InvalidRequest` if a field adds a control token."""
         ids = self._encode("".join(part.text for part in parts), False)
         frame = self._encode("".join(part.text for part in parts if not part.is_field), False)
         wanted = [i for i in frame if i in self._added and i != self._unknown]
@@ -120,7 +120,7 @@ class HuggingFaceTokenizer:
             raise control_in_text(self._added[token])
 
     def table(self, size: int) -> Table:
-        """The table of the ids below `size`, of kind `PROCESS` where joining pieces is wrong."""
+        """Return the table of the ids below `size`, of kind `PROCESS` if joining pieces fails."""
         ids = range(size)
         names = [self._tokenizer.id_to_token(i) for i in ids]
         silent = {i for i in ids if i in self._special or names[i] is None}
@@ -139,7 +139,7 @@ class HuggingFaceTokenizer:
         return Table(PROCESS, pieces, silent, self._byte_ids)
 
     def _simple_pieces(self, names: list[str | None]) -> list[bytes]:
-        """The pieces as most tokenizers write them."""
+        """Return the piece of each id, derived from its name as most decoders do."""
         letters = str.maketrans({letter: chr(byte) for letter, byte in self._letters.items()})
         pieces = []
         for i, name in enumerate(names):
@@ -154,7 +154,7 @@ class HuggingFaceTokenizer:
         return pieces
 
     def _decoded_pieces(self, names: list[str | None]) -> list[bytes]:
-        """The pieces as the library decodes them behind another token.
+        """Return the piece of each id as the library decodes it after another token.
 
         A decoder may drop the space in front of the first token of a text.
         """
@@ -162,7 +162,7 @@ class HuggingFaceTokenizer:
         odd = {*self._added, *self._byte_ids} if not self._letters else range(len(names))
         plain = [i for i in range(len(names)) if i not in odd and names[i] is not None]
         decode = self._tokenizer.decode
-        # Twice the same token of text: a decoder may show the last one otherwise.
+        # The token in front is doubled: a decoder may treat the last token of a text differently.
         some = next(([i, i] for i in plain if decode([i]).strip()), [])
         texts = self._tokenizer.decode_batch([[*some, i] for i in plain])
         for i, text in zip(plain, texts, strict=True):
@@ -170,7 +170,7 @@ class HuggingFaceTokenizer:
         return pieces
 
     def _samples(self, pieces: list[bytes]) -> list[list[int]]:
-        """Ids that show how pieces are joined: at a beginning, in runs of bytes, at random."""
+        """Return ids that test how pieces are joined: at the start, in byte runs, at random."""
         rng = random.Random(0)  # noqa: S311
         ids, byte_ids = range(len(pieces)), [i for i in self._byte_ids if i < len(pieces)]
         samples = [self._encode(text, False) for text in TEXTS]
@@ -182,7 +182,7 @@ class HuggingFaceTokenizer:
         return samples + [[*front, i] for i in most for front in ([], *alone)]
 
     def decode(self, ids: list[int]) -> tuple[str, int, str]:
-        """An `engine.text.table.Decode`; the last ids do not begin within a run of bytes."""
+        """Decode ids, see `engine.text.table.Decode`; the last ids begin outside runs of bytes."""
         text = self._decode(ids)
         for begin in range(len(ids) - 1, 0, -1):
             odd = ids[begin] in self._byte_ids or ids[begin] in self._special
@@ -196,14 +196,14 @@ class HuggingFaceTokenizer:
 
 
 def byte_letters() -> dict[str, int]:
-    """The letters that GPT-2 writes bytes as: Latin-1 if printable, else from U+0100 on."""
+    """Map the letters that GPT-2 writes for bytes (Latin-1 or from U+0100 on) to the bytes."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = (byte for byte in range(256) if byte not in printable)
     return {chr(b): b for b in printable} | {chr(256 + n): b for n, b in enumerate(others)}
 
 
 def _added_token(value: Any) -> AddedToken | None:
-    """A token as the files have it: its text, or an object."""
+    """Return the token that a JSON text or object describes; None for other values."""
     if isinstance(value, str) and value:
         return AddedToken(_unicode(value), special=True)
     if not isinstance(value, dict) or not isinstance(value.get("content"), str):

@@ -1,4 +1,4 @@
-"""Phrases: texts in an answer, and the tokens that complete one, however they are tokenized."""
+"""Finds phrases in an answer, and the tokens that complete one, however it is tokenized."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ Tokens = NDArray[np.uint32]
 
 
 class Phrases:
-    """Some texts to find in the joined bytes of tokens. Immutable.
+    """Texts to find in the joined bytes of tokens. Immutable.
 
-    Where a tokenizer's texts are not its joined pieces (`PROCESS`), they are found in the pieces.
+    The pieces are joined even if the tokenizer decodes otherwise (a table of kind `PROCESS`).
 
-    longest: bytes of the longest text
+    longest: length of the longest text, in bytes
     within: tokens that contain one of the texts
     """
 
@@ -27,7 +27,7 @@ class Phrases:
         self.longest = max(map(len, self._texts), default=1)
         containing = {token for text in self._texts for token in table.holding(text)}
         self.within: Tokens = np.array(sorted(containing), np.uint32)
-        # By the beginning of a text, the tokens that begin with the rest of it.
+        # For each beginning of a text, the tokens that begin with the rest of that text.
         self._after: dict[bytes, list[Tokens]] = defaultdict(list)
         for text in self._texts:
             for at in range(max(len(text) - table.longest, 1), len(text)):
@@ -37,14 +37,14 @@ class Phrases:
         self._sizes = sorted(set(map(len, self._after)))
 
     def read(self, tail: bytes, token: int) -> tuple[bytes, bool]:
-        """The tail behind one more token, as long as it matters, and whether a text ends in it."""
+        """Append a token to `tail`; return the bytes that still matter, and if a text ended."""
         begin = len(tail)
         tail += self._table.join([token])
         ends = any(tail.find(text, max(begin - len(text) + 1, 0)) >= 0 for text in self._texts)
         return tail[max(len(tail) - self.longest + 1, 0) :], ends
 
     def completing(self, tail: bytes) -> list[Tokens]:
-        """The tokens that complete one of the texts behind `tail`."""
+        """Return the tokens that complete one of the texts if they follow `tail`."""
         tokens = [self.within]
         for size in self._sizes:
             if size > len(tail):

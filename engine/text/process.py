@@ -1,7 +1,7 @@
-"""Text processes: a tokenizer and its template in a sandbox.
+"""Text processes: each runs a tokenizer and its chat template in a sandbox.
 
-One may stall, crash or take all memory without harm to other models. Models with the same files and
-settings share one.
+A process that stalls, crashes or uses up its memory does not affect other models. Models with the
+same files and settings share a process.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from engine.text.table import Table
 
 LOAD_S = 20.0  # a wide limit for reading a tokenizer and making its table
 MEMORY_MIB = 512
-# Processes of models without requests. More: 17 MB each. Fewer: a request waits more often for the
-# start of one, 30 to 100 ms.
+# Processes that stay alive without requests, 17 MB each. With a smaller number requests wait more
+# often for a process to start, 30 to 100 ms.
 MAX_IDLE_PROCESSES = 8
 
 
 @dataclass(frozen=True)
 class About:
-    """What a text process has read in its files."""
+    """The ids and tables that a text process has read from its files."""
 
     stop_ids: frozenset[int]
-    special_ids: frozenset[int]  # of tokens that are no text, those among them
+    special_ids: frozenset[int]  # of tokens that are no text, `stop_ids` included
     table: Table
     vocabulary: Vocabulary  # of that table, for constraints
 
@@ -48,7 +48,7 @@ class About:
 
 
 class Turns:
-    """A thread that runs tasks of several users in turn. Thread-safe."""
+    """A thread that runs queued tasks, one task of each user in turn. Thread-safe."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -87,7 +87,7 @@ class Turns:
                 if tasks:
                     self._tasks[user] = tasks
             task()
-            del task  # and what it holds, while this waits
+            del task  # free what the task references while this thread waits
 
 
 class TextProcess:
@@ -109,7 +109,7 @@ class TextProcess:
 
     @property
     def pid(self) -> int | None:
-        """Its pid while it lives."""
+        """The process id, or None while no process runs."""
         return None if self._child is None else self._child.pid
 
     def close(self) -> None:
@@ -133,7 +133,7 @@ class TextProcess:
             self._child.kill(reason)
 
     def open(self, source: text_child.Source) -> None:
-        """Start the process, unless it lives. Raises `ArtifactError`, `EngineUnavailable`."""
+        """Start the process unless it runs. Raises `ArtifactError`, `EngineUnavailable`."""
         self.used_at = time.monotonic()
         if self.pid is None:
             self._before_start()
@@ -153,11 +153,11 @@ class TextProcess:
             raise
 
     def call(self, source: text_child.Source, timeout_s: float, *arguments: Any) -> Any:
-        """Call the process; start it first, from `source`, if it has ended.
+        """Call a method of the process; start the process from `source` if it has ended.
 
-        Repeated once where the process ended during the call, for it may have been killed long
-        before. Raises what it raises, `DeadlineExceeded` if it stalls, `EngineUnavailable` if it is
-        lost with all others, `EngineError` if it ends.
+        The call is repeated once if the process ended during it, because the process may have been
+        killed long before. Raises the method's errors, `DeadlineExceeded` if the process stalls,
+        `EngineUnavailable` if it is lost with all other sandboxes, `EngineError` if it ends.
         """
         for last in (False, True):
             began = time.monotonic()
@@ -185,13 +185,13 @@ class TextProcesses:
     """The text processes, one for each digest. Thread-safe."""
 
     def __init__(self) -> None:
-        self.writer = Turns()  # makes texts of tokens, for all models whose tables can
+        self.writer = Turns()  # writes texts of models whose tables decode
         self._lock = threading.Lock()
         self._processes: dict[str, TextProcess] = {}
-        self._known: OrderedDict[str, About] = OrderedDict()  # of the last that ended
+        self._known: OrderedDict[str, About] = OrderedDict()  # of the processes that ended last
 
     def acquire(self, digest: str, user: Hashable, is_idle: Callable[[], bool]) -> TextProcess:
-        """The process of a digest, until `release`; it may end while all its users are idle."""
+        """Return the process of a digest, until `release`; it may end while all users are idle."""
         with self._lock:
             process = self._processes.get(digest)
             if process is None:
@@ -215,7 +215,7 @@ class TextProcesses:
         process.close()
 
     def _end_idle(self) -> None:
-        """End all but the `MAX_IDLE_PROCESSES` idle processes that were used last."""
+        """End idle processes, except the `MAX_IDLE_PROCESSES` that were used last."""
         with self._lock:
             running = [p for p in self._processes.values() if p.pid is not None]
             idle = [p for p in running if all(is_idle() for is_idle in p.users.values())]

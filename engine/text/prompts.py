@@ -38,7 +38,7 @@ Inputs = str | Mapping[str, str] | Raw | Chat
 # tokenized, which takes seconds for megabytes. Real text has two to six characters a token, but a
 # run of spaces or unknown characters may be one token.
 CHARACTERS_PER_TOKEN = 64
-BYTES_PER_CHARACTER = 12  # of JSON: beyond 16 bits two escapes
+BYTES_PER_CHARACTER = 12  # in JSON: beyond U+FFFF two escapes of 6 bytes
 PARAMETERS_BYTES = 256 << 10
 ADVICE = (
     "add chat_template.jinja to its folder, or chat_template to tokenizer_config.json, as"
@@ -47,7 +47,7 @@ ADVICE = (
 
 
 def check_bytes(length: int, max_length: int) -> None:
-    """Raise `PromptTooLong` for a body that is longer than any acceptable prompt's.
+    """Raise `PromptTooLong` for a request's body that is longer than that of any valid prompt.
 
     Parsing megabytes of JSON would hold the interpreter's lock, for which the step loop waits.
     """
@@ -60,7 +60,7 @@ def check_bytes(length: int, max_length: int) -> None:
 
 
 class Prompts:
-    """The tokenizer and templates of an artifact; `files` are its tokenizer's, if read already."""
+    """The tokenizer and templates of an artifact; `files`: the tokenizer's, if already read."""
 
     def __init__(self, artifact: Artifact, files: Files | None = None) -> None:
         self._vocab_size, self._max_length = artifact.config.vocab_size, artifact.config.max_length
@@ -77,7 +77,7 @@ class Prompts:
         if ends is None:
             ends = () if self.tokenizer.eos_id is None else (self.tokenizer.eos_id,)
         self.stop_ids = frozenset(ends) | {self._stop_id(t) for t in self._generation.stop_tokens}
-        if self._generation.template is not None:  # that it can be tokenized at all
+        if self._generation.template is not None:  # check that it can be tokenized
             try:
                 self.encode(dict.fromkeys(self._generation.template.fields, "가"))
             except EngineError as error:
@@ -90,7 +90,7 @@ class Prompts:
         return token_id
 
     def encode(self, inputs: str | Mapping[str, str]) -> list[int]:
-        """Ids of a text or fields, in the template. Raises `InvalidRequest`, `PromptTooLong`."""
+        """Encode a text or fields in the template. Raises `InvalidRequest`, `PromptTooLong`."""
         if not inputs:
             raise InvalidRequest("inputs is empty, must be text")
         texts = [inputs] if isinstance(inputs, str) else list(inputs.values())
@@ -98,20 +98,20 @@ class Prompts:
         return self._checked("inputs", self._encode(inputs))
 
     def encode_raw(self, prompt: str | list[int]) -> list[int]:
-        """Ids of a text or of ids, without the template. Raises as `encode` does."""
+        """Encode a text, or check ids, without the template. Raises as `encode` does."""
         if isinstance(prompt, str):
             self._check_length("prompt", [prompt])
             prompt = self.tokenizer.encode(prompt)
         return self._checked("prompt", prompt)
 
     def encode_chat(self, messages: list[dict[str, str]]) -> list[int]:
-        """Ids of messages in the chat template, or of one message in `generation.json`'s."""
+        """Encode messages in the chat template, or a single message in `generation.json`'s."""
         return self._checked("messages", self._chat_ids(messages))
 
     def tokenize(self, inputs: str | list[dict[str, str]], special: bool) -> list[int]:
-        """Ids of a text or messages, also more than fit the context.
+        """Encode a text or messages, even if the ids exceed the context.
 
-        With `special`, a text's have those that the tokenizer puts in front. Raises
+        `special`: add the special tokens that the tokenizer puts in front of a text. Raises
         `InvalidRequest`, `PromptTooLong`.
         """
         if not isinstance(inputs, str):
@@ -141,7 +141,7 @@ class Prompts:
 
     @functools.cached_property
     def _chat_template(self) -> ChatTemplate | None:
-        from engine.text import chat_template  # Jinja is only for models that chat
+        from engine.text import chat_template  # imports Jinja, which few models need
 
         template = chat_template.find_chat_template(self._beside)
         if template is None:

@@ -42,16 +42,16 @@ class SentencePieceTokenizer:
             raise ArtifactError(f"{path.name} is not a sentencepiece model: {error}") from None
         size = self._model.get_piece_size()
         self.vocab_size: int = size  # without what was added beside the model's own vocabulary
-        ids = list(range(size))  # in one call each: there may be 50,000
+        ids = list(range(size))  # passed in one call: there may be 50,000
         self._pieces: list[str] = self._model.id_to_piece(ids)
-        # Of tokens that are no text, such as `<s>`.
+        # Ids of tokens that are no text, such as `<s>`.
         self.special_ids = set(itertools.compress(ids, self._model.is_control(ids)))
         byte_ids = itertools.compress(ids, self._model.is_byte(ids))
         self._bytes = {i: int(self._pieces[i][3:-1], 16) for i in byte_ids}
         self.bos_id = self.token_id("<s>")
         self.eos_id = self.token_id("</s>")
         names = {"bos": "<s>", "eos": "</s>", "unk": "<unk>", "pad": "<pad>"}
-        # By what they are for, as transformers names it.
+        # Special tokens by their names in transformers, such as `bos_token`.
         self.special_tokens = {
             f"{part}_token": name for part, name in names.items() if self.token_id(name) is not None
         }
@@ -71,10 +71,10 @@ class SentencePieceTokenizer:
         return ids
 
     def encode_parts(self, parts: Sequence[Part]) -> list[int]:
-        """The ids of a filled template, as chat fine-tunes of v1 were trained.
+        """Return the ids of a filled template, as chat fine-tunes of v1 were trained.
 
-        The text between two control tokens is tokenized on its own; control pieces stand for
-        themselves.
+        The text between two control tokens is tokenized on its own; a control piece becomes its
+        own id.
         """
         controls, pattern = self._controls
         ids: list[int] = []
@@ -90,7 +90,7 @@ class SentencePieceTokenizer:
         for part in parts:
             pieces = [part.text] if part.is_field or pattern is None else pattern.split(part.text)
             for i, piece in enumerate(pieces):
-                if i % 2:  # the pattern's own
+                if i % 2:  # a control piece, which the pattern captures
                     cut()
                     ids.append(self._model.piece_to_id(piece))
                     text = ""
@@ -109,7 +109,7 @@ class SentencePieceTokenizer:
 
     @functools.cached_property
     def _controls(self) -> tuple[set[int], re.Pattern[str] | None]:
-        """Ids of control pieces and user-defined symbols, and their pattern in a text."""
+        """Ids of control pieces and user-defined symbols, and a pattern that finds them in text."""
         from sentencepiece import sentencepiece_model_pb2 as protobuf
 
         model: Any = protobuf.ModelProto.FromString(  # type: ignore[attr-defined]
@@ -121,7 +121,7 @@ class SentencePieceTokenizer:
         return ids, re.compile(f"({'|'.join(map(re.escape, names))})") if names else None
 
     def table(self, size: int) -> Table:
-        """The table of all ids: a model's vocabulary has no fewer."""
+        """Return the table of all ids; `size`, of a model's vocabulary, is never smaller."""
         return self._table
 
     @functools.cached_property
@@ -132,6 +132,6 @@ class SentencePieceTokenizer:
         return Table(SEPARATE, pieces, self.special_ids, self._bytes)
 
     def decode(self, ids: list[int]) -> tuple[str, int, str]:
-        """An `engine.text.table.Decode`."""
+        """Decode ids, see `engine.text.table.Decode`."""
         text = self._table.text(ids)
         return text, 0, text

@@ -1,6 +1,6 @@
 """A tokenizer's table: the bytes of each id, with which the engine decodes ids itself.
 
-The text process makes and checks it; its answer is foreign data.
+The text process makes and checks the table, and returns it as untrusted data.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 REPLACEMENT = "\ufffd"
 # How pieces become a text.
-SEPARATE = "separate"  # as in the guides' loop for v1: a piece ends a character left open before it
+SEPARATE = "separate"  # decoded one by one, as in v1's guides; a piece ends an open character
 BYTES = "bytes"  # all pieces are joined, and the whole is decoded
 RUNS = "runs"  # pieces are texts; a run of single bytes is decoded as a whole
 PROCESS = ""  # not by joining pieces: the text process decodes
@@ -34,10 +34,10 @@ class Detokenizer(Protocol):
     """Turns the ids of a sequence into text one by one, for a stream."""
 
     def feed(self, token: int) -> str:
-        """The text that `token` completes, often all of its own, sometimes none."""
+        """Return the text that `token` completes: often its whole piece, sometimes nothing."""
 
     def flush(self) -> str:
-        """The rest of an incomplete character, as U+FFFD."""
+        """Return the text that is still buffered, an incomplete character as U+FFFD."""
 
 
 class Table:
@@ -84,12 +84,12 @@ class Table:
 
     @functools.cached_property
     def longest(self) -> int:
-        """Bytes of the longest piece."""
+        """The length of the longest piece that is text, in bytes."""
         return max(map(len, self._sorted[0]), default=0)
 
     @functools.cached_property
     def _heads(self) -> NDArray[np.uint32]:
-        """For each place in `_blob` the three bytes there as a number."""
+        """The three bytes from each position in `_blob` on, as a big-endian number."""
         blob = np.frombuffer(self._blob + bytes(2), np.uint8).astype(np.uint32)
         return np.asarray(blob[:-2] << 16 | blob[1:-1] << 8 | blob[2:], np.uint32)
 
@@ -111,7 +111,7 @@ class Table:
         return [i for i, a in pairs if i not in silent and blob.startswith(text, a)]
 
     def detokenizer(self, prompt: Sequence[int], decode: Decode) -> Detokenizer:
-        """A detokenizer of the ids after `prompt`; calls `decode` where joining does not do."""
+        """Return a detokenizer for the ids after `prompt`; only kind `PROCESS` calls `decode`."""
         if self.kind == SEPARATE:
             return SeparateDetokenizer(self)
         if self.kind == PROCESS:
@@ -119,7 +119,7 @@ class Table:
         return JoinedDetokenizer(self, prompt)
 
     def text(self, ids: Sequence[int]) -> str:
-        """The text of ids at the beginning of a text."""
+        """Decode ids that begin a text, for a table that is not of kind `PROCESS`."""
         detokenizer = self.detokenizer([], lambda _: ("", 0, ""))
         return "".join(map(detokenizer.feed, ids)) + detokenizer.flush()
 
@@ -170,15 +170,15 @@ class SeparateDetokenizer:
 
 
 class JoinedDetokenizer:
-    """Decodes all pieces joined, and gives what is new behind the prompt's.
+    """Decodes the joined pieces of prompt and answer, and returns the new text.
 
-    Text is buffered where it ends in U+FFFD, which may become a character, and so is a run of
-    single bytes up to its end: it is text, or a U+FFFD for each byte.
+    Text that ends in U+FFFD is buffered, because more bytes may complete the character. A run of
+    single bytes is buffered up to its end: if it is no valid UTF-8, each byte becomes a U+FFFD.
     """
 
     def __init__(self, table: Table, prompt: Sequence[int]) -> None:
         self._table, self._bytes = table, table.kind == BYTES
-        self._held, self._open = "", b""  # text, and bytes that more may follow
+        self._held, self._open = "", b""  # buffered: text, and bytes that others may complete
         self._first = True
         for token in reversed(prompt):
             if table.is_silent(token):
@@ -226,14 +226,15 @@ class JoinedDetokenizer:
 
 
 class WindowDetokenizer:
-    """Decodes the last tokens with and without the new one, and gives the difference.
+    """Decodes the last tokens with and without the new one, and returns the difference.
 
-    For tokenizers where the text of a token depends on those before it. Buffers as the others do.
+    For tokenizers where a token's text depends on the tokens before it. Incomplete characters are
+    buffered.
     """
 
     def __init__(self, table: Table, prompt: Sequence[int], decode: Decode) -> None:
         self._table, self._decode = table, decode
-        self._window, self._sent = list(prompt), ""  # the text of the window that was given
+        self._window, self._sent = list(prompt), ""  # the window's text that was returned
         self.flush()
 
     def feed(self, token: int) -> str:

@@ -28,17 +28,17 @@ from engine.text.prompts import Chat, Inputs, Raw
 from engine.text.table import PROCESS, Table
 
 ENCODE_S = 5.0  # a wide limit for a text process to encode a prompt of the greatest length
-DECODE_S = 5.0  # the same to decode some tokens
+DECODE_S = 5.0  # a wide limit for a text process to decode some tokens
 # Characters of an answer for each token. Tokens of real vocabularies have at most some dozens.
 MAX_CHARACTERS_PER_TOKEN = 1024
-MAX_PHRASES = 16  # of a model that are indexed at the same time
+MAX_PHRASES = 16  # sets of phrases that are indexed at the same time for a model
 
 logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
 
 class Texts:
-    """The texts of a model, until `close`. Thread-safe."""
+    """Converts a model's prompts to ids and its tokens to text, until `close`. Thread-safe."""
 
     stop_ids: frozenset[int]
     _table: Table
@@ -53,7 +53,7 @@ class Texts:
         self._vocab_size = artifact.config.vocab_size
         self.max_length = artifact.config.max_length
         self._statistics, self._max_waiting = statistics, max_waiting
-        self._answers: dict[Sequence, AnswerText | None] = {}  # None: no token has a text yet
+        self._answers: dict[Sequence, AnswerText | None] = {}  # None: not begun
         self._source, self._processes = source_of(artifact), processes
         self._digest = self._source[1]
         self._process = processes.acquire(self._digest, self, lambda: self.idle)
@@ -75,7 +75,7 @@ class Texts:
                 self._vocabulary.constrain(form)
             except InvalidRequest as error:
                 raise ArtifactError(f"{GENERATION_FILE}: {error.message}") from None
-        # Requests of one client have the same texts; an index of 100 takes some ms.
+        # Requests of one client often have the same phrases; indexing 100 of them takes some ms.
         self._phrases = lru_cache(MAX_PHRASES)(partial(Phrases, self._table))
         return self
 
@@ -97,13 +97,13 @@ class Texts:
             )
 
     def rules(self, parameters: Parameters, prompt: list[int]) -> list[Rule]:
-        """The rules of an answer, see `engine.rules`; on the process's thread."""
+        """Return the rules of an answer, see `engine.rules`. Run it with `soon`."""
         return rules_of(parameters, prompt, self.stop_ids, self._phrases)
 
     # Prompts
 
     def soon(self, task: Callable[[], Result]) -> Future[Result]:
-        """Run `task` on the process's thread. Raises `Overloaded` where too many are queued."""
+        """Run `task` on the text process's thread. Raises `Overloaded` if too many are queued."""
         waiting = self._process.turns.waiting(self)
         if waiting >= self._max_waiting:
             message = f"{waiting} requests wait for their prompts to be cut already"
@@ -130,7 +130,7 @@ class Texts:
         return future
 
     def encode(self, inputs: Inputs) -> list[int]:
-        """The ids of a prompt; on the process's thread. Raises as `TextProcess.call` does."""
+        """Return the ids of a prompt. Run it with `soon`. Raises as `TextProcess.call` does."""
         if isinstance(inputs, Raw):
             return self._ids("encode_raw", inputs.prompt)
         if isinstance(inputs, Chat):
@@ -140,26 +140,29 @@ class Texts:
     def tokenize(
         self, inputs: str | list[dict[str, str]], special: bool
     ) -> tuple[list[int], list[str]]:
-        """Ids of a text or messages, also too many, and their texts. Raises as `encode` does."""
+        """Return the ids of a text or messages, even if they exceed the context, and their pieces.
+
+        Run it with `soon`. Raises as `encode` does.
+        """
         ids = self._ids("tokenize", inputs, special)
         return ids, [self._table.piece(i).decode("utf-8", "replace") for i in ids]
 
     def detokenize(self, ids: list[int]) -> str:
-        """The text of ids, without special tokens; on the process's thread."""
+        """Return the text of ids, without special tokens. Run it with `soon`."""
         self._check_ids("tokens has", ids)
         return self._decode(ids)[0]
 
     def constrain(self, form: Form) -> Constraint:
-        """The constraint of an answer with a form. Raises `InvalidRequest`."""
+        """Return the constraint of a new answer with a form. Raises `InvalidRequest`."""
         return self._vocabulary.constrain(form)
 
     def labels(self, form: Form) -> Labels:
-        """A choice's texts as tokens, with a leading space and without; on the process's thread."""
+        """Encode a choice's texts, with a leading space and without. Run it with `soon`."""
         spaces = ("", " ") if begins_with_space(form) else ("",)
         ways: list[list[list[int]]] = []
         for text in form.source:
             each = [self._ids("tokenize", space + text, False) for space in spaces]
-            # Not of a text with characters that the vocabulary lacks: all of these are one token.
+            # Drop ids that do not write the text: characters that a vocabulary lacks share one id.
             ways.append([ids for ids in each if self._writes(ids, text)])
         return labels_of(form.source, ways, self.stop_ids)
 
@@ -200,7 +203,7 @@ class Texts:
             self._closed = reason
         self._processes.release(self._digest, self)
         for task in self._process.turns.take(self):
-            task()  # fails with the reason
+            task()  # its future gets the reason
         for sequence in list(self._answers):
             sequence.send(reason)
 

@@ -4,25 +4,25 @@ from __future__ import annotations
 
 
 class Trimmer:
-    """Strips each of `texts` as often as it occurs at an end.
+    """Strips `texts` from both ends of an answer, each as often as it occurs there.
 
-    That is the longest prefix of the answer that is made of them, and then the longest suffix. For
-    each position the beginning of the longest run of such texts that ends there is known, so a
+    The longest prefix that is a sequence of the texts is stripped, then the longest such suffix.
+    `_runs` has, for each position, the beginning of the longest sequence that ends there, so a
     character costs as many comparisons as there are texts, however they overlap.
     """
 
     def __init__(self, texts: tuple[str, ...]) -> None:
         self._texts = texts
-        # What may become one of them, if more follows; nothing at all may, too.
+        # Beginnings of the texts, which more characters may complete; the empty one is among them.
         self._openings = {text[:n] for text in texts for n in range(len(text))}
         self._longest = max(map(len, texts), default=0)
         self._begun = not texts
         self._held = ""
         self._num_sent = 0  # characters in front of `_held`
-        self._runs = [0]  # by position in `_held`; counted from the answer's begin
+        self._runs = [0]  # by position in `_held`; places from the answer's begin on
 
     def feed(self, text: str) -> str:
-        """The part of the answer so far that is final."""
+        """Append `text` to the answer; return the next part that is final."""
         if not self._texts:
             return text
         self._read(text)
@@ -35,7 +35,7 @@ class Trimmer:
         return final
 
     def finish(self, text: str) -> str:
-        """The rest, after `text`, which is the last."""
+        """Append the last `text` to the answer; return the rest of the answer."""
         if not self._texts:
             return text
         final = self.feed(text)
@@ -54,14 +54,14 @@ class Trimmer:
             self._runs.append(min(begins, default=self._num_sent + end))
 
     def _keep(self) -> int:
-        """The index in `_held` from where on it may be the suffix."""
+        """Return the index in `_held` from which on the text may be part of the suffix."""
         end = len(self._held)
         openings = range(min(self._longest, end + 1))
         begins = [self._runs[end - n] for n in openings if self._held[end - n :] in self._openings]
         return min(begins) - self._num_sent
 
     def _begin(self) -> None:
-        """Strip the prefix; runs of the suffix begin behind it."""
+        """Strip the prefix, and restart `_runs` after it for the suffix."""
         front = max(at for at, begin in enumerate(self._runs) if begin == 0)
         rest, self._held, self._runs, self._begun = self._held[front:], "", [0], True
         self._read(rest)
