@@ -16,10 +16,10 @@ from common.form import Form
 
 MAX_SEQUENCES = 16
 MAX_LOGPROBS = 20
-MAX_LABELS = 64  # whose probabilities are computed: a pass for each
+MAX_LABELS = 64  # texts of a choice whose probabilities are computed, in a pass for each
 MAX_SEED = 2**63 - 1
 
-# What each may be: called with its name and the value given, the value to use.
+# The check of each parameter: called with its name and value, returns the value to use.
 CHECKS: dict[str, Callable[[str, Any], Any]] = {
     "max_new_tokens": lambda n, v: checks.integer(n, v, 1, 1_000_000),
     "stop": checks.stops,
@@ -51,7 +51,7 @@ CHECKS: dict[str, Callable[[str, Any], Any]] = {
     **forms.CHECKS,
     "choice_logprobs": checks.boolean,
 }
-# Names of llama.cpp, Triton and vLLM for what has one here.
+# Names in llama.cpp, Triton and vLLM of parameters that have another name here.
 ALIASES = {
     "repeat_penalty": "repetition_penalty",
     "stop_words": "stop",
@@ -135,7 +135,7 @@ class Parameters:
     def parse(cls, given: Any, defaults: Mapping[str, Any] | None = None) -> Parameters:
         """Checks a request's `parameters` object. Raises `InvalidRequest` naming the field.
 
-        `defaults`, checked already, are a model's own.
+        `defaults` are the model's own parameters, which have been checked before.
         """
         if given is None:
             given = {}
@@ -176,7 +176,7 @@ class Parameters:
 
 
 def _checked(given: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Values by our names, without those that are null. Raises `InvalidRequest`."""
+    """Check parameters, replace `ALIASES`, and drop null values. Raises `InvalidRequest`."""
     values: dict[str, Any] = {}
     form = ""
     for name, value in given.items():

@@ -11,7 +11,7 @@ logger = logging.getLogger(__name__)
 
 
 def remove(path: Path) -> None:
-    """Remove a file, or a folder with its content; a path without either is ignored.
+    """Remove a file, or a folder with its content; a path that does not exist is ignored.
 
     Failures are logged.
     """
