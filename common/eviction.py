@@ -31,7 +31,7 @@ class Victims(Generic[Name]):
     """Counts the recent requests of each model, and chooses the models to unload."""
 
     def __init__(self) -> None:
-        self._uses: OrderedDict[Name, tuple[float, float]] = OrderedDict()  # count, time of the last
+        self._uses: OrderedDict[Name, tuple[float, float]] = OrderedDict()  # count, last request
         self._time = 0.0  # in half-lives
 
     def used(self, name: Name) -> None:

@@ -92,7 +92,7 @@ class Host:
         self._thread_error_logged = False
 
     def serve(self) -> None:
-        """Accept owners for ever; a connection without a socket, a health check, is closed."""
+        """Accepts owners forever; closes connections that send no socket, such as health checks."""
         with self._lock:
             self._start_threads(MAX_IDLE_THREADS)
         self._listener.settimeout(POLL_INTERVAL_S)
@@ -140,7 +140,7 @@ class Host:
                 self._idle += 1
 
     def _on_readable(self) -> None:
-        """This thread is busy from now on: another one has to wait for the next message."""
+        """Counts this thread as busy, and starts others if too few wait for the next message."""
         with self._lock:
             self._idle -= 1
             self._start_threads(MIN_IDLE_THREADS)
@@ -156,7 +156,7 @@ class Host:
             model = HostedModel(owner, listener)
             with self._lock:
                 self._models.add(model)
-            # The owner last: if it has ended already, its event closes both sockets at once.
+            # Add the owner last: if it has ended already, its event closes both sockets at once.
             self._poller.add(listener, lambda: self._connect(model))
             self._poller.add(owner, lambda: self._drop(model))
             return
@@ -196,7 +196,7 @@ class Host:
     def _drop(self, model: HostedModel) -> bool:
         """Unloads a model and closes its sockets; connections end after their current message.
 
-        Returns False: its owner is not polled any more.
+        Returns False, so that the poller stops polling the owner.
         """
         with self._lock:
             if model not in self._models:

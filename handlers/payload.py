@@ -91,14 +91,14 @@ def _checked(inputs: str | dict[str, Any]) -> str | dict[str, Any]:
 
 
 def answer_type(accept: str | None, form: Form) -> str:
-    """`application/json` or `text/plain`, by the client's Accept. Raises `NotAcceptable`."""
+    """Choose `application/json` or `text/plain` by Accept. Raises `NotAcceptable`."""
     return accepted(accept, (TEXT, JSON) if form is Form.TEXT else (JSON, TEXT))
 
 
 def format_answer(
     request: GenerateRequest, answer: Mapping[str, Any], kind: str
 ) -> tuple[bytes, str]:
-    """The body and content type for an answer of `engine.http.client.ModelHandle.generate`."""
+    """Format an answer of `engine.http.client.ModelHandle.generate` as body and content type."""
     completions = answer["completions"]
     full = request.form is Form.GUIDE or bool(request.parameters.get("return_full_text"))
     prompt = request.inputs if full and isinstance(request.inputs, str) else ""

@@ -13,7 +13,7 @@ RESERVE_BYTES = 128 * MIB
 
 
 def check_memory(size_bytes: int, what: str) -> None:
-    """Raises `OutOfMemory`, or `NeverFits` if evicting other models could not free enough."""
+    """Check for `size_bytes` of memory. Raises `OutOfMemory`; `NeverFits` if no eviction helps."""
     limit, available = memory_limit_bytes() - RESERVE_BYTES, available_bytes() - RESERVE_BYTES
     if size_bytes > available:
         error = NeverFits if size_bytes > limit else OutOfMemory

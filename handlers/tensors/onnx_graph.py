@@ -112,7 +112,7 @@ class OnnxModel:
 
 @contextlib.contextmanager
 def _cancelled_after(timeout_s: float, options: Any) -> Iterator[None]:
-    """Cancels the run with these options after `timeout_s`."""
+    """Cancels the run in the block, which must use `options`, after `timeout_s`."""
     timer = threading.Timer(timeout_s, setattr, (options, "terminate", True))
     timer.daemon = True
     with contextlib.suppress(RuntimeError):  # no thread: the run is not cancelled

@@ -33,7 +33,7 @@ class LoadAndPredict:
 
 
 def answers_of_batch(values: Any, context: ScriptContext, what: str) -> list[Answer | EngineError]:
-    """Converts a script's result for a batch. Raises `ScriptError` if it is no list that fits."""
+    """Converts a script's list of results for a batch. Raises `ScriptError` for anything else."""
     if not isinstance(values, list):
         raise ScriptError(
             f"{what} returned a {type(values).__name__}, must return a list with an answer for each"

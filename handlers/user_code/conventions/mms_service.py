@@ -20,7 +20,7 @@ STEPS = ("preprocess", "inference", "postprocess")
 
 
 def find_handler(module: ModuleType, entry: str | None) -> Any:
-    """`entry`, else `handle`, else the only class that can handle requests, else None."""
+    """Find `entry`, else `handle`, else the only class that can handle requests, else None."""
     if entry is not None:
         handler = getattr(module, entry, None)
         if not callable(handler):
@@ -77,7 +77,7 @@ class MMSService:
         for request in requests:
             try:
                 data.append(decode(request))
-            except InvalidRequest as error:  # does not fail the rest of the batch
+            except InvalidRequest as error:  # must not fail the rest of the batch
                 answers.append(error)
             else:
                 readable.append(request)
