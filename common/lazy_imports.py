@@ -21,7 +21,7 @@ class _Lazy(ModuleType):
 
 @contextlib.contextmanager
 def lazily_imported(*names: str) -> Iterator[None]:
-    """Within the block, imports of `names` give stand-ins; elsewhere they give the real modules.
+    """Make imports of `names` in the block return stand-ins, which import the modules when used.
 
     Used for the SageMaker Inference Toolkit, which imports numpy and scipy (20 MB and 0.1 s) for
     formats that the built-in handler does not use, and boto3 (0.2 s) for a package index.

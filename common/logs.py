@@ -1,4 +1,4 @@
-"""Logs as one JSON object a line, on stdout."""
+"""Writes logs to stdout, as one JSON object per line."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""onnxruntime sessions that share one thread pool."""
+"""Opens onnxruntime sessions that share one thread pool."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _sharing = threading.Lock()
 
 @functools.cache
 def _share_threads() -> None:
-    """Use one pool for all sessions: idle pools of other sessions would spin on the cores."""
+    """Use one thread pool for all sessions: with a pool each, idle ones would spin on the cores."""
     onnxruntime.set_global_thread_pool_sizes(cpu_count(), 1)
 
 
@@ -65,7 +65,7 @@ def open_graph(path: Path) -> Any:
 def _check_places(path: Path) -> None:
     """Raise `ValueError` for external tensors outside of the graph's folder.
 
-    The last onnxruntime for Python 3.10 does not check that, later ones do.
+    The last onnxruntime for Python 3.10 does not check that; later versions do.
     """
     import onnx
     from onnx.external_data_helper import (

@@ -1,4 +1,4 @@
-"""The order in which processes are killed when memory runs out: `oom_score_adj`.
+"""Sets the order in which the kernel kills processes when memory runs out: `oom_score_adj`.
 
 Raising a score needs no privileges. A score of 1000 weighs as much as all memory, so a model's
 script or a sandbox is killed first, then a worker, then the gateway or Multi Model Server, and last

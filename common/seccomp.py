@@ -1,4 +1,4 @@
-"""System call filters, for processes that read foreign data or run foreign programs.
+"""System call filters for processes that read untrusted data or run untrusted programs.
 
 They are classic BPF, see the kernel's Documentation/userspace-api/seccomp_filter.rst. `install` is
 for a process that only computes: no network, no other process, no program, and, unless it may
@@ -34,8 +34,8 @@ Numbers = tuple[int, int]  # on x86-64 and aarch64, from the kernel's own tables
 Instruction = tuple[int, int, int, int]  # code, how many to skip if true, if false, operand
 Rule = tuple[Numbers, Sequence[Instruction]]  # a call's numbers, and the instructions for it
 
-# Calls that no process with foreign data or programs needs: ways around other checks, and parts of
-# the kernel with many known vulnerabilities. A user namespace would give all capabilities inside.
+# Calls that no process with untrusted data or programs needs: ways around other checks, and parts
+# of the kernel with many known vulnerabilities. A user namespace would give all capabilities in it.
 KERNEL = {
     "unshare": (272, 97),
     "setns": (308, 268),
@@ -53,7 +53,7 @@ KERNEL = {
     "chroot": (161, 51),
     "sethostname": (170, 161),
     "setdomainname": (171, 162),
-    "open_by_handle_at": (304, 265),  # past the folders that lead to a file
+    "open_by_handle_at": (304, 265),  # skips the checks of a path's folders
     "bpf": (321, 280),
     "perf_event_open": (298, 241),
     "userfaultfd": (323, 282),

@@ -1,4 +1,4 @@
-"""Settings: dataclasses whose fields are environment variables, read once a process."""
+"""Settings: dataclasses whose fields are environment variables, read once per process."""
 
 from __future__ import annotations
 

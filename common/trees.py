@@ -1,4 +1,4 @@
-"""Removes trees of foreign files, of any depth and with any permissions."""
+"""Removes trees of untrusted files, of any depth and with any permissions."""
 
 from __future__ import annotations
 

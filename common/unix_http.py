@@ -27,7 +27,7 @@ Headers = Mapping[str, str]
 
 
 class UnixHTTP:
-    """A client of one event loop, with a connection for each concurrent request."""
+    """An HTTP client for one event loop, with a connection for each concurrent request."""
 
     def __init__(self, path: str) -> None:
         self._path = path

@@ -56,7 +56,7 @@ def has_handler(model_dir: str | os.PathLike[str], handler: str) -> bool:
 
 
 def is_hosted(model_dir: str | os.PathLike[str], handler: str | None = None) -> bool:
-    """Whether the engine holds the model, so that `handlers.host` serves it."""
+    """Return whether the engine holds the model, so that `handlers.host` serves it."""
     return not brings_script(model_dir, handler) and _module(model_dir) == TEXT
 
 
@@ -66,12 +66,12 @@ def computes_tensors(model_dir: str | os.PathLike[str], handler: str | None = No
 
 
 def handler_for(model_dir: str, handler: str | None = None) -> Handler | Script:
-    """The model's own script, or the built-in handler for its files. Raises `ArtifactError`."""
+    """Find the model's own script, or else the built-in handler. Raises `ArtifactError`."""
     return find_script(model_dir, handler) or built_in(model_dir)
 
 
 def built_in(model_dir: str) -> Handler:
-    """The built-in handler for the model's files."""
+    """Import the built-in handler for the model's files."""
     return importlib.import_module(_module(model_dir))
 
 

@@ -113,7 +113,7 @@ class HandlerService:
         return answer
 
     def connected(self) -> None:
-        """Called when Multi Model Server has opened one more connection to the model."""
+        """Called when Multi Model Server has opened another connection to the model."""
         if self.pool is not None:
             self.pool.connected()
 

@@ -62,7 +62,10 @@ class LoadedModel:
         self._closed = False
 
     def service(self, message: dict[str, Any]) -> Any:
-        """Returns a new MMS service; loads the model first if necessary. `OSError` if closed."""
+        """Returns a new MMS service of the model. Loads the model if it is not loaded.
+
+        Raises `OSError` after `close`.
+        """
         from mms.model_loader import MmsModelLoader
         from mms.service import Service
 
@@ -106,7 +109,7 @@ class Reader:
 
 
 class Connection:
-    """Answers MMS's messages one at a time."""
+    """Answers the messages on one of MMS's connections, one at a time."""
 
     def __init__(self, connection: socket.socket, model: LoadedModel) -> None:
         self.socket, self._model = connection, model

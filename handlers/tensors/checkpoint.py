@@ -72,7 +72,7 @@ def load_symbol(folder: Path, shapes: Shapes) -> Any:
 
 
 def reason(error: Exception) -> str:
-    """MXNet's error message in one line, without the C++ stack trace and source locations."""
+    """Shorten MXNet's error message to one line, without C++ stack trace and source locations."""
     lines = [line.strip() for line in str(error).splitlines()]
     texts = [
         line for line in lines if line and not line.startswith(("Stack trace", "[bt]", "File"))

@@ -304,5 +304,5 @@ def _all_finite(value: Any) -> bool:
 
 
 def _to_list(array: Any) -> Any:
-    """Converts arrays that orjson cannot write: of texts, or not contiguous."""
+    """Converts an array that orjson cannot write, because it has texts or is not contiguous."""
     return array.tolist()

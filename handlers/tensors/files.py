@@ -13,7 +13,7 @@ OTHER_WEIGHTS = ("*.params", "*.safetensors", "*.spiece", "pytorch_model*.bin")
 
 
 def is_symbol(model_dir: str) -> bool:
-    """Whether `model_dir` holds an MXNet symbol checkpoint without a tokenizer, unlike KoGPT2's."""
+    """Return whether a folder holds an MXNet symbol checkpoint, and no tokenizer as of KoGPT2."""
     folder = Path(model_dir)
     return any((folder / sub / SYMBOL).exists() for sub in ("", "model")) and not any(
         folder.glob("*.spiece")
@@ -34,7 +34,7 @@ def symbol_folder(model_dir: str) -> Path:
 
 
 def is_graph(model_dir: str) -> bool:
-    """Whether `model_dir` holds an ONNX graph, and no other weights."""
+    """Return whether a folder holds an ONNX graph, and no other weights."""
     folder = Path(model_dir)
     if any(True for pattern in OTHER_WEIGHTS for _ in folder.glob(pattern)):
         return False

@@ -124,7 +124,7 @@ def _cancelled_after(timeout_s: float, options: Any) -> Iterator[None]:
 
 
 def _datatype(value: Any) -> str | None:
-    """The datatype of a `NodeArg` like `tensor(float)`; None if it is no tensor of a known type."""
+    """Return the datatype of a `NodeArg`, such as FP32 for `tensor(float)`; None if unknown."""
     kind: str = value.type
     return DATATYPES.get(kind.removeprefix("tensor(").removesuffix(")"))
 
@@ -140,7 +140,7 @@ def _spec(value: Any) -> TensorSpec:
 
 
 def _reason(error: Exception) -> str:
-    """onnxruntime's error message in one line, without source locations and our paths."""
+    """Shorten onnxruntime's error message to one line, without source locations and our paths."""
     text = str(error).split(" : ", 3)[-1].split("Status Message: ")[-1]
     text = re.sub(r"/onnxruntime_src/\S+ [^)]*\) |Load model from .*? failed: ?", "", text)
     return " ".join(text.split())[:300].rstrip(".")

@@ -141,7 +141,7 @@ class SymbolModel:
         return TensorSpec(name, NAMES[dtype], ("batch", *shape[1:]), accepts)
 
     def _accepts_rows(self, shape: tuple[int, ...]) -> bool:
-        """Whether the graph computes rows of this shape, for a graph of one input."""
+        """Return whether a graph of one input computes rows of this shape."""
         (name,) = self._shapes
         row = shape[1:]
         return any(self._accepts(((name, (rows, *row)),)) for rows in (shape[0], self._batch))
@@ -178,7 +178,7 @@ class SymbolModel:
 
     @functools.lru_cache(maxsize=256)  # noqa: B019 -- a worker has one model for its whole life
     def _accepts(self, shapes: tuple[tuple[str, tuple[int, ...]], ...]) -> bool:
-        """Whether the graph computes these rows at once; False if it fixes another batch size."""
+        """Return whether the graph computes all rows at once; False if it fixes the batch size."""
         rows = shapes[0][1][0]
         with self._lock:
             try:
@@ -210,7 +210,7 @@ class SymbolModel:
 
 
 def _padded(rows: Array, count: int) -> Array:
-    """`rows` padded with zeros to `count` rows."""
+    """Pad `rows` with zeros to `count` rows."""
     if len(rows) == count:
         return rows
     return np.concatenate([rows, np.zeros((count - len(rows), *rows.shape[1:]), rows.dtype)])

@@ -86,7 +86,7 @@ def predict_fn(data: Any, model: Any, timeout_s: float) -> Any:
 
 
 def _accepts(model: Any, shape: tuple[int, ...]) -> bool:
-    """Whether the module computes rows of this shape."""
+    """Return whether the module computes rows of this shape."""
     name, (rows, *_) = _only_input(model)
     weights = {n: array.shape for n, array in model.get_params()[0].items()}
     try:
@@ -98,7 +98,7 @@ def _accepts(model: Any, shape: tuple[int, ...]) -> bool:
 
 @contextlib.contextmanager
 def computing() -> Iterator[None]:
-    """Waits for the computations begun inside. Raises `InvalidRequest` for MXNet's errors."""
+    """Waits for the computations begun in the block. Raises `InvalidRequest` for MXNet's errors."""
     try:
         yield
         mx.nd.waitall()
@@ -129,7 +129,7 @@ def _only_input(model: Any) -> tuple[str, tuple[int, ...]]:
 
 
 def _batches(rows: Any, model: Any) -> Any:
-    """An iterator of batches of the module's size, the last one padded with zeros."""
+    """Split rows into an iterator of batches of the module's size, the last padded with zeros."""
     size = _only_input(model)[1][0]
     padding = max(0, size - rows.shape[0])
     if padding:

@@ -41,7 +41,7 @@ def slot(slots: threading.Semaphore, end: float) -> Iterator[None]:
 
 
 class TensorModel(Protocol):
-    """A loaded model. Thread-safe."""
+    """A loaded model of tensors. Thread-safe."""
 
     metadata: v2.Metadata
 

@@ -39,7 +39,7 @@ class _Process(NamedTuple):
 
 @functools.cache
 def _spawner() -> ThreadPoolExecutor:
-    """A thread for the worker's whole life: PR_SET_PDEATHSIG ends a program with its thread."""
+    """Return the thread that starts all programs: PR_SET_PDEATHSIG ends them with their thread."""
     return ThreadPoolExecutor(1, thread_name_prefix="spawner")
 
 

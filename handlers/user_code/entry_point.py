@@ -111,7 +111,7 @@ def _has_no_code(file: Path) -> bool:
 
 
 def _root(folder: Path) -> Path:
-    """The model's folder: `folder`, or the subfolder that `model-archiver` writes for tgz."""
+    """Find the model's folder: `folder`, or the subfolder that `model-archiver` writes for tgz."""
     if not (folder / MANIFEST).is_file() and folder.is_dir():
         inside = [path for path in folder.iterdir() if not path.name.startswith(".")]
         if len(inside) == 1 and (inside[0] / MANIFEST).is_file():

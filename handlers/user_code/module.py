@@ -37,7 +37,7 @@ def set_path(folders: Sequence[str], packages: str | None) -> None:
 
 
 def _shadow_server_packages(folder: Path) -> None:
-    """Unloads those packages of the server whose name a module of the model has."""
+    """Unloads the server's packages whose names modules of the model have as well."""
     names = {path.stem for path in folder.glob("*.py")}
     names |= {path.name for path in folder.iterdir() if (path / "__init__.py").is_file()}
     for name in sorted(names & sys.stdlib_module_names):

@@ -35,7 +35,7 @@ EXIT_TIMEOUT_S = 1.0
 
 
 class ScriptProcess:
-    """A process that runs a script; `answer` restarts it. Not for several threads at a time."""
+    """A process that runs a script; `answer` restarts it. Use by one thread at a time."""
 
     def __init__(self, name: str, spec: Mapping[str, Any], load_timeout_s: float) -> None:
         """Create a process to `start`; `spec` has the keys of `entry_point.Script.spec`."""

@@ -16,7 +16,7 @@ MASKED = -1e18
 
 
 def _from_end(F: Any, array: Any, axis: int) -> Any:
-    """The distance of each index of an axis from the last index."""
+    """Return the distance of each index of an axis from the last index."""
     return F.reverse(F.contrib.arange_like(array, axis=axis), axis=0)
 
 

@@ -17,7 +17,7 @@ WAIT = 'read -r line && exec rm -f "$0"; exec "$@"'
 
 
 def unlink(path: str) -> None:
-    try:  # noqa: SIM105  (contextlib would cost half a megabyte)
+    try:  # noqa: SIM105  (importing contextlib would take half a megabyte)
         posix.unlink(path)
     except OSError:
         pass

@@ -19,7 +19,7 @@ _Data = ctypes.c_uint32 * 6  # effective, permitted, inheritable; then those fro
 
 
 def permitted() -> set[int]:
-    """The capabilities that this process may use."""
+    """Return the permitted capabilities of this process."""
     data = _Data()
     call("capget", _Header(VERSION_3, 0), data)
     return {bit for bit in range(32) if data[1] >> bit & 1}

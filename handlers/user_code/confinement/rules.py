@@ -126,7 +126,7 @@ def _python() -> list[str]:
 
 
 def _remaining_capabilities() -> set[int]:
-    """Return the capability to read all files, or with Landlock one that also writes, if needed."""
+    """Choose the capability to read any file: DAC_READ_SEARCH, or with Landlock DAC_OVERRIDE."""
     permitted = capabilities.permitted()
     if capabilities.DAC_READ_SEARCH in permitted:
         return {capabilities.DAC_READ_SEARCH}
@@ -134,7 +134,7 @@ def _remaining_capabilities() -> set[int]:
 
 
 def environment(temporary: str, given: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """A script's environment variables, from its worker's, with the home folder `temporary`."""
+    """Select a script's environment variables from its worker's; `temporary` is the home folder."""
     passed = {
         name: value
         for name, value in given.items()
@@ -144,7 +144,7 @@ def environment(temporary: str, given: Mapping[str, str] = os.environ) -> dict[s
 
 
 def pip_environment(temporary: str, given: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """pip's environment variables, from its worker's, with the home folder `temporary`."""
+    """Select pip's environment variables from its worker's; `temporary` is the home folder."""
     passed = {k: v for k, v in given.items() if any(fnmatchcase(k, name) for name in PIP_VARIABLES)}
     return {**passed, **dict.fromkeys(HOME_VARIABLES, temporary)}
 
@@ -166,7 +166,7 @@ def allocate_user(run_dir: str) -> int | None:
 
 
 def may_change_user() -> bool:
-    """Whether this process is root with the capabilities for it, and its namespace has `UIDS`."""
+    """Return whether this process is root, may change its user, and has `UIDS` in its namespace."""
     if (
         os.geteuid() != 0
         or not _remaining_capabilities()

@@ -14,7 +14,7 @@ from common.mxnet_compat import mx
 from handlers.tensors.symbol_module import computing, output_fn
 from handlers.user_code.conventions import formats
 
-__all__ = ["input_fn", "output_fn", "predict_fn"]  # the functions of `.toolkit.Defaults`
+__all__ = ["input_fn", "output_fn", "predict_fn"]  # as `.toolkit.Defaults` requires
 
 
 def input_fn(body: bytes | str, content_type: str | None, model: Any) -> Any:

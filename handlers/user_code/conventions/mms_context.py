@@ -21,7 +21,7 @@ TEXT, BYTES = "text/plain; charset=utf-8", "application/octet-stream"
 
 
 class Headers(dict[str, Any]):
-    """A request's headers, with names like `Content-Type`, which match in any case."""
+    """A request's headers, by names like `Content-Type`; lookups ignore case."""
 
     def __init__(self, headers: Mapping[str, str]) -> None:
         titles = {name: "-".join(map(str.capitalize, name.split("-"))) for name in headers}

@@ -1,6 +1,6 @@
-"""Multi Model Server's own convention: a function `handle(data, context)`, or a class with it.
+"""Runs scripts with Multi Model Server's `handle(data, context)`, a function or in a class.
 
-Runs them as mms/model_loader.py and mms/service.py (1.1.11) do, but reports the reason of an error
+It does so as mms/model_loader.py and mms/service.py (1.1.11) do, but reports the reason of an error
 to the client, also of an error in `initialize`.
 """
 

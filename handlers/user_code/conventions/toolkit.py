@@ -196,7 +196,7 @@ def _toolkit_error(error: Exception, name: str) -> ScriptError | None:
 
 
 def _check_arguments(name: str, function: Callable[..., Any]) -> None:
-    """Checks a function's number of arguments, as the toolkit does, but when the model loads."""
+    """Checks a function's number of arguments by the toolkit's rules, when the model loads."""
     wanted = ARGUMENTS[name]
     parameters = inspect.signature(function).parameters.values()
     if any(p.kind in (p.VAR_POSITIONAL, p.KEYWORD_ONLY) for p in parameters):
@@ -209,7 +209,7 @@ def _check_arguments(name: str, function: Callable[..., Any]) -> None:
 
 
 def _decoded(request: Request) -> tuple[bytes | str, str]:
-    """The body, decoded if it is JSON or CSV, and the content type without the charset.
+    """Return the body, decoded if it is JSON or CSV, and the content type without the charset.
 
     The default content type is JSON, as for the built-in handlers. Raises `InvalidRequest`, or
     `ScriptError` for an unknown charset.
