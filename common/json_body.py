@@ -47,7 +47,7 @@ def check_count(body: bytes | bytearray | str, most: int = MAX_VALUES) -> None:
         try:
             _, at = scanstring(text, begin + 1, False)
         except ValueError:
-            return  # it is no JSON
+            return  # not JSON: parsing will raise that
     else:
         count = most
     if count >= most:

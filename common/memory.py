@@ -26,7 +26,7 @@ class Memory:
 def container_memory(cgroup: Path = CGROUP) -> Memory | None:
     """Read the container's memory from its control group; None if it shows no limit."""
     folder, limit, usage, prefix = cgroup, "memory.max", "memory.current", ""
-    if not (folder / limit).exists():  # version 1
+    if not (folder / limit).exists():  # control groups of version 1
         folder, prefix = cgroup / "memory", "total_"
         limit, usage = "memory.limit_in_bytes", "memory.usage_in_bytes"
     try:
@@ -34,7 +34,7 @@ def container_memory(cgroup: Path = CGROUP) -> Memory | None:
         used_bytes = int((folder / usage).read_text())
         rows = (line.split() for line in (folder / "memory.stat").read_text().splitlines())
         counts = {name: int(value) for name, value in rows}
-    except (OSError, ValueError):  # absent, or "max"
+    except (OSError, ValueError):  # the file is absent, or holds "max"
         return None
     cached = counts[f"{prefix}inactive_file"] + counts[f"{prefix}active_file"]
     return Memory(limit_bytes, used_bytes - cached)

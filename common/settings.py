@@ -28,7 +28,7 @@ def read_settings(kind: type[S], environment: Mapping[str, str] = os.environ) ->
     """Read the settings; an empty variable is not set. Raises `SettingError` with the variable."""
     values = {}
     for f in fields(kind):  # type: ignore[arg-type]
-        for variable in (f.metadata["also"], f.metadata["variable"]):  # the later one wins
+        for variable in (f.metadata["also"], f.metadata["variable"]):  # `variable` overrides `also`
             if text := environment.get(variable):
                 values[f.name] = _parsed(variable, text, f.type)
     return kind(**values)

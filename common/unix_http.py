@@ -109,7 +109,7 @@ def _head(method: str, target: str, headers: Headers, body: bytes | None) -> byt
 class _Connection(asyncio.Protocol):
     """A connection with one request at a time. The parser calls the methods `on_...`."""
 
-    status: int  # 0 as long as no answer has begun
+    status: int  # 0 until a response has begun
     headers: dict[str, str]
     pieces: list[bytes]  # received parts of the body that were not read yet
 
@@ -212,7 +212,7 @@ class _Connection(asyncio.Protocol):
 
     def on_header(self, name: bytes, value: bytes) -> None:
         if self._has_head:
-            return  # a trailer
+            return  # trailers are ignored
         self._header_bytes += len(name) + len(value)
         if self._header_bytes > MAX_HEADER_BYTES:
             raise ValueError("an answer's headers are too long")

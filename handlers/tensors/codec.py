@@ -26,7 +26,7 @@ npy: Any = np.lib.format
 
 CSV = "text/csv"
 NPY = "application/x-npy"
-# Bytes: enough for 32 dimensions. numpy evaluates a header as Python: 9,000 minus signs take 0.1 s.
+# In bytes: enough for 32 dimensions. numpy parses a header as Python: 9,000 minus signs take 0.1 s.
 MAX_NPY_HEADER = 1024
 MEDIA_TYPES = (JSON, CSV, NPY)
 

@@ -34,7 +34,7 @@ from handlers.tensors.v2 import Metadata
 
 logger = logging.getLogger(__name__)
 
-__all__ = ["IN_ENGINE", "describe", "model_fn", "transform_fn"]  # of `handlers.dispatch.Handler`
+__all__ = ["IN_ENGINE", "describe", "model_fn", "transform_fn"]  # see `handlers.dispatch.Handler`
 
 IN_ENGINE = False
 FOR_SCRIPTS = symbol_module  # users' scripts expect a `mx.mod.Module`
@@ -105,7 +105,7 @@ class SymbolModel:
     def _infer_types(self, weights: Mapping[str, Any]) -> dict[str, np.dtype[Any]]:
         """Infer the dtypes of all inputs and outputs, by name, from the weights' dtypes."""
         try:
-            # Partial, because the labels' dtypes remain unknown: float32 below.
+            # Infer partially: the labels' dtypes remain unknown, and become float32 below.
             arguments, outputs, _ = self._symbol.infer_type_partial(
                 **{n: t.type for n, t in weights.items()}
             )

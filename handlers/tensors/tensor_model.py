@@ -21,7 +21,7 @@ from handlers.tensors import codec, v2
 from handlers.tensors.codec import Array
 from handlers.v2 import is_request, split
 
-MAX_ANSWER_BYTES = MAX_RESPONSE_BYTES - 65_536  # minus the headers
+MAX_ANSWER_BYTES = MAX_RESPONSE_BYTES - 65_536  # the rest is for the headers
 
 
 class AnswerTooLarge(EngineError, status=413):

@@ -26,7 +26,7 @@ REAP_TIMEOUT_S = 10.0
 KILL_TIMEOUT_S = 2.0
 POLL_INTERVAL_S = 0.002
 
-_lock = threading.Lock()  # held while `_started` lacks a running program
+_lock = threading.Lock()  # held from a program's start until it is in `_started`
 _started: set[int] = set()  # pids of the programs that have not been waited for
 
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MAX_CONCURRENT_CALLS = 16  # per script process; further calls wait
-THREAD_RETRY_S = 0.1  # between attempts to start the first thread
+THREAD_RETRY_S = 0.1  # poll interval while the first thread cannot start
 
 
 def serve(connection: Connection, name: str, model_dir: str) -> None:

@@ -15,8 +15,8 @@ from typing import Any
 
 from common.errors import EngineError, cut, named
 
-MAX_MESSAGE_BYTES = 1 << 30  # of the JSON, and of each body
-MAX_BODIES = 100_000  # of one message
+MAX_MESSAGE_BYTES = 1 << 30  # limit for the JSON, and for each body
+MAX_BODIES = 100_000  # per message
 # Names and values of an answer's headers, in total; Multi Model Server and gateway accept 8192.
 MAX_HEADER_CHARACTERS = 6000
 

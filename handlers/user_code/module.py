@@ -30,7 +30,7 @@ def set_path(folders: Sequence[str], packages: str | None) -> None:
     rest = [e for e in own if e not in first]
     added = [packages] if packages else []
     sys.path[:] = [*first, *folders, *added, COMPAT, *rest, REPOSITORY]
-    # For processes that the script starts.
+    # Processes that the script starts use the same folders.
     os.environ["PYTHONPATH"] = os.pathsep.join([*folders, *added, COMPAT])
     for folder in folders:
         _shadow_server_packages(Path(folder))

@@ -56,12 +56,12 @@ class ScriptProcess:
             reason = getattr(error, "strerror", None) or error
             raise ScriptError(f"the model's script cannot be started: {reason}") from None
         assert self._connection is not None
-        with contextlib.suppress(OSError):  # it has ended already; `wait_until_loaded` raises that
+        with contextlib.suppress(OSError):  # if it has ended already, `wait_until_loaded` raises
             messages.send(self._connection, dict(self._spec))
 
     def _start(self) -> None:
         variables = environment(self._spec["temporary"])
-        variables["PYTHONDONTWRITEBYTECODE"] = "1"  # the model's folder may be the store's
+        variables["PYTHONDONTWRITEBYTECODE"] = "1"  # the model's folder may be in the store
         with contextlib.ExitStack() as sockets:
             ours, theirs, engine, their_engine = (
                 sockets.enter_context(end) for _ in range(2) for end in socket.socketpair()
@@ -122,7 +122,7 @@ class ScriptProcess:
         except (EOFError, OSError, ValueError, KeyError, TypeError, StopIteration):
             error = self._ended("while it answered", timeout_s)
             with contextlib.suppress(ScriptError):
-                self.start()  # for the next request
+                self.start()  # so that the next request need not wait
             raise error from None
         if len(answers) != len(requests):
             raise ScriptError(

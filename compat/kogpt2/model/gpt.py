@@ -126,7 +126,7 @@ class GPT2Model(HybridBlock):  # type: ignore[misc]
             everything = F.concat(F.contrib.arange_like(states[0], axis=2), new, dim=0)
         if F is mx.nd and everything.shape[0] > self._max_length:
             raise ValueError(f"{everything.shape[0]} tokens, must be at most {self._max_length}")
-        # The last T of all positions.
+        # The new tokens have the last T positions.
         backwards = _from_end(F, everything, 0)
         positions = F.reverse(F.slice_like(backwards, new, axes=(0,)), axis=0)
         out = F.broadcast_add(self._embed(data), self._pos_embed(positions).expand_dims(0))

@@ -115,7 +115,7 @@ class SageMakerFunctions:
         return [self._answer(request, end - time.monotonic()) for request in requests]
 
     def _answer(self, request: Request, timeout_s: float) -> Answer | EngineError:
-        request_id.set(request.id)  # for the engine, if the built-in model answers
+        request_id.set(request.id)  # the engine cancels by it if the built-in model answers
         try:
             return self._transform(request, timeout_s)
         except BaseException as error:  # must not fail the rest of the batch
