@@ -1,7 +1,7 @@
-"""What serving, handlers and engine share: errors, logs, memory, which files make a model."""
+"""Code that serving, handlers and engine share: errors, logs, memory, recognition of models."""
 
 import os
 
-# From 1.29 on onnxruntime's wheels report to Microsoft what they run, unless this is set before
-# they are imported.
+# Wheels of onnxruntime since 1.29 send telemetry to Microsoft unless this is set before they are
+# imported.
 os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")

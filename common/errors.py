@@ -1,4 +1,4 @@
-"""All errors with their HTTP statuses: the base class, and those of the engine."""
+"""Errors that clients see, with their HTTP statuses: the base class and the engine's errors."""
 
 from __future__ import annotations
 
@@ -11,29 +11,29 @@ SHORT.maxstring = SHORT.maxother = SHORT.maxlong = 100
 
 
 def cut(text: str, most: int = MAX_MESSAGE) -> str:
-    """Shorten a text to `most` characters, both ends kept.
+    """Shorten a text to `most` characters by removing its middle.
 
-    A message may quote a megabyte of an artifact, with the explanation behind it.
+    A message may quote a megabyte of an artifact before it explains the error.
     """
     half = (most - 3) // 2
     return text if len(text) <= most else f"{text[:half]}...{text[-half:]}"
 
 
 def quoted(value: Any, most: int = 100) -> str:
-    """A foreign value as Python writes it, shortened; `repr` itself fails for deep nesting."""
+    """Return a short `repr` of a value from outside; plain `repr` fails for deep nesting."""
     return cut(SHORT.repr(value), most)
 
 
 class ServiceError(Exception):
-    """Base of all errors with messages for people.
+    """Base of all errors whose message is for users.
 
-    `status` is the HTTP status, `type` the name that clients know. The message is safe to send,
-    whatever it quotes: it is short and has no half surrogate pairs.
+    `status` is the HTTP status, `type` the name that clients know. The message can always be sent:
+    it is short, and has no half surrogate pairs, which UTF-8 cannot encode.
     """
 
     status = 500
     type = "InternalServerException"
-    retry_after_s: float | None = None  # when it is worth another try, where it is
+    retry_after_s: float | None = None  # when a retry may succeed; None: not known
 
     def __init_subclass__(cls, status: int | None = None, type: str | None = None) -> None:
         cls.status, cls.type = status or cls.status, type or cls.type
@@ -45,7 +45,7 @@ class ServiceError(Exception):
             self.retry_after_s = retry_after_s
 
     def to_body(self) -> dict[str, object]:
-        """The error as MMS writes its own: `{"code", "type", "message"}`."""
+        """Return the error in Multi Model Server's form: `{"code", "type", "message"}`."""
         return {"code": self.status, "type": self.type, "message": self.message}
 
 
@@ -63,7 +63,7 @@ class EngineError(ServiceError):
 
 
 def named(kind: object, message: str, retry_after_s: float | None = None) -> EngineError | None:
-    """The error of this `type`, as another process sent it; None for an unknown type."""
+    """Create the error whose class has the name `kind`; None if there is no such class."""
     error = globals().get(str(kind))
     if isinstance(error, type) and issubclass(error, EngineError):
         return error(message, retry_after_s=retry_after_s)
@@ -119,7 +119,7 @@ class DeadlineExceeded(EngineError, status=504): ...
 class OutOfMemory(EngineError, status=507):
     """The memory budget is exhausted: unload another model or raise the budget.
 
-    `missing_bytes` is what is missing of `needed_bytes`; both are 0 where that is not known.
+    Of `needed_bytes`, `missing_bytes` are not available; both are 0 if that is not known.
     """
 
     def __init__(

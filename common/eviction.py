@@ -12,30 +12,30 @@ from collections import OrderedDict
 from collections.abc import Hashable, Mapping
 from typing import Generic, NamedTuple, TypeVar
 
-# A request counts half after so many further requests for each known name. Larger: old requests
-# count more. It is no time: a hundred requests a second and one an hour give the same choice.
+# A request's weight halves after this many further requests per known name. A larger value gives
+# old requests more weight. Time does not count: any rate of requests gives the same choice.
 HALF_LIFE = 2.0
-MAX_NAMES = 4096  # the least recently requested are forgotten
+MAX_NAMES = 4096  # beyond it, the least recently requested name is dropped
 
 Name = TypeVar("Name", bound=Hashable)
 
 
 class Held(NamedTuple):
-    """The bytes that unloading frees, and the seconds of loading again."""
+    """The memory that unloading a model frees, and the seconds that loading it again takes."""
 
     bytes: int
     cost_s: float
 
 
 class Victims(Generic[Name]):
-    """Counts recent requests, and chooses by them."""
+    """Counts the recent requests of each model, and chooses the models to unload."""
 
     def __init__(self) -> None:
-        self._uses: OrderedDict[Name, tuple[float, float]] = OrderedDict()  # how many, at what time
+        self._uses: OrderedDict[Name, tuple[float, float]] = OrderedDict()  # count, last request
         self._time = 0.0  # in half-lives
 
     def used(self, name: Name) -> None:
-        """Count a request."""
+        """Count a request for the model `name`."""
         uses = self._lately(name)
         self._time += 1 / (HALF_LIFE * max(len(self._uses), 1))
         self._uses[name] = uses + 1, self._time
@@ -44,9 +44,10 @@ class Victims(Generic[Name]):
             self._uses.popitem(last=False)
 
     def choose(self, held: Mapping[Name, Held], missing_bytes: int) -> list[Name]:
-        """Choose what to unload of `held` for so many bytes, none in vain; all if they are too few.
+        """Choose models of `held` whose unloading frees at least `missing_bytes`.
 
-        Of equals the first are chosen.
+        No chosen model is superfluous. If all free too little, all are chosen; of models with equal
+        value, the first ones.
         """
         worth = {name: self._lately(name) * h.cost_s for name, h in held.items()}
         chosen: list[Name] = []

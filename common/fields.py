@@ -41,7 +41,7 @@ def boolean(name: str, value: Any) -> bool:
 
 
 def integer(name: str, value: Any, low: int, high: int) -> int:
-    """An integer in a range; 3.0 is 3, as JSON has one kind of number."""
+    """Check an integer from `low` to `high`; 3.0 is 3, because JSON has one kind of number."""
     if isinstance(value, float) and value.is_integer():
         value = int(value)
     if not isinstance(value, int) or isinstance(value, bool):
@@ -52,7 +52,7 @@ def integer(name: str, value: Any, low: int, high: int) -> int:
 
 
 def number(name: str, value: Any, low: float, high: float, *, above: bool = False) -> float:
-    """A number in a range; with `above`, `low` itself is not allowed."""
+    """Check a number from `low` to `high`; with `above`, `low` itself is not allowed."""
     if not isinstance(value, int | float) or isinstance(value, bool):
         raise wrong(name, f"must be a number, is {kind(value)}")
     if not low <= value <= high or not math.isfinite(value) or (above and value == low):
@@ -62,12 +62,12 @@ def number(name: str, value: Any, low: float, high: float, *, above: bool = Fals
 
 
 def top_k(name: str, value: Any) -> int:
-    """A `top_k`; 0 and -1 mean all tokens, as in vLLM and transformers' configs."""
+    """Check `top_k`; 0 and -1 mean all tokens, as in vLLM and transformers' configs."""
     return max(integer(name, value, -1, 1_000_000), 0)
 
 
 def biases(name: str, value: Any) -> tuple[tuple[int, float], ...]:
-    """Token ids and what is added to their logits."""
+    """Check an object of biases; returns pairs of a token id and the number added to its logit."""
     if not isinstance(value, Mapping):
         raise wrong(name, f"must be an object of token ids, is {kind(value)}")
     if len(value) > MAX_BIASES:
@@ -82,17 +82,17 @@ def biases(name: str, value: Any) -> tuple[tuple[int, float], ...]:
 
 
 def stops(name: str, value: Any) -> tuple[str, ...]:
-    """Texts at which an answer ends."""
+    """Check the texts at which an answer ends."""
     return texts(name, value, MAX_STOPS, MAX_STOP_CHARACTERS)
 
 
 def bad_words(name: str, value: Any) -> tuple[str, ...]:
-    """Texts that are never written."""
+    """Check the texts that an answer must not contain."""
     return texts(name, value, MAX_BAD_WORDS, MAX_BAD_WORD_CHARACTERS)
 
 
 def texts(name: str, value: Any, most: int, longest: int) -> tuple[str, ...]:
-    """One or several texts: at most `most`, of 1 to `longest` characters."""
+    """Check one text or a list of at most `most` texts, each of 1 to `longest` characters."""
     values = [value] if isinstance(value, str) else value
     if not isinstance(values, list | tuple) or not all(isinstance(text, str) for text in values):
         raise wrong(name, f"must be a string or a list of strings, is {kind(value)}")
@@ -105,7 +105,7 @@ def texts(name: str, value: Any, most: int, longest: int) -> tuple[str, ...]:
 
 
 def bad_words_ids(name: str, value: Any) -> tuple[tuple[int, ...], ...]:
-    """Lists of token ids that never occur in a row."""
+    """Check the sequences of token ids that an answer must not contain."""
     if not isinstance(value, list | tuple) or not all(isinstance(v, list | tuple) for v in value):
         raise wrong(name, f"must be a list of lists of token ids, is {kind(value)}")
     if sum(map(len, value)) > MAX_BAD_WORD_IDS:

@@ -1,7 +1,7 @@
-"""The form of an answer: one of some texts, a regular expression, a JSON schema, or a grammar.
+"""Checks the form of an answer: a choice of texts, a regex, a JSON schema, or a grammar.
 
-A request names at most one. Whether it can be compiled is found out where the tokenizer is
-(`engine.text.constraint`).
+A request has at most one. `engine.text.constraint` compiles it, in the process that has the
+tokenizer.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from common import fields
 Kind = Literal["choice", "regex", "json_schema", "grammar"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 
-MAX_CHARACTERS = 64 << 10  # of a form: compiled in some 50 ms at most
+MAX_CHARACTERS = 64 << 10  # per form; a form of this length compiles within some 50 ms
 MAX_CHOICES = 1000
 
 
 @dataclass(frozen=True)
 class Form:
-    """What an answer must match.
+    """The form that an answer must match.
 
-    kind: the parameter that names it: a key of `CHECKS`
+    kind: the request parameter that holds the form: a key of `CHECKS`
     source: the texts of a choice; the text of an expression, a grammar, or a schema in JSON
     """
 
@@ -33,7 +33,7 @@ class Form:
 
 
 def choice(name: str, value: Any) -> Form | None:
-    """Texts of which the answer is one, as a list or as its JSON text; an empty list is no form."""
+    """Check the texts that an answer may be, as a list or its JSON text; None for an empty list."""
     if isinstance(value, str):
         value = _read(name, value, "must be a list of texts or its JSON text")
     if not isinstance(value, list) or not all(isinstance(text, str) and text for text in value):
@@ -49,12 +49,12 @@ def regex(name: str, value: Any) -> Form:
 
 
 def grammar(name: str, value: Any) -> Form:
-    """In Lark's syntax, or llama.cpp's (GBNF)."""
+    """Check the text of a grammar in Lark's syntax, or llama.cpp's (GBNF)."""
     return Form("grammar", (_text(name, value),))
 
 
 def json_schema(name: str, value: Any) -> Form:
-    """A schema as an object or as its JSON text; true is any JSON value."""
+    """Check a JSON schema, as an object or as its JSON text; `true` allows any JSON value."""
     if isinstance(value, str):
         value = _read(name, value, "is no JSON, must be a JSON schema")
     if not isinstance(value, Mapping) and value is not True:

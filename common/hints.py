@@ -12,6 +12,6 @@ HINTS = ("timeout", "priority", "content_type")
 
 
 def timeout_s(parameters: Any) -> float | None:
-    """The parameter `timeout`, which is in microseconds; None without a usable one."""
+    """Return `timeout`, sent in microseconds, in seconds; None if it is absent or invalid."""
     value = parameters.get("timeout") if isinstance(parameters, Mapping) else None
     return value / 1e6 if type(value) is int and value > 0 else None

@@ -9,7 +9,7 @@ SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 
 
 
 class Histogram:
-    """Counts of seconds up to some bounds. Written by one thread, read by others."""
+    """A histogram of durations in seconds. One thread may write it while others read it."""
 
     def __init__(self, bounds: tuple[float, ...] = SECONDS) -> None:
         self._bounds = bounds
@@ -21,7 +21,7 @@ class Histogram:
         self.sum += seconds
 
     def describe(self) -> dict[str, Any]:
-        """`{"buckets": [[bound, count of values up to it], ...], "sum"}`; the last is "+Inf"."""
+        """Return `{"buckets": [[bound, count up to it], ...], "sum"}`; the last bound is "+Inf"."""
         buckets, total = [], 0
         for bound, count in zip((*self._bounds, "+Inf"), list(self._counts), strict=True):
             total += count

@@ -1,4 +1,4 @@
-"""Parses JSON bodies, into values whose texts can be encoded again."""
+"""Parses JSON bodies into values whose texts UTF-8 can encode."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from common.errors import InvalidRequest
 
 # JSON can escape half a surrogate pair, which is no character and has no UTF-8.
 SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
-# Names and values of a request for texts: a bias for each token of a vocabulary, or the ids of 64
-# prompts, fit. As Python's objects a value may take 70 times its bytes.
+# Limit of names and values in a request to a text model: enough for a bias for each token of a
+# vocabulary, or the ids of 64 prompts. A parsed value may take 70 times the bytes of its JSON.
 MAX_VALUES = 131_072
-MARKS = ",:[{"  # one in front of each value but the first, outside of texts
+MARKS = ",:[{"  # outside of strings, one precedes each name or value but the first
 
 
 def read_text(body: bytes | bytearray | str) -> str:
-    """The body as text. Raises `InvalidRequest` where it is not UTF-8."""
+    """Decode a body. Raises `InvalidRequest` if it is not UTF-8 or has half a surrogate pair."""
     try:
         if not isinstance(body, str):
             return bytes(body).decode("utf-8")
@@ -31,15 +31,15 @@ def read_text(body: bytes | bytearray | str) -> str:
 
 
 def check_count(body: bytes | bytearray | str, most: int = MAX_VALUES) -> None:
-    """Raise `InvalidRequest` for JSON with more values, before any of them is made."""
+    """Raise `InvalidRequest` for JSON with more than `most` names and values, before parsing."""
     if isinstance(body, str):
         marks = sum(map(body.count, MARKS))
     else:
         marks = sum(map(body.count, MARKS.encode()))
-    if marks < most:  # texts and all
+    if marks < most:  # few enough, even if marks inside strings count
         return
     text, count, at = read_text(body), 0, 0
-    for _ in range(most):  # a text is a value
+    for _ in range(most):  # each string is a name or a value
         begin = text.find('"', at)
         count += sum(text.count(mark, at, len(text) if begin < 0 else begin) for mark in MARKS)
         if begin < 0 or count >= most:
@@ -47,7 +47,7 @@ def check_count(body: bytes | bytearray | str, most: int = MAX_VALUES) -> None:
         try:
             _, at = scanstring(text, begin + 1, False)
         except ValueError:
-            return  # it is no JSON
+            return  # not JSON: parsing will raise that
     else:
         count = most
     if count >= most:
@@ -55,10 +55,10 @@ def check_count(body: bytes | bytearray | str, most: int = MAX_VALUES) -> None:
 
 
 def read_json(body: bytes | bytearray | str, most: int | None = None) -> Any:
-    """Parse a body.
+    """Parse a JSON body.
 
-    Raises `InvalidRequest`, also for names and texts without UTF-8, and for more than `most`
-    values.
+    Raises `InvalidRequest` for anything but JSON, for half surrogate pairs, and for more than
+    `most` names and values.
     """
     if most is not None:
         check_count(body, most)

@@ -11,7 +11,7 @@ from typing import Any
 
 
 class _Lazy(ModuleType):
-    """Stands in for a module in the modules that imported it."""
+    """A stand-in for a module, which imports the module when an attribute is used."""
 
     def __getattr__(self, attribute: str) -> Any:
         with contextlib.suppress(ModuleNotFoundError):
@@ -21,10 +21,10 @@ class _Lazy(ModuleType):
 
 @contextlib.contextmanager
 def lazily_imported(*names: str) -> Iterator[None]:
-    """Within the block, imports of `names` give stand-ins; elsewhere they give the real modules.
+    """Make imports of `names` in the block return stand-ins, which import the modules when used.
 
-    For the toolkit, which imports numpy and scipy (20 MB and 0.1 s) for formats that the built-in
-    handler does not use, and boto3 (0.2 s) for a package index.
+    Used for the SageMaker Inference Toolkit, which imports numpy and scipy (20 MB and 0.1 s) for
+    formats that the built-in handler does not use, and boto3 (0.2 s) for a package index.
     """
     absent = [name for name in names if name not in sys.modules]
     for name in absent:

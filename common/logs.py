@@ -1,4 +1,4 @@
-"""Logs as one JSON object a line, on stdout."""
+"""Writes logs to stdout, as one JSON object per line."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from typing import Any
 
 from common.errors import cut
 
-# What JSON may hold and a terminal or a reader of lines takes for its own: controls, ends of lines,
-# turns of the writing's direction.
+# Characters that are valid in JSON, but that terminals and readers of lines interpret: controls,
+# line ends, changes of the text's direction.
 ODD = re.compile("[\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]")
 
 
 class JsonFormatter(logging.Formatter):
-    """`{"time", "level", "process", "message"}` and what is passed as `extra={"fields": {...}}`.
+    """Formats a record as JSON: time, level, process, message, and `extra={"fields": {...}}`.
 
-    Texts are cut: no line is longer than some kilobytes, tracebacks aside.
+    Long texts are shortened: a line has a few kilobytes at most, tracebacks aside.
     """
 
     def __init__(self, process: str) -> None:
@@ -41,7 +41,7 @@ class JsonFormatter(logging.Formatter):
             entry["traceback"] = "\n".join(cut(line) for line in lines)
         text = json.dumps(entry, ensure_ascii=False)
         text = ODD.sub(lambda odd: f"\\u{ord(odd[0]):04x}", text)
-        return text.encode("utf-8", "backslashreplace").decode()  # names need not be UTF-8
+        return text.encode("utf-8", "backslashreplace").decode()  # file names may be no UTF-8
 
 
 def log_as_json(process: str) -> None:

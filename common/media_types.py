@@ -1,4 +1,4 @@
-"""The headers Content-Type and Accept."""
+"""Parses the headers Content-Type and Accept."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from common.errors import NotAcceptable, UnsupportedMediaType
 
 JSON = "application/json"
 TEXT = "text/plain"
-# JSON with binary tensors behind it, and the parameter that says where the JSON ends.
+# JSON with binary tensors behind it, and the parameter with the length of the JSON.
 BINARY = "application/vnd.sagemaker-triton.binary+json"
 HEADER_SIZE = "json-header-size"
 
 
 def media_type(content_type: str | None) -> tuple[str, dict[str, str]]:
-    """The media type and its parameters in lower case; JSON without a header.
+    """Return the media type and its parameters in lower case; JSON if there is no header.
 
     Raises `UnsupportedMediaType` for a charset that is not UTF-8.
     """
@@ -26,7 +26,7 @@ def media_type(content_type: str | None) -> tuple[str, dict[str, str]]:
 
 
 def ranges(accept: str | None) -> dict[str, float]:
-    """The accepted media ranges, each with its `q`; `*/*` without a header."""
+    """Return the accepted media ranges with their weights `q`; `*/*` if there is no header."""
     weights = {}
     for part in (accept or "*/*").split(","):
         kind, parameters = _split(part)
@@ -38,9 +38,9 @@ def ranges(accept: str | None) -> dict[str, float]:
 
 
 def accepted(accept: str | None, offered: Sequence[str]) -> str:
-    """The offered type that the client prefers, the first of equals.
+    """Return the offered type with the highest weight in `accept`, the first of equals.
 
-    Raises `NotAcceptable`.
+    Raises `NotAcceptable` if the client accepts none.
     """
     weights = ranges(accept)
 

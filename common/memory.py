@@ -1,4 +1,4 @@
-"""The memory of the container, by its control group, or of the machine."""
+"""Reads how much memory the container, by its control group, or the machine has."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ CGROUP = Path("/sys/fs/cgroup")
 
 @dataclass(frozen=True)
 class Memory:
-    """Limit and use; `used_bytes` is without the page cache, which the kernel can evict."""
+    """A container's memory; `used_bytes` excludes the page cache, which the kernel can evict."""
 
     limit_bytes: int
     used_bytes: int
@@ -24,9 +24,9 @@ class Memory:
 
 
 def container_memory(cgroup: Path = CGROUP) -> Memory | None:
-    """The memory of the container; None where it has no limit, or none can be read."""
+    """Read the container's memory from its control group; None if it shows no limit."""
     folder, limit, usage, prefix = cgroup, "memory.max", "memory.current", ""
-    if not (folder / limit).exists():  # version 1
+    if not (folder / limit).exists():  # control groups of version 1
         folder, prefix = cgroup / "memory", "total_"
         limit, usage = "memory.limit_in_bytes", "memory.usage_in_bytes"
     try:
@@ -34,21 +34,21 @@ def container_memory(cgroup: Path = CGROUP) -> Memory | None:
         used_bytes = int((folder / usage).read_text())
         rows = (line.split() for line in (folder / "memory.stat").read_text().splitlines())
         counts = {name: int(value) for name, value in rows}
-    except (OSError, ValueError):  # absent, or "max"
+    except (OSError, ValueError):  # the file is absent, or holds "max"
         return None
     cached = counts[f"{prefix}inactive_file"] + counts[f"{prefix}active_file"]
     return Memory(limit_bytes, used_bytes - cached)
 
 
 def memory_limit_bytes() -> int:
-    """The limit of this process: the container's, or the machine's memory."""
+    """Return the container's memory limit or the machine's memory, whichever is less."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     container = container_memory()
     return total if container is None else min(total, container.limit_bytes)
 
 
-# Parts of the messages of onnxruntime, its arena, MXNet, CUDA and cuBLAS without memory. "alloc" or
-# "memory" would also match names of sources and "an illegal memory access".
+# Parts of the out-of-memory messages of onnxruntime, its arena, MXNet, CUDA and cuBLAS. "alloc" or
+# "memory" would also match names of source files and "an illegal memory access".
 OUT_OF_MEMORY = (
     "out of memory",
     "failed to allocate",
@@ -61,7 +61,7 @@ OUT_OF_MEMORY = (
 
 
 def is_out_of_memory(text: str) -> bool:
-    """Whether a library's error message means that it had no memory."""
+    """Return whether a library's error message reports that memory ran out."""
     return any(message in text.lower() for message in OUT_OF_MEMORY)
 
 

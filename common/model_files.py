@@ -1,6 +1,6 @@
-"""Which files make a folder a model, for the store, the handlers and the engine.
+"""Recognizes folders that are models by their files, for store, handlers and engine.
 
-Imports nothing large.
+Imports no large module.
 """
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ import posixpath
 import re
 from collections.abc import Iterable, Mapping
 
-# Of Hugging Face's, whole or in shards (`<name>.index.json`); v1's end with PARAMS.
+# Hugging Face's weights, whole or in shards (`<name>.index.json`). KoGPT2 v1's end with PARAMS.
 WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")
 PARAMS = ".params"
 # Tensors in, tensors out: an MXNet symbol checkpoint, an ONNX graph, also in a version's folder.
 SYMBOL, GRAPH = "model-symbol.json", "model.onnx"
-ADAPTER = "adapter_config.json"  # of PEFT's, beside adapter_model.safetensors
-MANIFEST = "MAR-INF/MANIFEST.json"  # of Multi Model Server's archives
-DEFAULT_PROGRAM = "inference.py"  # of the SageMaker Inference Toolkit
+ADAPTER = "adapter_config.json"  # PEFT writes it beside adapter_model.safetensors
+MANIFEST = "MAR-INF/MANIFEST.json"  # in Multi Model Server's archives
+DEFAULT_PROGRAM = "inference.py"  # the SageMaker Inference Toolkit's default
 
 TENSORS = re.compile(rf"(model/)?{re.escape(SYMBOL)}|([0-9]+/)?{re.escape(GRAPH)}")
 WEIGHTS = re.compile(
@@ -52,9 +52,9 @@ def is_model(
     handler: str | None = None,
     environment: Mapping[str, str] = os.environ,
 ) -> bool:
-    """Whether a folder with these files, relative to it, is a model.
+    """Return whether a folder is a model, by the paths of its files relative to it.
 
-    `handler` is the one that a load request names.
+    `handler` is the handler that the load request names, if any.
     """
     everywhere = filter(None, (environment.get("SAGEMAKER_HANDLER"), *programs(environment)))
     named = (handler,) if handler else everywhere
@@ -66,7 +66,7 @@ def is_model(
 
 
 def is_adapter(paths: Iterable[str]) -> bool:
-    """Whether these files are an adapter without its base."""
+    """Return whether the files are those of an adapter, without the weights of its base."""
     names = set(paths)
     return ADAPTER in names and not any(map(WEIGHTS.fullmatch, names))
 
@@ -85,7 +85,7 @@ CHECKPOINT = re.compile(r"(checkpoint-[0-9]+)/")
 
 
 def why_no_model(paths: Iterable[str], links: int = 0) -> str:
-    """Why these files are no model, and what would be; `links` were left out."""
+    """Explain why the files are no model, and what would be; `links` counts skipped links."""
     names = sorted(paths)
     archives = {path for path in names if path.endswith((".tar.gz", ".mar"))}
     folders = sorted(model_folders(names) | archives)
@@ -120,7 +120,7 @@ def _natural(name: str) -> tuple[int, str]:
 
 
 def model_folders(paths: Iterable[str]) -> set[str]:
-    """The topmost folders that are models, among those of the files in a store."""
+    """Return the topmost folders that are models, by the paths of all files of a store."""
     folders = {
         parent
         for path in paths

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 def restore() -> None:
-    """Restore the missing ones; called before MXNet is imported."""
+    """Restore the aliases that numpy lacks. Call this before MXNet is imported."""
     import numpy
 
     for kind in (bool, object, float, int, complex, str):

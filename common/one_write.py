@@ -9,14 +9,14 @@ from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
-# Longer bodies are not copied behind their heads.
+# Longer bodies are not copied, but written separately from their heads.
 MAX_BYTES = 65_536
 
 
 def join(cycle: RequestResponseCycle, message: Any) -> None:
     """Delay the head of a response with a Content-Length until its body is written.
 
-    Call it with each message before it is sent.
+    Call this with each ASGI message before it is sent.
     """
     if (
         message["type"] == "http.response.start"

@@ -1,4 +1,4 @@
-"""onnxruntime sessions that share one thread pool."""
+"""Opens onnxruntime sessions that share one thread pool."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from common.errors import OutOfMemory
 from common.memory import is_out_of_memory
 
 VERSION: str = onnxruntime.__version__
-FATAL_ONLY = 4  # a log level: what goes wrong is raised
+FATAL_ONLY = 4  # a log level; errors are raised, so they need no log line
 
-# Long rows are faster without: a step of eight of 900 tokens takes a quarter less processor time,
-# short ones the same. Read when a session is opened.
+# Without flash attention, a decode step of eight rows of 900 tokens takes a quarter less processor
+# time, a step of short rows the same. onnxruntime reads this when a session is opened.
 os.environ.setdefault("ORT_GQA_DISABLE_FLASH_ATTENTION", "1")
 
 _sharing = threading.Lock()
@@ -29,29 +29,30 @@ _sharing = threading.Lock()
 
 @functools.cache
 def _share_threads() -> None:
-    """Use one pool for all sessions: idle pools of other sessions would spin on the cores."""
+    """Use one thread pool for all sessions: with a pool each, idle ones would spin on the cores."""
     onnxruntime.set_global_thread_pool_sizes(cpu_count(), 1)
 
 
 def session_options() -> Any:
-    """The options of every session: shared threads, and no CPU arena of its own."""
-    with _sharing:  # two first loads at once: the pool cannot be sized once one has a session
+    """Return the options of every session: the shared thread pool, and no memory arena."""
+    with _sharing:  # for concurrent first loads: no session may exist before the pool has its size
         _share_threads()
     options = onnxruntime.SessionOptions()
     options.use_per_session_threads = False
     options.log_severity_level = FATAL_ONLY
-    # An arena keeps the most a long prefill ever took; without one, a step takes as long.
+    # An arena would hold the peak memory of the longest prefill, and makes a step no faster.
     options.enable_cpu_mem_arena = False
     options.enable_mem_pattern = False
-    # Between steps the cores are for sampling and for other processes. Steps take no longer.
+    # Idle threads must not spin: sampling and other processes use the cores between steps. This
+    # makes steps no slower.
     options.add_session_config_entry("session.force_spinning_stop", "1")
     return options
 
 
 def open_graph(path: Path) -> Any:
-    """Open any graph, with its external tensors.
+    """Open an ONNX graph with its external tensors.
 
-    Raises what onnxruntime does, and `OutOfMemory`.
+    Raises onnxruntime's errors, `OutOfMemory`, and `ValueError` for tensors outside of its folder.
     """
     if VERSION < "1.24":
         _check_places(path)
@@ -64,7 +65,7 @@ def open_graph(path: Path) -> Any:
 def _check_places(path: Path) -> None:
     """Raise `ValueError` for external tensors outside of the graph's folder.
 
-    The last onnxruntime for Python 3.10 does not check that, later ones do.
+    The last onnxruntime for Python 3.10 does not check that; later versions do.
     """
     import onnx
     from onnx.external_data_helper import (
@@ -82,7 +83,7 @@ def _check_places(path: Path) -> None:
 
 
 def run_options() -> Any:
-    """Options of a run; setting `terminate` ends it."""
+    """Return the options of a run; setting their `terminate` to True ends the run."""
     options = onnxruntime.RunOptions()
     options.log_severity_level = FATAL_ONLY
     return options

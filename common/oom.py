@@ -1,8 +1,8 @@
-"""The order in which processes are killed when memory runs out: `oom_score_adj`.
+"""Sets the order in which the kernel kills processes when memory runs out: `oom_score_adj`.
 
-Any user may raise it. 1000 weighs as much as all memory in use, so a model's script, or a sandbox,
-is killed first, then a worker, then the gateway or Multi Model Server; the engine, which holds all
-models, last.
+Raising a score needs no privileges. A score of 1000 weighs as much as all memory, so a model's
+script or a sandbox is killed first, then a worker, then the gateway or Multi Model Server, and last
+the engine, which holds all models.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ SERVER, WORKER, SCRIPT = 800, 900, 1000
 
 
 def oom_score_adj(pid: int | str = "self") -> int:
-    """The score of a process. Raises `OSError` if it has ended."""
+    """Read a process's `oom_score_adj`. Raises `OSError` if the process has ended."""
     return int(Path(f"/proc/{pid}/oom_score_adj").read_text())
 
 
 def expendable(score: int) -> None:
-    """Raise this process's score to `score`, unless it is higher."""
+    """Raise this process's `oom_score_adj` to `score`, unless it is higher already."""
     with contextlib.suppress(OSError):
         if oom_score_adj() < score:
             Path("/proc/self/oom_score_adj").write_text(str(score))

@@ -1,6 +1,6 @@
-"""The generation parameters of a request: their checks, and errors that name them.
+"""Checks the generation parameters of a request; errors name the parameter.
 
-Names are those of Hugging Face's text generation APIs.
+The names are those of Hugging Face's text generation APIs.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from common.form import Form
 
 MAX_SEQUENCES = 16
 MAX_LOGPROBS = 20
-MAX_LABELS = 64  # whose probabilities are computed: a pass for each
+MAX_LABELS = 64  # texts of a choice whose probabilities are computed, in a pass for each
 MAX_SEED = 2**63 - 1
 
-# What each may be: called with its name and the value given, the value to use.
+# The check of each parameter: called with its name and value, returns the value to use.
 CHECKS: dict[str, Callable[[str, Any], Any]] = {
     "max_new_tokens": lambda n, v: checks.integer(n, v, 1, 1_000_000),
     "stop": checks.stops,
@@ -51,13 +51,13 @@ CHECKS: dict[str, Callable[[str, Any], Any]] = {
     **forms.CHECKS,
     "choice_logprobs": checks.boolean,
 }
-# Names of llama.cpp, Triton and vLLM for what has one here.
+# Names in llama.cpp, Triton and vLLM of parameters that have another name here.
 ALIASES = {
     "repeat_penalty": "repetition_penalty",
     "stop_words": "stop",
     "min_tokens": "min_new_tokens",
 }
-WORDS = ("stop_words", "bad_words")  # Triton's quick starts send them empty
+WORDS = ("stop_words", "bad_words")  # Triton's quick starts send these empty, which means none
 SAMPLING = {"temperature", "top_k", "top_p", "min_p", "typical_p", "seed"}
 
 
@@ -75,30 +75,30 @@ class Parameters:
     min_p: draw among tokens that have at least this share of the likeliest one's probability
     repetition_penalty: > 0; logits of tokens seen before are divided (positive) or multiplied by
         it (negative), Keskar et al. 2019 (CTRL)
-    frequency_penalty: from -2 to 2; taken from a token's logit as often as it stands in the answer
-    presence_penalty: from -2 to 2; taken from a token's logit once it stands in the answer
-    logit_bias: token ids and what is added to their logits, from -100 to 100
-    seed: same seed, same text
+    frequency_penalty: from -2 to 2; subtracted from a token's logit per occurrence in the answer
+    presence_penalty: from -2 to 2; subtracted from the logits of tokens that occur in the answer
+    logit_bias: pairs of a token id and the number, from -100 to 100, that is added to its logit
+    seed: the same seed gives the same text
     num_return_sequences: answers to one prompt; the i-th is drawn with seed + i
     logprobs: also return this many likeliest tokens per step with their log-probabilities
-    return_full_text: the prompt comes back in front of the answer
-    decoder_input_details: the prompt's tokens come back, too, with their log-probabilities where
+    return_full_text: also return the prompt, in front of the answer
+    decoder_input_details: also return the prompt's tokens, with their log-probabilities if
         `logprobs` is given
     ignore_eos: end tokens do not end the answer
-    form: what the answer is held to, by one of choice, regex, json_schema and grammar
-    choice_logprobs: also return the log-probability of each text of the choice, among these; the
-        answer is then the likeliest of them as a whole, or one drawn by these
+    form: what the answer must match, from one of choice, regex, json_schema and grammar
+    choice_logprobs: also return the log-probability of each text of the choice, relative to the
+        others; the answer is then the likeliest text as a whole, or drawn by these probabilities
     typical_p: draw among the tokens whose surprisal is nearest to the entropy, as many as together
         reach this probability, Meister et al. 2022; 1 is off
-    no_repeat_ngram_size: no n tokens stand twice in prompt and answer; 0 is off
-    min_new_tokens: no end token and no stop text ends the answer before it has so many tokens
-    bad_words: texts that are never written, however they are cut into tokens
-    bad_words_ids: lists of token ids that are never written one behind the other
-    dry_multiplier: with what DRY's penalty is multiplied, see `engine.rules.Dry`; 0 is off
-    dry_base: to the power of a repetition's length above the allowed one it is the penalty
+    no_repeat_ngram_size: no n tokens in sequence occur twice in prompt and answer; 0 is off
+    min_new_tokens: no end token and no stop text ends the answer before it has this many tokens
+    bad_words: texts that never occur in the answer, whatever tokens they consist of
+    bad_words_ids: sequences of token ids that never occur in the answer
+    dry_multiplier: factor of DRY's penalty, see `engine.rules.Dry`; 0 is off
+    dry_base: base of DRY's penalty, whose exponent grows with the length of a repetition
     dry_allowed_length: repetitions of fewer tokens are not penalized
-    dry_penalty_last_n: of how many last tokens repetitions are looked for; -1 means all
-    dry_sequence_breakers: texts over which no repetition goes on
+    dry_penalty_last_n: how many of the last tokens DRY searches for repetitions; -1 means all
+    dry_sequence_breakers: texts at which a repetition ends
     """
 
     max_new_tokens: int = 64
@@ -135,7 +135,7 @@ class Parameters:
     def parse(cls, given: Any, defaults: Mapping[str, Any] | None = None) -> Parameters:
         """Checks a request's `parameters` object. Raises `InvalidRequest` naming the field.
 
-        `defaults`, checked already, are a model's own.
+        `defaults` are the model's own parameters, which have been checked before.
         """
         if given is None:
             given = {}
@@ -176,7 +176,7 @@ class Parameters:
 
 
 def _checked(given: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Values by our names, without those that are null. Raises `InvalidRequest`."""
+    """Check parameters, replace `ALIASES`, and drop null values. Raises `InvalidRequest`."""
     values: dict[str, Any] = {}
     form = ""
     for name, value in given.items():

@@ -1,9 +1,9 @@
-"""System call filters, for processes that read foreign data or run foreign programs.
+"""System call filters for processes that read untrusted data or run untrusted programs.
 
 They are classic BPF, see the kernel's Documentation/userspace-api/seccomp_filter.rst. `install` is
 for a process that only computes: no network, no other process, no program, and, unless it may
-write, no change of any file. Files that this user may read are not hidden: only the answers leave
-the process. `handlers.user_code.confinement.seccomp` is for a model's own program.
+write, no change of any file. It can still read files that its user may read, but send nothing
+except its answers. `handlers.user_code.confinement.seccomp` is for a model's own program.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ X32 = 0x40000000  # numbers from here on are those of x86-64's other ABI
 CLONE_THREAD = 0x10000
 # CLONE_NEWNS, NEWCGROUP, NEWUTS, NEWIPC, NEWUSER, NEWPID, NEWNET.
 NEW_NAMESPACES = 0x7E020000
-# O_WRONLY, O_RDWR, O_CREAT, O_TRUNC: the same on both.
+# O_WRONLY, O_RDWR, O_CREAT, O_TRUNC: the same on both architectures.
 OPENS_TO_WRITE = 0o1 | 0o2 | 0o100 | 0o1000
 
 Numbers = tuple[int, int]  # on x86-64 and aarch64, from the kernel's own tables; -1: there is none
 Instruction = tuple[int, int, int, int]  # code, how many to skip if true, if false, operand
-Rule = tuple[Numbers, Sequence[Instruction]]  # what decides on a call: its last ones return
+Rule = tuple[Numbers, Sequence[Instruction]]  # a call's numbers, and the instructions for it
 
-# Calls that no process with foreign data or programs needs: ways around other checks, and parts of
-# the kernel with many known vulnerabilities. A user namespace would give all capabilities inside.
+# Calls that no process with untrusted data or programs needs: ways around other checks, and parts
+# of the kernel with many known vulnerabilities. A user namespace would give all capabilities in it.
 KERNEL = {
     "unshare": (272, 97),
     "setns": (308, 268),
@@ -53,7 +53,7 @@ KERNEL = {
     "chroot": (161, 51),
     "sethostname": (170, 161),
     "setdomainname": (171, 162),
-    "open_by_handle_at": (304, 265),  # past the folders that lead to a file
+    "open_by_handle_at": (304, 265),  # skips the checks of a path's folders
     "bpf": (321, 280),
     "perf_event_open": (298, 241),
     "userfaultfd": (323, 282),
@@ -61,9 +61,9 @@ KERNEL = {
     "request_key": (249, 218),
     "keyctl": (250, 219),
 }
-# Makes and connects sockets without their calls. Programs do without it where it is not there.
+# io_uring creates and connects sockets without the calls for that. Programs work without it.
 IO_URING_SETUP = (425, 425)
-# Attributes of files that the user owns.
+# Calls that change the extended attributes of files that the user owns.
 EXTENDED_ATTRIBUTES = {
     "setxattr": (188, 5),
     "lsetxattr": (189, 6),
@@ -74,7 +74,7 @@ EXTENDED_ATTRIBUTES = {
     "fremovexattr": (199, 16),
     "removexattrat": (466, 466),
 }
-OTHERS = {  # what reaches beyond the process
+OTHERS = {  # calls with effects outside of the process
     # network
     "socket": (41, 198),
     "socketpair": (53, 199),
@@ -141,7 +141,7 @@ OPEN, OPENAT, OPENAT2 = (2, -1), (257, 56), (437, 437)
 
 
 def install(libc: Any, may_write: bool) -> bool:
-    """Filter this process and its children, for good; returns False where the kernel cannot."""
+    """Permanently filter this process and its children; returns False if the kernel cannot."""
     return load(libc, _computing(may_write))
 
 
@@ -166,7 +166,7 @@ def load(libc: Any, rules: Iterable[Rule]) -> bool:
 
 
 def _program(machine: str, rules: Iterable[Rule]) -> list[Instruction]:
-    """The program of some rules; it refuses calls of another ABI."""
+    """Assemble the filter of some rules; it also refuses calls of another ABI."""
     column = list(ARCHITECTURES).index(machine)
     program: list[Instruction] = [
         (LOAD, 0, 0, ARCHITECTURE),
@@ -190,12 +190,12 @@ def refused(error: int = EPERM) -> Instruction:
 
 
 def argument(number: int) -> Instruction:
-    """Load the low half of an argument."""
+    """Return the instruction that loads the low 32 bits of an argument."""
     return (LOAD, 0, 0, ARGUMENTS + 8 * number)
 
 
 def always() -> Iterator[Rule]:
-    """The rules of all filters: no namespaces, and limits for the process itself only."""
+    """Yield the rules of all filters: no `KERNEL` calls, and no limits of other processes."""
     yield from refuse(KERNEL.values())
     yield from refuse([IO_URING_SETUP, CLONE3], ENOSYS)  # no filter sees clone3's arguments
     yield PRLIMIT64, [argument(0), (JEQ, 1, 0, 0), refused(), ALLOWED]
@@ -209,9 +209,9 @@ def refuse(calls: Iterable[Numbers], error: int = EPERM) -> Iterator[Rule]:
 def _computing(may_write: bool) -> Iterator[Rule]:
     yield from always()
     yield from refuse(OTHERS.values())
-    # Threads, but no processes.
+    # New threads are allowed, new processes are not.
     yield CLONE, [argument(0), (JSET, 1, 0, CLONE_THREAD), refused(), ALLOWED]
-    yield TGKILL, [argument(0), (JEQ, 1, 0, os.getpid()), refused(), ALLOWED]  # abort() is its own
+    yield TGKILL, [argument(0), (JEQ, 1, 0, os.getpid()), refused(), ALLOWED]  # for abort()
     if not may_write:
         yield from refuse(WRITES.values())
         yield from refuse([OPENAT2], ENOSYS)

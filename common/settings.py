@@ -1,4 +1,4 @@
-"""Settings: dataclasses whose fields are environment variables, read once a process."""
+"""Settings: dataclasses whose fields are environment variables, read once per process."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ S = TypeVar("S")
 def setting(
     variable: str, default: Any, help_text: str, option: str | None = None, also: str = ""
 ) -> Any:
-    """A field of a settings class.
+    """Define a field of a settings class.
 
     `option` is for the command line; `also` is another variable, SageMaker's own, that is read
-    where this one is not set. `kogpt2 settings` lists all for docs/reference/settings.md.
+    if `variable` is not set. `kogpt2 settings` lists all for docs/reference/settings.md.
     """
     metadata = {"variable": variable, "help": help_text, "option": option, "also": also}
     return field(default=default, metadata=metadata)
 
 
 def read_settings(kind: type[S], environment: Mapping[str, str] = os.environ) -> S:
-    """Read the settings; an empty variable is not set. Raises `SettingError` that names it."""
+    """Read the settings; an empty variable is not set. Raises `SettingError` with the variable."""
     values = {}
     for f in fields(kind):  # type: ignore[arg-type]
-        for variable in (f.metadata["also"], f.metadata["variable"]):  # the later one wins
+        for variable in (f.metadata["also"], f.metadata["variable"]):  # `variable` overrides `also`
             if text := environment.get(variable):
                 values[f.name] = _parsed(variable, text, f.type)
     return kind(**values)
 
 
 def comma_separated(text: str) -> list[str]:
-    """The entries of a setting that is a list, without spaces around them and empty ones."""
+    """Split a setting at its commas into entries, without spaces around them and empty ones."""
     return [entry for entry in map(str.strip, text.split(",")) if entry]
 
 

@@ -1,4 +1,4 @@
-"""Removes trees of foreign files, of any depth and with any permissions."""
+"""Removes trees of untrusted files, of any depth and with any permissions."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ logger = logging.getLogger(__name__)
 
 
 def remove(path: Path) -> None:
-    """Remove a file, or a folder with its content; a path without either is ignored.
+    """Remove a file, or a folder with its content; a path that does not exist is ignored.
 
     Failures are logged.
     """

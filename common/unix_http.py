@@ -1,4 +1,4 @@
-"""HTTP/1.1 on unix sockets for asyncio: as much as Multi Model Server and the engine speak.
+"""An HTTP/1.1 client on unix sockets for asyncio, for Multi Model Server and the engine.
 
 Bodies have a length or are chunked. There are no encodings, redirects or cookies.
 """
@@ -13,13 +13,13 @@ from collections.abc import AsyncIterator, Mapping
 
 import httptools
 
-# How long an idle connection is reused. The engine closes one after five seconds: with more,
-# requests fail on connections that are being closed.
+# How long an idle connection can be reused. The engine closes idle connections after five seconds:
+# with a larger value, requests fail on connections that are being closed.
 MAX_IDLE_S = 4.0
 MAX_HEADER_BYTES = 65_536
 # Bytes of a response that are buffered before the sender is paused.
 UNREAD_BYTES = 65_536
-# Bodies up to here are copied behind their heads, so that both are one write.
+# Bodies up to this size are copied behind their heads, so that both are one write.
 JOINED_BYTES = 65_536
 IDEMPOTENT = ("GET", "PUT", "DELETE")
 
@@ -27,7 +27,7 @@ Headers = Mapping[str, str]
 
 
 class UnixHTTP:
-    """A client of one event loop, with a connection for each concurrent request."""
+    """An HTTP client for one event loop, with a connection for each concurrent request."""
 
     def __init__(self, path: str) -> None:
         self._path = path
@@ -38,7 +38,7 @@ class UnixHTTP:
     ) -> tuple[int, dict[str, str], bytes]:
         """Return the response's status, headers by lower-case names, and body.
 
-        Raises `OSError` where there is no whole response, and `asyncio.TimeoutError`.
+        Raises `OSError` if there is no complete response, and `asyncio.TimeoutError`.
         """
         async with self.stream(method, target, timeout_s, headers, body, whole=True) as answer:
             return answer.status, answer.headers, b"".join(answer.pieces)
@@ -53,9 +53,10 @@ class UnixHTTP:
         body: bytes | None,
         whole: bool = False,
     ) -> AsyncIterator[_Connection]:
-        """Yield the response once its head is there (`status`, `headers`, `piece`), or all of it.
+        """Yield the response once its head has arrived; with `whole`, once all of it has.
 
-        Raises as `request` does; leaving the block early closes the connection.
+        It has `status`, `headers` and `piece()`. Raises as `request` does; leaving the block early
+        closes the connection.
         """
         request = _head(method, target, headers, body)
         while True:
@@ -79,7 +80,7 @@ class UnixHTTP:
                 self._idle.append(connection)
 
     def _reusable(self) -> _Connection | None:
-        """An idle connection, if there is one; closes those that were idle for too long."""
+        """Return an idle connection or None; closes those that were idle for too long."""
         oldest = time.monotonic() - MAX_IDLE_S
         while self._idle and self._idle[0].idle_since < oldest:
             self._idle.popleft().close()
@@ -108,9 +109,9 @@ def _head(method: str, target: str, headers: Headers, body: bytes | None) -> byt
 class _Connection(asyncio.Protocol):
     """A connection with one request at a time. The parser calls the methods `on_...`."""
 
-    status: int  # 0 as long as no answer has begun
+    status: int  # 0 until a response has begun
     headers: dict[str, str]
-    pieces: list[bytes]  # of the body, that were not read yet
+    pieces: list[bytes]  # received parts of the body that were not read yet
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -123,7 +124,7 @@ class _Connection(asyncio.Protocol):
     # For the client
 
     async def send(self, head: bytes, body: bytes, timeout_s: float, whole: bool) -> None:
-        """Send a request and wait for the response's head, or for all of it."""
+        """Send a request and wait for the response's head; with `whole`, for all of it."""
         self._parser = httptools.HttpResponseParser(self)
         self._whole, self._has_head, self._complete, self._paused = whole, False, False, False
         self._error: Exception | None = None
@@ -132,7 +133,7 @@ class _Connection(asyncio.Protocol):
         if self.is_closed:
             raise ConnectionResetError("the connection was closed")
         self._timer = self._loop.call_later(timeout_s, self._fail, asyncio.TimeoutError())
-        # Each write is sent at once: the receiver of a short request wakes once.
+        # Each write is sent at once, so the receiver of a short request should wake only once.
         if len(body) <= JOINED_BYTES:
             self._transport.write(head + body)
         else:
@@ -142,7 +143,7 @@ class _Connection(asyncio.Protocol):
             await self._change()
 
     async def piece(self) -> bytes:
-        """The unread part of the body, as soon as there is some; b"" at the end."""
+        """Wait for more of the body and return all that has arrived; b"" at the end."""
         while not self.pieces and not self._complete:
             await self._change()
         piece = self.pieces[0] if len(self.pieces) == 1 else b"".join(self.pieces)
@@ -188,7 +189,7 @@ class _Connection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         if self._parser is None or self._complete:
-            self.close()  # no request was sent
+            self.close()  # data without a request
             return
         try:
             self._parser.feed_data(data)
@@ -211,7 +212,7 @@ class _Connection(asyncio.Protocol):
 
     def on_header(self, name: bytes, value: bytes) -> None:
         if self._has_head:
-            return  # a trailer
+            return  # trailers are ignored
         self._header_bytes += len(name) + len(value)
         if self._header_bytes > MAX_HEADER_BYTES:
             raise ValueError("an answer's headers are too long")
@@ -220,7 +221,7 @@ class _Connection(asyncio.Protocol):
     def on_headers_complete(self) -> None:
         assert self._parser is not None
         status = self._parser.get_status_code()
-        self._has_head = status >= 200  # else the answer comes behind it
+        self._has_head = status >= 200  # 1xx: the final response follows
         self.status = status if self._has_head else 0
         if not self._has_head:
             self.headers = {}

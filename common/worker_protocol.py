@@ -1,4 +1,4 @@
-"""The gateway's and the workers' headers, beside Multi Model Server's own protocol."""
+"""Headers and limits of requests from the gateway to workers through Multi Model Server."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ REQUEST_HEADER = "x-kogpt2-request"
 WORKER_HEADER = "x-kogpt2-worker"
 # On a response of the engine: the tokens of the prompt and of the answer, as "12 34".
 TOKENS_HEADER = "x-kogpt2-tokens"
-# Of a request for an alias: the model that answers, percent-encoded.
+# On a response to a request for an alias: the name of the model that answered, percent-encoded.
 SERVED_MODEL = "x-served-model"
 REQUEST_ID = "x-request-id"  # the client's own, or the gateway's, for the log
 TRACEPARENT = "traceparent"  # https://www.w3.org/TR/trace-context/, of the client or the gateway
 
-# With its headers; MMS kills a worker that sends a longer response.
+# Including the headers. MMS kills a worker that sends a longer response.
 MAX_RESPONSE_BYTES = 104_857_600

@@ -25,7 +25,7 @@ class Handler(Protocol):
         """Loads the model in `model_dir`. Raises `common.errors.EngineError` with the reason."""
 
     def describe(self, model: Any) -> dict[str, Any]:
-        """The answer of `GET /v2/models/{name}`."""
+        """Return the answer to `GET /v2/models/{name}`."""
 
     def transform_fn(
         self,
@@ -35,11 +35,11 @@ class Handler(Protocol):
         accept: str | None,
         timeout_s: float,
     ) -> tuple[bytes, str]:
-        """The answer's bytes and content type. Raises `EngineError`."""
+        """Answer a request: returns the body and its content type. Raises `EngineError`."""
 
 
 def brings_script(model_dir: str | os.PathLike[str], handler: str | None = None) -> bool:
-    """Whether the model's own Python code serves it."""
+    """Return whether Python code in the model's folder serves the model."""
     try:
         return find_script(model_dir, handler) is not None
     except (ArtifactError, OSError):
@@ -47,7 +47,7 @@ def brings_script(model_dir: str | os.PathLike[str], handler: str | None = None)
 
 
 def has_handler(model_dir: str | os.PathLike[str], handler: str) -> bool:
-    """Whether the server's default `handler` is in the model, and no manifest names another."""
+    """Return whether the server's default `handler` is in the model, which has no manifest."""
     try:
         script = find_script(model_dir, handler) if handler else None
     except (ArtifactError, OSError):
@@ -56,22 +56,22 @@ def has_handler(model_dir: str | os.PathLike[str], handler: str) -> bool:
 
 
 def is_hosted(model_dir: str | os.PathLike[str], handler: str | None = None) -> bool:
-    """Whether the engine holds the model, so that `handlers.host` serves it."""
+    """Return whether the engine holds the model, so that `handlers.host` serves it."""
     return not brings_script(model_dir, handler) and _module(model_dir) == TEXT
 
 
 def computes_tensors(model_dir: str | os.PathLike[str], handler: str | None = None) -> bool:
-    """Whether the model's own worker computes it: an ONNX graph or MXNet symbol, no script."""
+    """Return whether the worker computes the model: an ONNX graph or MXNet symbol, no script."""
     return not brings_script(model_dir, handler) and _module(model_dir) != TEXT
 
 
 def handler_for(model_dir: str, handler: str | None = None) -> Handler | Script:
-    """The model's own script, or the built-in handler for its files. Raises `ArtifactError`."""
+    """Find the model's own script, or else the built-in handler. Raises `ArtifactError`."""
     return find_script(model_dir, handler) or built_in(model_dir)
 
 
 def built_in(model_dir: str) -> Handler:
-    """The built-in handler for the model's files."""
+    """Import the built-in handler for the model's files."""
     return importlib.import_module(_module(model_dir))
 
 

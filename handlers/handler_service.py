@@ -1,6 +1,6 @@
 """The handler service that Multi Model Server starts for each model (`SAGEMAKER_HANDLER`).
 
-In place of the SageMaker Inference Toolkit's `DefaultHandlerService`, which sends tracebacks to
+It replaces the SageMaker Inference Toolkit's `DefaultHandlerService`, which sends tracebacks to
 clients and answers a whole batch by the first request's headers (sagemaker-inference 1.10.1,
 transformer.py).
 """
@@ -32,7 +32,7 @@ INTERNAL_HEADERS = (protocol.TIMEOUT_HEADER, protocol.REQUEST_HEADER, protocol.P
 
 
 class HandlerService:
-    """`initialize` loads the model and `handle` answers requests.
+    """Loads a model in `initialize` and answers requests in `handle`.
 
     Multi Model Server reports a load as successful whatever `initialize` raises
     (mms/model_loader.py). So `initialize` raises nothing and stores the outcome, which the gateway
@@ -69,7 +69,7 @@ class HandlerService:
         self._model = handler.model_fn(spec.path, spec.engine_name, **options)
 
     def handle(self, data: list[Mapping[str, Any]], context: Any) -> list[bytes]:
-        """One answer per request of the batch: `load_error` for each if the model did not load."""
+        """Return one answer per request of a batch; each is `load_error` if the load failed."""
         for i in range(len(data)):
             context.set_response_header(i, protocol.WORKER_HEADER, "1")
         headers = {str(k).lower(): v for k, v in context.get_all_request_header(0).items()}
@@ -106,14 +106,14 @@ class HandlerService:
                     self._model, request.body, content_type, accept, timeout_s
                 )
             )
-        except Exception as error:  # does not fail the rest of the batch
+        except Exception as error:  # must not fail the rest of the batch
             return _to_engine_error(error, [request])
         if (counts := token_counts.get()) is not None:
             answer.headers[protocol.TOKENS_HEADER] = f"{counts[0]} {counts[1]}"
         return answer
 
     def connected(self) -> None:
-        """Called when Multi Model Server has opened one more connection to the model."""
+        """Called when Multi Model Server has opened another connection to the model."""
         if self.pool is not None:
             self.pool.connected()
 
@@ -123,15 +123,15 @@ class HandlerService:
             self.pool.disconnected()
 
     def close(self) -> None:
-        """Unloads the model while the process lives on."""
+        """Unloads the model; the process continues to run."""
         if isinstance(self._model, ModelHandle):
             self._model.close()
 
     def _outcome(self) -> dict[str, Any]:
-        """`in_engine`: whether the gateway may stream from the engine.
+        """Return the outcome of the load; `in_engine`: the gateway may stream from the engine.
 
-        False for a script, also if it uses a model in the engine: a stream would bypass the
-        script's own functions.
+        `in_engine` is False for a script, even if it uses a model in the engine: a stream would
+        bypass the script's own functions.
         """
         if self.load_error is not None:
             body = self.load_error.to_body()
@@ -143,7 +143,7 @@ class HandlerService:
 
 
 def _request(i: int, values: Mapping[str, Any], context: Any) -> tuple[Request, float]:
-    """Request `i` of a batch, and its timeout in seconds; 0 if the gateway sent none."""
+    """Read request `i` of a batch, and its timeout in seconds; 0 if the gateway sent none."""
     headers, content_types = {}, {}
     for name, value in context.get_all_request_header(i).items():
         if isinstance(value, str):

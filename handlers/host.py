@@ -30,8 +30,8 @@ MAX_THREADS = 512
 # Idle threads (16 KiB each), started with the process: they serve requests where RLIMIT_NPROC or a
 # pids limit allows no more. Further threads end after their request.
 MAX_IDLE_THREADS = 32
-# With fewer idle threads more are started. Two, so that one still reads messages while the start of
-# another fails; it is tried again with the next message or after POLL_INTERVAL_S.
+# With fewer idle threads, more are started. Two, so that one still reads messages while the start
+# of another fails; that is retried with the next message or after POLL_INTERVAL_S.
 MIN_IDLE_THREADS = 2
 POLL_INTERVAL_S = 0.5  # also the delay until a model that MMS has unregistered is unloaded
 # How long to wait for an owner's socket. The connection is then closed, and the owner retries.
@@ -67,7 +67,7 @@ class Poller:
                 on_readable()
                 read = self._readers.get(descriptor)
                 again = read is not None and read()
-            finally:  # also after an error: without a new registration it is never read again
+            finally:  # even after an error: an unarmed socket would never be read again
                 if again:
                     with contextlib.suppress(OSError):  # already closed
                         self._epoll.modify(descriptor, select.EPOLLIN | select.EPOLLONESHOT)
@@ -92,7 +92,7 @@ class Host:
         self._thread_error_logged = False
 
     def serve(self) -> None:
-        """Accept owners for ever; a connection without a socket, a health check, is closed."""
+        """Accepts owners forever; closes connections that send no socket, such as health checks."""
         with self._lock:
             self._start_threads(MAX_IDLE_THREADS)
         self._listener.settimeout(POLL_INTERVAL_S)
@@ -102,7 +102,7 @@ class Host:
             with self._lock:
                 self._start_threads(MIN_IDLE_THREADS)
                 abandoned = [model for model in self._models if model.connections.have_ended()]
-            for model in abandoned:  # its owner then ends, and with it the model
+            for model in abandoned:  # the owner exits, and `_drop` then unloads the model
                 with contextlib.suppress(OSError):
                     model.owner.send(UNREGISTERED)
 
@@ -140,7 +140,7 @@ class Host:
                 self._idle += 1
 
     def _on_readable(self) -> None:
-        """This thread is busy from now on: another one has to wait for the next message."""
+        """Counts this thread as busy, and starts others if too few wait for the next message."""
         with self._lock:
             self._idle -= 1
             self._start_threads(MIN_IDLE_THREADS)
@@ -156,7 +156,7 @@ class Host:
             model = HostedModel(owner, listener)
             with self._lock:
                 self._models.add(model)
-            # The owner last: if it has ended already, its event closes both sockets at once.
+            # Add the owner last: if it has ended already, its event closes both sockets at once.
             self._poller.add(listener, lambda: self._connect(model))
             self._poller.add(owner, lambda: self._drop(model))
             return
@@ -196,7 +196,7 @@ class Host:
     def _drop(self, model: HostedModel) -> bool:
         """Unloads a model and closes its sockets; connections end after their current message.
 
-        Returns False: its owner is not polled any more.
+        Returns False, so that the poller stops polling the owner.
         """
         with self._lock:
             if model not in self._models:

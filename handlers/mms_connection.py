@@ -19,7 +19,7 @@ READ_BYTES = 65_536
 # A model ends when MMS has had no connection to it for this long: it has unregistered the model or
 # has ended. A smaller value ends models to which MMS only reconnects.
 DISCONNECTED_TIMEOUT_S = 5.0
-# The same before the first connection: must exceed MMS's back-off after a crash.
+# The timeout before the first connection. It must exceed MMS's back-off after a crash.
 FIRST_CONNECTION_TIMEOUT_S = 120.0
 LISTEN_BACKLOG = 128
 
@@ -49,7 +49,7 @@ class Connections:
         self._idle_since = time.monotonic()
 
     def have_ended(self) -> bool:
-        """Whether MMS has closed all, because it has unregistered the model or has ended."""
+        """Return whether MMS has unregistered the model or ended: no connection for the timeout."""
         return not self.open and time.monotonic() - self._idle_since > self._timeout_s
 
 
@@ -62,7 +62,10 @@ class LoadedModel:
         self._closed = False
 
     def service(self, message: dict[str, Any]) -> Any:
-        """An MMS service with its own context. Raises `OSError` after `close`."""
+        """Returns a new MMS service of the model. Loads the model if it is not loaded.
+
+        Raises `OSError` after `close`.
+        """
         from mms.model_loader import MmsModelLoader
         from mms.service import Service
 
@@ -97,7 +100,7 @@ class Reader:
         return self._position < len(self._buffer)
 
     def recv(self, size: int) -> bytes:
-        """From 1 to `size` bytes; `b""` at the end of the stream."""
+        """Return from 1 to `size` bytes; `b""` at the end of the stream."""
         if not self.has_buffered:
             self._buffer, self._position = self._socket.recv(max(size, READ_BYTES)), 0
         begin = self._position
@@ -106,7 +109,7 @@ class Reader:
 
 
 class Connection:
-    """Answers MMS's messages one at a time."""
+    """Answers the messages on one of MMS's connections, one at a time."""
 
     def __init__(self, connection: socket.socket, model: LoadedModel) -> None:
         self.socket, self._model = connection, model
@@ -117,7 +120,7 @@ class Connection:
         self._reading = threading.Lock()
 
     def answer(self) -> bool:
-        """Waits for a message; answers it and all buffered ones. False if MMS has disconnected."""
+        """Waits for a message; answers it and buffered messages. False if MMS has disconnected."""
         with self._reading:
             while self._answer():
                 if not self._reader.has_buffered:

@@ -14,7 +14,7 @@ SPEC_FILE = "model.json"
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """`path` is the model's folder; `folder` the worker's, which is removed with the model."""
+    """A model's options; `path` is its folder, `folder` the worker's, removed with the model."""
 
     name: str
     engine_name: str
@@ -28,7 +28,7 @@ class ModelSpec:
 
     @classmethod
     def of(cls, context: Any) -> ModelSpec:
-        """From the context that Multi Model Server gives to `initialize`."""
+        """Read the options for the context that Multi Model Server passes to `initialize`."""
         properties = context.system_properties
         folder = Path(properties["model_dir"])
         sizes = {"batch_size": properties["batch_size"], "gpu_id": properties["gpu_id"]}
@@ -45,5 +45,5 @@ class ModelSpec:
 
 
 def client_name(engine_name: str) -> str:
-    """The model's name for clients: without the id of a load that the gateway appends."""
+    """Return the model's name for clients, without the load id that the gateway appends."""
     return re.sub(r"#[0-9a-f]{6}-[0-9]+$", "", engine_name)

@@ -50,7 +50,7 @@ def parse(body: bytes | str, content_type: str | None) -> GenerateRequest:
         return GenerateRequest(Form.TEXT, _checked(read_text(body)), {})
     value = read_json(body, MAX_VALUES)
     if isinstance(value, str):
-        # The guide's loop ends at `</s>` only; here also where the model's context is full.
+        # The guide's loop ends at `</s>` only; this answer ends also when the context is full.
         return GenerateRequest(Form.GUIDE, _checked(value), {"max_new_tokens": 1_000_000})
     if not isinstance(value, dict):
         raise InvalidRequest(
@@ -76,7 +76,7 @@ def parse(body: bytes | str, content_type: str | None) -> GenerateRequest:
 
 
 def to_json(value: Any) -> bytes:
-    """JSON in UTF-8; lone surrogates, which UTF-8 cannot encode, are written as escapes."""
+    """Encode a value as JSON in UTF-8; lone surrogates, which UTF-8 lacks, become escapes."""
     return json.dumps(value, ensure_ascii=False).encode("utf-8", "backslashreplace")
 
 
@@ -91,14 +91,14 @@ def _checked(inputs: str | dict[str, Any]) -> str | dict[str, Any]:
 
 
 def answer_type(accept: str | None, form: Form) -> str:
-    """`application/json` or `text/plain`, by the client's Accept. Raises `NotAcceptable`."""
+    """Choose `application/json` or `text/plain` by Accept. Raises `NotAcceptable`."""
     return accepted(accept, (TEXT, JSON) if form is Form.TEXT else (JSON, TEXT))
 
 
 def format_answer(
     request: GenerateRequest, answer: Mapping[str, Any], kind: str
 ) -> tuple[bytes, str]:
-    """The body and content type for an answer of `engine.http.client.ModelHandle.generate`."""
+    """Format an answer of `engine.http.client.ModelHandle.generate` as body and content type."""
     completions = answer["completions"]
     full = request.form is Form.GUIDE or bool(request.parameters.get("return_full_text"))
     prompt = request.inputs if full and isinstance(request.inputs, str) else ""

@@ -20,7 +20,7 @@ from typing import Any
 from common.errors import InvalidRequest, quoted
 from common.media_types import BINARY, HEADER_SIZE, JSON
 
-# `model_name` is KServe's client's, which repeats the name in the path.
+# KServe's client sends `model_name`, which repeats the name in the path.
 FIELDS = ("id", "model_name", "parameters", "inputs", "outputs")
 INPUT_FIELDS = ("name", "shape", "datatype", "parameters", "data")
 OUTPUT_FIELDS = ("name", "parameters")
@@ -28,7 +28,7 @@ OUTPUT_FIELDS = ("name", "parameters")
 
 @dataclass(frozen=True)
 class Tensor:
-    """`data`: its bytes, or its values, nested as the client sent them; flat in an answer."""
+    """A tensor; `data` is its bytes or values: nested as the client sent them, flat in answers."""
 
     name: str
     datatype: str
@@ -38,7 +38,7 @@ class Tensor:
 
 @dataclass(frozen=True)
 class InferRequest:
-    """`outputs` maps the requested outputs' names, in order, to whether to send them as bytes."""
+    """A request; `outputs` maps the names of requested outputs to whether to send them as bytes."""
 
     inputs: list[Tensor]
     outputs: dict[str, bool]
@@ -47,7 +47,7 @@ class InferRequest:
 
 
 def is_request(value: Any) -> bool:
-    """Whether a JSON body is a request of this protocol."""
+    """Return whether a JSON body is a request of the Open Inference Protocol."""
     return (
         isinstance(value, dict)
         and isinstance(value.get("inputs"), list)
@@ -56,7 +56,7 @@ def is_request(value: Any) -> bool:
 
 
 def split(body: bytes, header_size: str) -> tuple[bytes, bytes]:
-    """The JSON and the binary tensors after it. Raises `InvalidRequest`."""
+    """Split a body into the JSON and the binary tensors after it. Raises `InvalidRequest`."""
     known = header_size.isdecimal() and len(header_size) < 16
     if not known or int(header_size) > len(body):
         raise InvalidRequest(
@@ -69,7 +69,7 @@ def split(body: bytes, header_size: str) -> tuple[bytes, bytes]:
 def raw_request(
     name: str, datatype: str, shape: Sequence[int], data: bytes
 ) -> tuple[dict[str, Any], bytes]:
-    """Triton's raw request, without JSON, as a request and the bytes of the model's only input."""
+    """Convert Triton's raw request, without JSON, to a request and the bytes of its only input."""
     if datatype == "BYTES":
         data = struct.pack("<I", len(data)) + data
     size = {"binary_data_size": len(data)}
@@ -143,7 +143,7 @@ def _check_fields(value: Mapping[str, Any], known: Sequence[str], where: str) ->
 
 
 def _parameters(value: Mapping[str, Any], where: str) -> Mapping[str, Any]:
-    """The `parameters` object. Unknown names are allowed: they are hints for other servers."""
+    """Return the `parameters` object. Unknown names are allowed: they are for other servers."""
     parameters = value.get("parameters") or {}
     if not isinstance(parameters, dict):
         raise InvalidRequest(f"{where}parameters must be a JSON object")
@@ -156,7 +156,7 @@ def _parameters(value: Mapping[str, Any], where: str) -> Mapping[str, Any]:
 def _outputs(
     value: Mapping[str, Any], known: Sequence[str], unserved: Mapping[str, str], as_bytes: bool
 ) -> dict[str, bool]:
-    """The requested outputs, or all; `as_bytes` is the default of an output's `binary_data`."""
+    """List the requested outputs, or all; `as_bytes` is the default of their `binary_data`."""
     requested = value.get("outputs") or [{"name": name} for name in known]
     outputs: dict[str, bool] = {}
     for output in requested if isinstance(requested, list) else [None]:
@@ -180,7 +180,7 @@ def answer(
     outputs: Sequence[Tensor],
     to_json: Callable[[Any], bytes],
 ) -> tuple[bytes, str]:
-    """The body and content type; tensors whose data is bytes follow the JSON."""
+    """Encode an answer as body and content type; tensors whose data is bytes follow the JSON."""
     entries, binaries = [], []
     for tensor in outputs:
         entry: dict[str, Any] = {
@@ -202,13 +202,13 @@ def answer(
 
 
 def pack_texts(texts: Sequence[str]) -> bytes:
-    """Each text in UTF-8 after its length in bytes, a little-endian uint32."""
+    """Encode each text in UTF-8 after its length in bytes, a little-endian uint32."""
     encoded = [text.encode("utf-8") for text in texts]
     return b"".join(struct.pack("<I", len(text)) + text for text in encoded)
 
 
 def unpack_texts(data: bytes, name: str) -> list[str]:
-    """The texts of `pack_texts`' bytes. Raises `InvalidRequest`."""
+    """Decode the bytes of `pack_texts` to texts. Raises `InvalidRequest`."""
     texts, at = [], 0
     try:
         while at < len(data):

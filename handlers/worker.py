@@ -62,8 +62,8 @@ class Worker:
             with self._lock:
                 self._connections.add(connection)
             self._start_thread(connection)
-        # At once, also while a request is in flight.
-        with contextlib.suppress(OSError):  # if it is confined, the watcher unlinks it
+        # Exit immediately, even with a request in flight.
+        with contextlib.suppress(OSError):  # a confined process may not; the watcher does
             self._socket_path.unlink(missing_ok=True)
         sys.stdout.flush()
         os._exit(0)
@@ -115,8 +115,8 @@ def main() -> None:
     path = Path(arguments.sock_name)
     listener = listen(path)
     expendable(WORKER)
-    # MMS waits for these two lines, for two minutes and with all its loads, even if the process has
-    # ended. An end after the lines it notices at once. So they come before the slow imports.
+    # MMS waits up to two minutes for these two lines and delays all its loads meanwhile, even if
+    # the process has ended. After them it detects an end at once: print them before slow imports.
     print(f"[PID] {os.getpid()}", flush=True)
     print("MMS worker started.", flush=True)
     watcher = os.getpid()
@@ -129,7 +129,7 @@ def main() -> None:
             continue
         if child == 0:
             confine(ModelSpec.read(Path(arguments.model_path), arguments.model_name))
-            # Ends with its watcher, also while a connection is open.
+            # Kill this process when its watcher ends, even while a connection is open.
             ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
             Worker(arguments.sock_name, watcher).serve(listener)
         status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])

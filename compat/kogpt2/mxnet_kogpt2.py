@@ -1,4 +1,4 @@
-"""Loads a model and its vocabulary in one call."""
+"""Loads a KoGPT2 v1 model and its vocabulary in one call."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ HEAD_SIZE = 64
 
 
 def get_mxnet_kogpt2_model(ctx: Any = None, cachedir: str = "~/kogpt2/") -> tuple[Any, Any]:
-    """The network with the model's own parameters, and its vocabulary."""
+    """Load the network with the parameters in the model's folder, and its vocabulary."""
     params = find("mxnet_kogpt2_9250bedc00.params", "*.params", cachedir)
     return get_kogpt2_model(str(params), get_tokenizer(cachedir), ctx)
 

@@ -1,4 +1,4 @@
-"""Finds the files that the original package downloads, in the model's own folder."""
+"""Finds in the model's own folder the files that the original package downloads."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ tokenizer = {
 
 
 def get_tokenizer(cachedir: str = "~/kogpt2/") -> str:
-    """The path of the model's `*.spiece`. Raises `FileNotFoundError`."""
+    """Return the path of the model's `*.spiece` file. Raises `FileNotFoundError`."""
     return str(find(tokenizer["fname"], "*.spiece", cachedir))
 
 
 def download(url: str, filename: str, chksum: str = "", cachedir: str = "~/kogpt2/") -> str:
-    """The path of the model's file `filename`; downloads nothing. Raises `FileNotFoundError`."""
+    """Find the model's file `filename` without a download. Raises `FileNotFoundError`."""
     return str(find(filename, filename, cachedir))
 
 
 def find(name: str, pattern: str, cachedir: str) -> Path:
-    """The file `name` in the model's folder or `cachedir`, or the only match of `pattern`."""
+    """Find the file `name` in the model's folder or `cachedir`, or the only match of `pattern`."""
     model = Path(os.environ.get("SM_MODEL_DIR", "."))
     folders = [model, Path(cachedir).expanduser()]
     for folder in folders:

@@ -13,7 +13,10 @@ RESERVE_BYTES = 128 * MIB
 
 
 def check_memory(size_bytes: int, what: str) -> None:
-    """Raises `OutOfMemory`, or `NeverFits` if evicting other models could not free enough."""
+    """Check that `size_bytes` of memory are available.
+
+    Raises `OutOfMemory`, or `NeverFits` if evicting other models could not free enough.
+    """
     limit, available = memory_limit_bytes() - RESERVE_BYTES, available_bytes() - RESERVE_BYTES
     if size_bytes > available:
         error = NeverFits if size_bytes > limit else OutOfMemory
@@ -24,7 +27,7 @@ def check_memory(size_bytes: int, what: str) -> None:
 
 
 def available_bytes() -> int:
-    """The available memory of the container or of the machine, whichever is less."""
+    """Return the available memory of the container or of the machine, whichever is less."""
     machine: int = psutil.virtual_memory().available
     container = container_memory()
     return machine if container is None else min(machine, container.free_bytes)

@@ -23,7 +23,7 @@ Shapes = dict[str, tuple[int, ...]]
 
 
 def data_shapes(folder: Path) -> Shapes:
-    """The shapes in `model-shapes.json`, by input. Raises `ArtifactError`."""
+    """Read the shapes in `model-shapes.json`, by input. Raises `ArtifactError`."""
     try:
         rows = json.loads((folder / SHAPES).read_text(encoding="utf-8"))
         shapes = {row["name"]: tuple(row["shape"]) for row in rows}
@@ -39,12 +39,12 @@ def data_shapes(folder: Path) -> Shapes:
 
 
 def load_symbol(folder: Path, shapes: Shapes) -> Any:
-    """The graph, checked to have the inputs `shapes`. Raises `ArtifactError`."""
+    """Load the graph and check that it has the inputs `shapes`. Raises `ArtifactError`."""
     text = (folder / SYMBOL).read_text(encoding="utf-8", errors="replace")
     operators: set[str] = set()
 
     def collect(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        """Sees also subgraphs of nodes, such as `_foreach`'s, and duplicate keys."""
+        """Collect operators, also of nodes' subgraphs (such as `_foreach`'s) and duplicate keys."""
         operators.update(value for key, value in pairs if key == "op")
         return dict(pairs)
 
@@ -72,7 +72,7 @@ def load_symbol(folder: Path, shapes: Shapes) -> Any:
 
 
 def reason(error: Exception) -> str:
-    """MXNet's error message in one line, without the C++ stack trace and source locations."""
+    """Shorten MXNet's error message to one line, without C++ stack trace and source locations."""
     lines = [line.strip() for line in str(error).splitlines()]
     texts = [
         line for line in lines if line and not line.startswith(("Stack trace", "[bt]", "File"))

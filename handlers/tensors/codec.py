@@ -1,6 +1,6 @@
 """Decodes and encodes tensors in JSON, CSV and NPY, checked against a model's inputs.
 
-Values must fit exactly: none is truncated, rounded to an integer, or read as NaN.
+Values must fit the datatype: none is truncated, rounded to an integer, or read as NaN.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ npy: Any = np.lib.format
 
 CSV = "text/csv"
 NPY = "application/x-npy"
-# Bytes: enough for 32 dimensions. numpy evaluates a header as Python: 9,000 minus signs take 0.1 s.
+# In bytes: enough for 32 dimensions. numpy parses a header as Python: 9,000 minus signs take 0.1 s.
 MAX_NPY_HEADER = 1024
 MEDIA_TYPES = (JSON, CSV, NPY)
 
@@ -44,7 +44,7 @@ DTYPES = ", ".join(map(str, NAMES))  # for messages
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """An input or output of a model. A dimension of any size is its name, or None."""
+    """An input or output of a model. In `shape`, a dimension of any size is a name or None."""
 
     name: str
     datatype: str
@@ -66,7 +66,7 @@ class TensorSpec:
         return f"{self.datatype} [{sizes}]"
 
     def check_shape(self, shape: Sequence[int]) -> None:
-        """Raises `InvalidRequest` with the right shape."""
+        """Check a tensor's shape. Raises `InvalidRequest`, which names the right shape."""
         fits = len(shape) == len(self.shape) and all(
             not isinstance(expected, int) or size == expected
             for size, expected in zip(shape, self.shape, strict=True)
@@ -77,7 +77,7 @@ class TensorSpec:
 
 
 def listed(specs: Sequence[TensorSpec]) -> str:
-    """For messages: `input_ids INT64 [batch, sequence], ...`."""
+    """List names and types for messages: `input_ids INT64 [batch, sequence], ...`."""
     return ", ".join(f"{spec.name} {spec}" for spec in specs)
 
 
@@ -100,7 +100,7 @@ def from_values(value: Any, spec: TensorSpec) -> Array:
 
 
 def _holds_text(value: Any) -> bool:
-    """Whether nested lists hold a text: numpy would make long texts of all values."""
+    """Return whether nested lists hold a text, since numpy would convert all values to texts."""
     level = [[value]]
     while level:
         kinds = set(map(type, chain.from_iterable(level)))
@@ -129,7 +129,7 @@ def _texts(value: Any, spec: TensorSpec) -> Array:
 
 
 def cast(array: Array, spec: TensorSpec) -> Array:
-    """The array in the spec's datatype. Raises `InvalidRequest` if a value would change."""
+    """Convert an array to the spec's datatype. Raises `InvalidRequest` if a value does not fit."""
     dtype, kind = spec.dtype, array.dtype.kind
     if array.dtype == dtype:
         return array
@@ -169,7 +169,7 @@ def _kind(array: Array) -> str:
 
 
 def parse_json(body: bytes | str) -> Any:
-    """The JSON value. Raises `InvalidRequest`, also for NaN and Infinity."""
+    """Parse a JSON body. Raises `InvalidRequest`, also for NaN and Infinity."""
     try:
         return orjson.loads(body)
     except orjson.JSONDecodeError as error:
@@ -177,7 +177,7 @@ def parse_json(body: bytes | str) -> Any:
 
 
 def decode(body: bytes, media_type: str, spec: TensorSpec) -> Array:
-    """The single tensor in the body. Raises `InvalidRequest`, `UnsupportedMediaType`."""
+    """Decode a body that is one tensor. Raises `InvalidRequest`, `UnsupportedMediaType`."""
     if media_type == JSON:
         array = from_values(parse_json(body), spec)
     elif media_type == CSV:
@@ -193,7 +193,7 @@ def decode(body: bytes, media_type: str, spec: TensorSpec) -> Array:
 
 
 def _from_csv(body: bytes, spec: TensorSpec) -> Array:
-    """One row of the tensor per line, or several lines per row, such as an image's."""
+    """Decode CSV: a line for each row of the tensor, or several lines, such as an image's."""
     try:
         text = body.decode("utf-8-sig")
         lines = [line for line in csv.reader(io.StringIO(text, newline=""), strict=True) if line]
@@ -228,7 +228,7 @@ def _cell(cell: str, line: int, column: int, spec: TensorSpec) -> int | float | 
 
 
 def from_npy(body: bytes) -> Array:
-    """An array of numbers. Never unpickles, nor allocates more memory than the body has bytes."""
+    """Decode NPY of numbers. Never unpickles, nor allocates more bytes than the body has."""
     file = io.BytesIO(body)
     try:
         version = npy.read_magic(file)
@@ -262,7 +262,7 @@ def from_npy(body: bytes) -> Array:
 
 
 def encode(outputs: Mapping[str, Array], media_type: str) -> bytes:
-    """A single output, or a JSON object of several by name. Raises `NotAcceptable`."""
+    """Encode a single output, or several as a JSON object by name. Raises `NotAcceptable`."""
     if media_type == JSON:
         single = len(outputs) == 1
         return to_json(next(iter(outputs.values())) if single else dict(outputs))
@@ -285,7 +285,7 @@ def encode(outputs: Mapping[str, Array], media_type: str) -> bytes:
 
 
 def to_json(value: Any) -> bytes:
-    """JSON of a value that may contain arrays.
+    """Encode a value that may contain arrays as JSON.
 
     NaN and Infinity, which are not JSON, are written as `NaN` and `Infinity`, as by Python's `json`
     and Triton.
@@ -304,5 +304,5 @@ def _all_finite(value: Any) -> bool:
 
 
 def _to_list(array: Any) -> Any:
-    """Converts arrays that orjson cannot write: of texts, or not contiguous."""
+    """Converts an array that orjson cannot write, because it has texts or is not contiguous."""
     return array.tolist()

@@ -8,12 +8,12 @@ from common.errors import ArtifactError
 from common.model_files import GRAPH, SYMBOL
 
 PARAMS, SHAPES = "model-0000.params", "model-shapes.json"
-# Beside one of these an ONNX graph is a companion file: the engine serves the model.
+# A folder with one of these is no ONNX model, even if a graph is in it: the engine serves it.
 OTHER_WEIGHTS = ("*.params", "*.safetensors", "*.spiece", "pytorch_model*.bin")
 
 
 def is_symbol(model_dir: str) -> bool:
-    """Whether `model_dir` holds an MXNet symbol checkpoint without a tokenizer, unlike KoGPT2's."""
+    """Return whether a folder holds an MXNet symbol checkpoint, and no tokenizer as of KoGPT2."""
     folder = Path(model_dir)
     return any((folder / sub / SYMBOL).exists() for sub in ("", "model")) and not any(
         folder.glob("*.spiece")
@@ -21,7 +21,7 @@ def is_symbol(model_dir: str) -> bool:
 
 
 def symbol_folder(model_dir: str) -> Path:
-    """The checkpoint's folder: the artifact's root, or `model/`. Raises `ArtifactError`."""
+    """Find the checkpoint's folder: the artifact's root, or `model/`. Raises `ArtifactError`."""
     root = Path(model_dir)
     folder = root if (root / SYMBOL).exists() else root / "model"
     missing = [name for name in (SYMBOL, PARAMS, SHAPES) if not (folder / name).exists()]
@@ -34,7 +34,7 @@ def symbol_folder(model_dir: str) -> Path:
 
 
 def is_graph(model_dir: str) -> bool:
-    """Whether `model_dir` holds an ONNX graph, and no other weights."""
+    """Return whether a folder holds an ONNX graph, and no other weights."""
     folder = Path(model_dir)
     if any(True for pattern in OTHER_WEIGHTS for _ in folder.glob(pattern)):
         return False
@@ -42,7 +42,7 @@ def is_graph(model_dir: str) -> bool:
 
 
 def find_graph(model_dir: str) -> tuple[Path, str]:
-    """The graph's file and its version: the highest. Raises `ArtifactError` for two models."""
+    """Find the graph's file and its version, the highest. Raises `ArtifactError` for two models."""
     folder = Path(model_dir)
     if (folder / GRAPH).exists():
         return folder / GRAPH, "1"
@@ -58,7 +58,7 @@ def find_graph(model_dir: str) -> tuple[Path, str]:
 
 
 def _versions(folder: Path) -> list[tuple[int, Path]]:
-    """Version and file of each `1/model.onnx`, or else `name/1/model.onnx`."""
+    """Find version and file of each `1/model.onnx`, or else of each `name/1/model.onnx`."""
     for pattern in (f"*/{GRAPH}", f"*/*/{GRAPH}"):
         paths = [path for path in folder.glob(pattern) if path.parent.name.isdecimal()]
         if paths:

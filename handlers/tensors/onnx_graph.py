@@ -28,7 +28,7 @@ from handlers.tensors.v2 import Metadata
 
 logger = logging.getLogger(__name__)
 
-__all__ = ["IN_ENGINE", "describe", "model_fn", "transform_fn"]  # of `handlers.dispatch.Handler`
+__all__ = ["IN_ENGINE", "describe", "model_fn", "transform_fn"]  # see `handlers.dispatch.Handler`
 
 IN_ENGINE = False
 # Peak resident bytes of a load, as factors of the graph's own size (file and parsed graph) and of
@@ -53,7 +53,7 @@ def model_fn(model_dir: str, name: str | None = None) -> OnnxModel:
     needed += WEIGHTS_FACTOR * (total_bytes - graph_bytes)
     check_memory(int(needed), "the model")
     model = OnnxModel(path, client_name(name or Path(model_dir).name), version)
-    return_freed_memory()  # the bytes of the file
+    return_freed_memory()  # the load has read the file into memory
     return model
 
 
@@ -112,10 +112,10 @@ class OnnxModel:
 
 @contextlib.contextmanager
 def _cancelled_after(timeout_s: float, options: Any) -> Iterator[None]:
-    """Cancels the run with these options after `timeout_s`."""
+    """Cancels the run in the block, which must use `options`, after `timeout_s`."""
     timer = threading.Timer(timeout_s, setattr, (options, "terminate", True))
     timer.daemon = True
-    with contextlib.suppress(RuntimeError):  # no thread: the run is not cancelled
+    with contextlib.suppress(RuntimeError):  # if no thread can start, the run is not cancelled
         timer.start()
     try:
         yield
@@ -124,7 +124,7 @@ def _cancelled_after(timeout_s: float, options: Any) -> Iterator[None]:
 
 
 def _datatype(value: Any) -> str | None:
-    """The datatype of a `NodeArg` like `tensor(float)`; None if it is no tensor of a known type."""
+    """Return the datatype of a `NodeArg`, such as FP32 for `tensor(float)`; None if unknown."""
     kind: str = value.type
     return DATATYPES.get(kind.removeprefix("tensor(").removesuffix(")"))
 
@@ -140,7 +140,7 @@ def _spec(value: Any) -> TensorSpec:
 
 
 def _reason(error: Exception) -> str:
-    """onnxruntime's error message in one line, without source locations and our paths."""
+    """Shorten onnxruntime's error message to one line, without source locations and our paths."""
     text = str(error).split(" : ", 3)[-1].split("Status Message: ")[-1]
     text = re.sub(r"/onnxruntime_src/\S+ [^)]*\) |Load model from .*? failed: ?", "", text)
     return " ".join(text.split())[:300].rstrip(".")

@@ -34,7 +34,7 @@ from handlers.tensors.v2 import Metadata
 
 logger = logging.getLogger(__name__)
 
-__all__ = ["IN_ENGINE", "describe", "model_fn", "transform_fn"]  # of `handlers.dispatch.Handler`
+__all__ = ["IN_ENGINE", "describe", "model_fn", "transform_fn"]  # see `handlers.dispatch.Handler`
 
 IN_ENGINE = False
 FOR_SCRIPTS = symbol_module  # users' scripts expect a `mx.mod.Module`
@@ -46,7 +46,7 @@ LABEL = "label"
 def model_fn(model_dir: str, name: str | None = None) -> SymbolModel:
     """Loads the graph. Raises `ArtifactError` with the reason in one sentence, or `OutOfMemory`."""
     folder = symbol_folder(model_dir)
-    # The weights, and their copy in the layout of the convolutions.
+    # MXNet holds the weights, and a copy in the layout of the convolutions.
     check_memory(2 * (folder / PARAMS).stat().st_size + MXNET_BYTES, "the model")
     model = SymbolModel(folder, client_name(name or Path(model_dir).name))
     return_freed_memory()
@@ -67,7 +67,7 @@ class SymbolModel:
         missing = [n for n in needed if n not in weights]
         if missing:
             raise ArtifactError(f"{PARAMS} lacks {', '.join(missing)[:300]}")
-        # MXNet cannot infer the shapes of some operators' weights: those are the file's.
+        # MXNet cannot infer the shapes of some operators' weights: they come from the file.
         self._weight_shapes: Shapes = {}
         inferred = self._infer(self._shapes, partial=True)
         for n in needed:
@@ -81,7 +81,7 @@ class SymbolModel:
         inferred = self._infer(self._shapes)
         self._batch = next(iter(self._shapes.values()))[0]
         rows = [*self._shapes.values(), *(inferred[n] for n in self._outputs)]
-        # Otherwise the first dimension may be no batch, and requests must have the file's shapes.
+        # If False, the first dimension may be no batch, and requests must have the file's shapes.
         self._batched = all(shape[:1] == (self._batch,) for shape in rows)
         self._dtypes = self._infer_types({n: weights[n].dtype for n in needed})
         self._weights = {n: mx.nd.array(weights[n], dtype=weights[n].dtype) for n in needed}
@@ -95,7 +95,7 @@ class SymbolModel:
             [self._spec(n, shape) for n, shape in self._shapes.items()],
             [self._spec(n, inferred[n]) for n in self._outputs],
         )
-        # So that errors of MXNet's operators fail the load.
+        # Compute once, so that errors of MXNet's operators fail the load.
         zeros = {n: np.zeros(shape, self._dtypes[n]) for n, shape in self._shapes.items()}
         try:
             self.run(zeros, [], threading.TIMEOUT_MAX)
@@ -103,9 +103,9 @@ class SymbolModel:
             raise ArtifactError(error.message) from None
 
     def _infer_types(self, weights: Mapping[str, Any]) -> dict[str, np.dtype[Any]]:
-        """The dtypes of all inputs and outputs, by name, from the weights' dtypes."""
+        """Infer the dtypes of all inputs and outputs, by name, from the weights' dtypes."""
         try:
-            # Partial, because the labels' dtypes remain unknown: float32 below.
+            # Infer partially: the labels' dtypes remain unknown, and become float32 below.
             arguments, outputs, _ = self._symbol.infer_type_partial(
                 **{n: t.type for n, t in weights.items()}
             )
@@ -116,7 +116,7 @@ class SymbolModel:
         return {n: np.dtype(t or np.float32) for n, t in zip(names, types, strict=True)}
 
     def _infer(self, shapes: Shapes, *, partial: bool = False) -> Shapes:
-        """Shapes by name; with `partial` unknown sizes are 0. Raises `ArtifactError`."""
+        """Infer all shapes, by name; with `partial` unknown sizes are 0. Raises `ArtifactError`."""
         infer = self._symbol.infer_shape_partial if partial else self._symbol.infer_shape
         try:
             with warnings.catch_warnings():
@@ -141,7 +141,7 @@ class SymbolModel:
         return TensorSpec(name, NAMES[dtype], ("batch", *shape[1:]), accepts)
 
     def _accepts_rows(self, shape: tuple[int, ...]) -> bool:
-        """Whether the graph computes rows of this shape, for a graph of one input."""
+        """Return whether a graph of one input computes rows of this shape."""
         (name,) = self._shapes
         row = shape[1:]
         return any(self._accepts(((name, (rows, *row)),)) for rows in (shape[0], self._batch))
@@ -178,7 +178,7 @@ class SymbolModel:
 
     @functools.lru_cache(maxsize=256)  # noqa: B019 -- a worker has one model for its whole life
     def _accepts(self, shapes: tuple[tuple[str, tuple[int, ...]], ...]) -> bool:
-        """Whether the graph computes these rows at once; False if it fixes another batch size."""
+        """Return whether the graph computes all rows at once; False if it fixes the batch size."""
         rows = shapes[0][1][0]
         with self._lock:
             try:
@@ -210,7 +210,7 @@ class SymbolModel:
 
 
 def _padded(rows: Array, count: int) -> Array:
-    """`rows` padded with zeros to `count` rows."""
+    """Pad `rows` with zeros to `count` rows."""
     if len(rows) == count:
         return rows
     return np.concatenate([rows, np.zeros((count - len(rows), *rows.shape[1:]), rows.dtype)])

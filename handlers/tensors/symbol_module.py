@@ -1,7 +1,7 @@
 """The SageMaker MXNet container's default functions for scripts with a `mx.mod.Module`.
 
-`model_fn` loads a symbol checkpoint as a module. Unlike in that container, errors of a request say
-what would be right, and NPY is never unpickled.
+`model_fn` loads a symbol checkpoint as a module. Unlike in that container, errors of a request
+explain what would be right, and NPY is never unpickled.
 
 https://github.com/aws/sagemaker-mxnet-inference-toolkit, default_inference_handler.py
 """
@@ -29,10 +29,10 @@ IN_ENGINE = False
 
 
 def model_fn(model_dir: str, name: str | None = None) -> Any:
-    """A `mx.mod.Module` bound for prediction. Raises `ArtifactError`.
+    """Load a `mx.mod.Module` bound for prediction. Raises `ArtifactError`.
 
-    Bound to one row, as in that container, or to the batch size in `model-shapes.json` if the graph
-    fixes it.
+    It is bound to one row, as in SageMaker's container, or to the batch size in `model-shapes.json`
+    if the graph fixes it.
     """
     folder = symbol_folder(model_dir)
     shapes = data_shapes(folder)
@@ -64,7 +64,7 @@ def _bound(symbol: Any, shapes: dict[str, tuple[int, ...]], parts: dict[str, Any
 
 
 def input_fn(body: bytes | str, content_type: str | None, model: Any) -> Any:
-    """JSON, CSV or NPY as the iterator that `Module.predict` takes. Raises `InvalidRequest`."""
+    """Decode JSON, CSV or NPY as input of `Module.predict`. Raises `InvalidRequest`."""
     name, shape = _only_input(model)
     raw = body.encode("utf-8", "surrogatepass") if isinstance(body, str) else body
     kind, _ = media_type(content_type)
@@ -73,7 +73,7 @@ def input_fn(body: bytes | str, content_type: str | None, model: Any) -> Any:
 
 
 def predict_fn(data: Any, model: Any, timeout_s: float) -> Any:
-    """The module's outputs for an iterator, an NDArray or a numpy array of rows."""
+    """Compute the module's outputs for an iterator, an NDArray or a numpy array of rows."""
     if not isinstance(data, mx.io.DataIter):
         data = _batches(data if isinstance(data, mx.nd.NDArray) else mx.nd.array(data), model)
     bound = model.data_shapes
@@ -86,7 +86,7 @@ def predict_fn(data: Any, model: Any, timeout_s: float) -> Any:
 
 
 def _accepts(model: Any, shape: tuple[int, ...]) -> bool:
-    """Whether the module computes rows of this shape."""
+    """Return whether the module computes rows of this shape."""
     name, (rows, *_) = _only_input(model)
     weights = {n: array.shape for n, array in model.get_params()[0].items()}
     try:
@@ -98,7 +98,7 @@ def _accepts(model: Any, shape: tuple[int, ...]) -> bool:
 
 @contextlib.contextmanager
 def computing() -> Iterator[None]:
-    """Waits for the computations begun inside. Raises `InvalidRequest` for MXNet's errors."""
+    """Waits for the computations begun in the block. Raises `InvalidRequest` for MXNet's errors."""
     try:
         yield
         mx.nd.waitall()
@@ -107,7 +107,7 @@ def computing() -> Iterator[None]:
 
 
 def output_fn(prediction: Any, accept: str) -> tuple[Any, str]:
-    """The body and its content type. Raises `NotAcceptable`, `ScriptError`."""
+    """Encode a prediction as body and content type. Raises `NotAcceptable`, `ScriptError`."""
     arrays = prediction if isinstance(prediction, list | tuple) else [prediction]
     if not arrays or not all(isinstance(array, mx.nd.NDArray) for array in arrays):
         return formats.output_fn(prediction, accept)  # from the script's own predict_fn
@@ -120,7 +120,7 @@ def output_fn(prediction: Any, accept: str) -> tuple[Any, str]:
 
 
 def _only_input(model: Any) -> tuple[str, tuple[int, ...]]:
-    """The name and shape of the module's input; the defaults need a module with only one."""
+    """Return the name and shape of the module's only input. Raises `ArtifactError` for others."""
     if len(model.data_shapes) != 1:
         names = ", ".join(shape.name for shape in model.data_shapes)
         raise ArtifactError(f"the model takes {names}: its script must define input_fn")
@@ -129,12 +129,12 @@ def _only_input(model: Any) -> tuple[str, tuple[int, ...]]:
 
 
 def _batches(rows: Any, model: Any) -> Any:
-    """An iterator of batches of the module's size, the last one padded with zeros."""
+    """Split rows into an iterator of batches of the module's size, the last padded with zeros."""
     size = _only_input(model)[1][0]
     padding = max(0, size - rows.shape[0])
     if padding:
         rows = mx.nd.concat(rows, mx.nd.zeros((padding, *rows.shape[1:])), dim=0)
     batches = mx.io.NDArrayIter(rows, batch_size=size, last_batch_handle="pad")
-    if padding:  # so that predict leaves these rows out
+    if padding:  # `predict` omits these rows
         batches.getpad = lambda: padding
     return batches

@@ -1,6 +1,6 @@
 """Handles requests for any model of tensors.
 
-JSON object of the Open Inference Protocol (`handlers.tensors.v2`)  ->  the same
+JSON object of the Open Inference Protocol (`handlers.tensors.v2`)  ->  its response
 JSON, CSV or NPY of the one input                           ->  the one output, by Accept
 JSON {"input": nested lists, ...}                           ->  likewise; several outputs: {...}
 """
@@ -21,7 +21,7 @@ from handlers.tensors import codec, v2
 from handlers.tensors.codec import Array
 from handlers.v2 import is_request, split
 
-MAX_ANSWER_BYTES = MAX_RESPONSE_BYTES - 65_536  # minus the headers
+MAX_ANSWER_BYTES = MAX_RESPONSE_BYTES - 65_536  # the rest is for the headers
 
 
 class AnswerTooLarge(EngineError, status=413):
@@ -30,7 +30,7 @@ class AnswerTooLarge(EngineError, status=413):
 
 @contextlib.contextmanager
 def slot(slots: threading.Semaphore, end: float) -> Iterator[None]:
-    """Waits for one of `slots` until `end`, of the monotonic clock. Raises `DeadlineExceeded`."""
+    """Holds one of `slots` in the block. Raises `DeadlineExceeded` at `end` (`time.monotonic`)."""
     left_s = end - time.monotonic()
     if left_s <= 0 or not slots.acquire(timeout=left_s):
         raise DeadlineExceeded("no answer within the timeout: other requests came first")
@@ -41,7 +41,7 @@ def slot(slots: threading.Semaphore, end: float) -> Iterator[None]:
 
 
 class TensorModel(Protocol):
-    """A loaded model. Thread-safe."""
+    """A loaded model of tensors. Thread-safe."""
 
     metadata: v2.Metadata
 
@@ -52,14 +52,14 @@ class TensorModel(Protocol):
 
 
 def describe(model: TensorModel) -> dict[str, Any]:
-    """The answer of `GET /v2/models/{name}`."""
+    """Return the answer to `GET /v2/models/{name}`."""
     return model.metadata.to_dict()
 
 
 def transform_fn(
     model: TensorModel, body: bytes, content_type: str | None, accept: str | None, timeout_s: float
 ) -> tuple[bytes, str]:
-    """The answer's bytes and content type. Raises `EngineError`."""
+    """Answer a request: returns the body and its content type. Raises `EngineError`."""
     kind, parameters = media_type(content_type)
     if kind == BINARY:
         header, binary = split(body, parameters.get(HEADER_SIZE, ""))
@@ -107,7 +107,7 @@ def _only_input(model: TensorModel, body: bytes, kind: str) -> dict[str, Array]:
 
 
 def _inputs(model: TensorModel, value: Any) -> dict[str, Array]:
-    """The inputs from nested lists, or from an object of nested lists by name."""
+    """Read the inputs from nested lists, or from an object of nested lists by name."""
     specs = {spec.name: spec for spec in model.metadata.inputs}
     known = codec.listed(model.metadata.inputs)
     if not isinstance(value, dict):
@@ -131,8 +131,8 @@ def _inputs(model: TensorModel, value: Any) -> dict[str, Array]:
 def _check_size(outputs: Mapping[str, Array], kind: str = JSON) -> None:
     """Raises `AnswerTooLarge` before encoding, by the least size that the outputs can have.
 
-    As text a value takes at least two bytes. In NPY all texts take four bytes per character of the
-    longest.
+    In JSON and CSV a value takes at least two bytes. In NPY each text takes four bytes per
+    character of the longest.
     """
     bytes_per_value = 2
     if kind == codec.NPY:

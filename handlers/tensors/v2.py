@@ -1,4 +1,4 @@
-"""The Open Inference Protocol for a model of tensors, with `handlers.v2`'s tensors as arrays."""
+"""The Open Inference Protocol for a model of tensors: converts `handlers.v2.Tensor` and arrays."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Metadata:
     unserved: Mapping[str, str] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
-        """The answer of `GET /v2/models/{name}`."""
+        """Return the answer to `GET /v2/models/{name}`."""
         return {
             "name": self.name,
             "versions": [self.version],
@@ -42,7 +42,7 @@ def _described(spec: TensorSpec) -> dict[str, Any]:
 def parse(
     value: Any, binary: bytes, metadata: Metadata
 ) -> tuple[v2.InferRequest, dict[str, Array]]:
-    """The request, and its inputs by name. Raises `InvalidRequest` as `handlers.v2.parse` does."""
+    """Check a request; returns it and its inputs as arrays by name. Raises `InvalidRequest`."""
     specs = {spec.name: spec for spec in metadata.inputs}
     inputs = {name: str(spec) for name, spec in specs.items()}
     outputs = [spec.name for spec in metadata.outputs]
@@ -51,7 +51,7 @@ def parse(
 
 
 def raw_request(data: bytes, metadata: Metadata) -> tuple[dict[str, Any], bytes]:
-    """`handlers.v2.raw_request`, its shape from the number of bytes. Raises `InvalidRequest`."""
+    """Convert a raw request; the number of bytes gives the shape. Raises `InvalidRequest`."""
     spec = metadata.inputs[0]
     fixed = math.prod(size for size in spec.v2_shape if size >= 0)
     if spec.datatype == "BYTES":
@@ -105,7 +105,7 @@ def _from_bytes(data: bytes, shape: list[int], spec: TensorSpec) -> Array:
 def answer(
     request: v2.InferRequest, outputs: Mapping[str, Array], metadata: Metadata
 ) -> tuple[bytes, str]:
-    """The body and content type."""
+    """Encode the outputs as the response's body and content type."""
     datatypes = {spec.name: spec.datatype for spec in metadata.outputs}
     tensors = []
     for name, as_bytes in request.outputs.items():

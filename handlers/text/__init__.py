@@ -1,1 +1,1 @@
-"""Text models: the built-in handler, which has the engine generate the tokens."""
+"""The built-in handler for text models, which requests their tokens from the engine."""

@@ -28,7 +28,7 @@ def model_fn(model_dir: str, name: str | None = None, **options: Any) -> ModelHa
 
 
 def describe(model: ModelHandle) -> dict[str, Any]:
-    """The answer of `GET /v2/models/{name}`."""
+    """Return the answer to `GET /v2/models/{name}`."""
     return v2.metadata(client_name(model.model["name"]))
 
 

@@ -4,7 +4,7 @@
  "parameters": {"max_new_tokens": 16}}
     -> generated_text, finish_reason (BYTES) and tokens (INT64), each of shape [sequences]
 
-Rewrites such a request into one of `handlers.payload`, and its answer back.
+Rewrites such a request into a request of `handlers.payload`, and its answer back.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ VERSION = "1"
 
 
 def metadata(name: str) -> dict[str, Any]:
-    """The answer of `GET /v2/models/{name}`."""
+    """Return the answer to `GET /v2/models/{name}`."""
     return {
         "name": name,
         "versions": [VERSION],
@@ -38,7 +38,7 @@ def metadata(name: str) -> dict[str, Any]:
 
 
 def parse(raw: bytes, content_type: str | None) -> tuple[v2.InferRequest, bytes] | None:
-    """A request of this protocol and the body for `handlers.payload`; None for any other body.
+    """Parse a V2 request: returns it and a body for `handlers.payload`; None for any other body.
 
     Raises `InvalidRequest`, `UnsupportedMediaType`.
     """
@@ -52,7 +52,7 @@ def parse(raw: bytes, content_type: str | None) -> tuple[v2.InferRequest, bytes]
         else:
             value, binary = v2.raw_request("text", "BYTES", [1], binary)
     elif b'"datatype"' in raw:
-        # Not JSON: plain text with the word, or an error that `handlers.payload` reports.
+        # A body that is not JSON is plain text with that word, or `handlers.payload` reports it.
         with contextlib.suppress(InvalidRequest):
             value = read_json(raw, MAX_VALUES)
     if not isinstance(value, dict) or not isinstance(value.get("inputs"), list):
@@ -77,7 +77,7 @@ def _text(data: Any) -> str:
 
 
 def answer(request: v2.InferRequest, plain: bytes, name: str) -> tuple[bytes, str]:
-    """The body and content type, from the answer in `handlers.payload`'s form, `plain`."""
+    """Convert `plain`, an answer of `handlers.payload`, to a V2 body and its content type."""
     value = json.loads(plain)
     sequences = value.get("sequences", [value])
     tensors = []

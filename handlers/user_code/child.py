@@ -49,7 +49,7 @@ def main() -> None:
     sys.argv = [spec["file"]]
     try:
         service = _load(spec)
-    except BaseException as error:  # also SystemExit
+    except BaseException as error:  # BaseException, because scripts may raise SystemExit
         row = messages.error_row(to_script_error(error))
         messages.send(connection, {"error": row})
         return
@@ -63,7 +63,7 @@ def main() -> None:
 
 
 def _load(spec: dict[str, Any]) -> Service:
-    # As in Multi Model Server's own workers.
+    # Multi Model Server's own workers use the same values.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("MXNET_USE_OPERATOR_TUNING", "0")
     hooks.install()
@@ -103,4 +103,4 @@ def _checked(answers: Sequence[Answer | EngineError]) -> list[Answer | EngineErr
 if __name__ == "__main__":
     main()
     sys.stdout.flush()
-    os._exit(0)  # without waiting for the script's threads
+    os._exit(0)  # does not wait for the script's threads

@@ -1,9 +1,9 @@
 """Starts a model's programs, and kills them together with all processes that they have started.
 
 Each program leads a session of its own. The worker is a subreaper: a program's orphans, also those
-in other sessions, become the worker's children. Their session tells them from the worker's own
-children, since no process can rejoin a session that it has left. The server's entrypoint kills the
-orphans of a dead worker the same way.
+in other sessions, become the worker's children. Their session distinguishes them from the worker's
+own children, since no process can rejoin a session that it has left. The server's entrypoint kills
+the orphans of a dead worker the same way.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ REAP_TIMEOUT_S = 10.0
 KILL_TIMEOUT_S = 2.0
 POLL_INTERVAL_S = 0.002
 
-_lock = threading.Lock()  # held while `_started` lacks a running program
+_lock = threading.Lock()  # held from a program's start until it is in `_started`
 _started: set[int] = set()  # pids of the programs that have not been waited for
 
 
@@ -39,12 +39,12 @@ class _Process(NamedTuple):
 
 @functools.cache
 def _spawner() -> ThreadPoolExecutor:
-    """A thread for the worker's whole life: PR_SET_PDEATHSIG ends a program with its thread."""
+    """Return the thread that starts all programs: PR_SET_PDEATHSIG ends them with their thread."""
     return ThreadPoolExecutor(1, thread_name_prefix="spawner")
 
 
 def start(command: list[str], **options: Any) -> subprocess.Popen[bytes]:
-    """Starts a program in a session of its own, to `end`. Raises `OSError`, `RuntimeError`."""
+    """Starts a program in a new session; stop it with `end`. Raises `OSError`, `RuntimeError`."""
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
     def spawn() -> subprocess.Popen[bytes]:
@@ -73,8 +73,8 @@ def end(process: subprocess.Popen[bytes]) -> None:
 def kill(process: subprocess.Popen[bytes]) -> None:
     """Kills the program, unless it has been waited for, and the processes that it has started.
 
-    Also kills orphans that left the sessions of other programs of the same model: nothing tells
-    them from this program's.
+    Also kills orphans that left the sessions of other programs of the same model: they cannot be
+    distinguished from this program's.
     """
     end = time.monotonic() + KILL_TIMEOUT_S
     while (victims := _family(process)) and time.monotonic() < end:
@@ -93,7 +93,7 @@ def reap() -> None:
 
 
 def has_ended(process: subprocess.Popen[bytes]) -> bool:
-    """Whether the program has ended. Leaves its zombie, so that the pid is not reused."""
+    """Return whether the program has ended. Does not reap its zombie, which reserves the pid."""
     if process.returncode is not None:
         return True
     options = os.WEXITED | os.WNOHANG | os.WNOWAIT
@@ -101,7 +101,7 @@ def has_ended(process: subprocess.Popen[bytes]) -> bool:
 
 
 def _family(program: subprocess.Popen[bytes]) -> set[int]:
-    """The living processes among the program and all that it has started."""
+    """List the processes that still run of the program and all that it has started."""
     processes = _processes()
     with _lock:
         others = _started - {program.pid}
@@ -115,7 +115,7 @@ def _family(program: subprocess.Popen[bytes]) -> set[int]:
 
 
 def _orphans(processes: list[_Process]) -> list[_Process]:
-    """Children of this process, in other sessions, that it has not started."""
+    """List children of this process, in other sessions, that it has not started."""
     pid, session = os.getpid(), os.getsid(0)
     return [
         p for p in processes if p.parent == pid and p.session != session and p.pid not in _started

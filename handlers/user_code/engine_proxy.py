@@ -24,12 +24,12 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MAX_CONCURRENT_CALLS = 16  # per script process; further calls wait
-THREAD_RETRY_S = 0.1  # between attempts to start the first thread
+THREAD_RETRY_S = 0.1  # poll interval while the first thread cannot start
 
 
 def serve(connection: Connection, name: str, model_dir: str) -> None:
     """Answers one model's `EngineModel` calls until the script ends, on a thread of the worker."""
-    from handlers.text import text_model  # late: its imports need not delay the script
+    from handlers.text import text_model  # here, so that its imports do not delay the script
 
     lock = threading.Lock()
     handle: ModelHandle | None = None
@@ -62,7 +62,7 @@ def serve(connection: Connection, name: str, model_dir: str) -> None:
         ThreadPoolExecutor(MAX_CONCURRENT_CALLS) as pool,
         contextlib.suppress(EOFError, OSError, *malformed),
     ):
-        while not _submitted(pool, int):  # its first thread
+        while not _submitted(pool, int):  # starts its first thread
             time.sleep(THREAD_RETRY_S)
         while True:
             _submitted(pool, respond, receive(connection)[0])
@@ -71,7 +71,7 @@ def serve(connection: Connection, name: str, model_dir: str) -> None:
 
 
 def _submitted(pool: ThreadPoolExecutor, *work: Any) -> bool:
-    """False if the pool could start no thread; the work then waits for one that becomes free."""
+    """Submit work to a pool; False if no thread could start: the work waits for a free thread."""
     try:
         pool.submit(*work)
     except RuntimeError:
@@ -80,7 +80,7 @@ def _submitted(pool: ThreadPoolExecutor, *work: Any) -> bool:
 
 
 class EngineModel:
-    """The script's side, with the interface of `engine.http.client.ModelHandle`. Thread-safe."""
+    """A script's model in the engine, like `engine.http.client.ModelHandle`. Thread-safe."""
 
     def __init__(self, connection: Connection) -> None:
         """Loads the model. Raises what the engine raises."""
@@ -98,7 +98,7 @@ class EngineModel:
         timeout_s: float = 60.0,
         request_id: str | None = None,
     ) -> dict[str, Any]:
-        """The engine's answer. Raises what `ModelHandle.generate` does."""
+        """Generate texts in the engine. Raises what `ModelHandle.generate` does."""
         return self._call({"generate": [inputs, parameters, timeout_s, request_id]})
 
     def _call(self, call: dict[str, Any]) -> dict[str, Any]:

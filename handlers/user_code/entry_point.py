@@ -1,6 +1,6 @@
 """Finds the Python file that serves a model: its entry point.
 
-The first of: the handler in the load request, in a Multi Model Server archive's manifest, in
+It is the first of: the handler in the load request, in a Multi Model Server archive's manifest, in
 `SAGEMAKER_HANDLER` and `SAGEMAKER_PROGRAM`, and `inference.py`; each in `code/`, then beside the
 model. `SAGEMAKER_HANDLER` is the gateway's (serving.mms.worker_options): in a worker it names
 `handlers.handler_service`. A file without code is no entry point: SageMaker's SDK requires one.
@@ -29,7 +29,7 @@ NO_CODE = re.compile(rb"\s*(#.*|from __future__ import [\w, ]+)?")
 
 @dataclass(frozen=True)
 class Script:
-    """`root` is the model's folder, `file` the script in it, `manifest` an MMS archive's.
+    """A model's script: `file` in the model's folder `root`; `manifest` is an MMS archive's.
 
     `entry` is the function or class that the manifest or the load request names, if any.
     `is_service`: the script follows Multi Model Server's conventions rather than SageMaker's.
@@ -48,13 +48,13 @@ class Script:
 
     @property
     def requirements(self) -> Path | None:
-        """`requirements.txt` beside the script or in `code/`."""
+        """The path of `requirements.txt` beside the script or in `code/`, if there is one."""
         folders = (self.file.parent, self.root / "code")
         files = (folder / "requirements.txt" for folder in folders)
         return next(filter(Path.is_file, files), None)
 
     def spec(self, name: str) -> dict[str, Any]:
-        """The JSON that `handlers.user_code.child` loads the script by, with default options."""
+        """Return the JSON object by which `handlers.user_code.child` loads the script."""
         return {
             "root": str(self.root),
             "file": str(self.file),
@@ -78,7 +78,7 @@ def find_script(
     handler: str | None = None,
     environment: Mapping[str, str] = os.environ,
 ) -> Script | None:
-    """The model's entry point, or None. Raises `ArtifactError` if a named handler is missing."""
+    """Find the model's entry point, or None. Raises `ArtifactError` if its handler is missing."""
     root = _root(Path(model_dir))
     manifest = _manifest(root)
     name = handler or _handler_of(manifest)
@@ -96,14 +96,14 @@ def find_script(
 
 
 def manifest_name(model_dir: str | os.PathLike[str]) -> str | None:
-    """The model's name in an archive's manifest, or None. Raises `ArtifactError`."""
+    """Read the model's name in an archive's manifest, or None. Raises `ArtifactError`."""
     manifest = _manifest(_root(Path(model_dir)))
     name = manifest["model"].get("modelName") if manifest is not None else None
     return name if isinstance(name, str) and name else None
 
 
 def _has_no_code(file: Path) -> bool:
-    """Whether the file has only comments, blank lines and imports from `__future__`."""
+    """Return whether a file has only comments, blank lines and imports from `__future__`."""
     with file.open("rb") as opened:
         source = opened.read(MAX_COMMENT_BYTES)
     lines = source.removeprefix(codecs.BOM_UTF8).splitlines()
@@ -111,7 +111,7 @@ def _has_no_code(file: Path) -> bool:
 
 
 def _root(folder: Path) -> Path:
-    """The model's folder: `folder`, or the subfolder that `model-archiver` writes for tgz."""
+    """Find the model's folder: `folder`, or the subfolder that `model-archiver` writes for tgz."""
     if not (folder / MANIFEST).is_file() and folder.is_dir():
         inside = [path for path in folder.iterdir() if not path.name.startswith(".")]
         if len(inside) == 1 and (inside[0] / MANIFEST).is_file():
@@ -120,7 +120,7 @@ def _root(folder: Path) -> Path:
 
 
 def _first(root: Path, paths: Iterable[str]) -> Path | None:
-    """The first of `paths` that is a file inside `root`."""
+    """Find the first of `paths` that is a file inside `root`."""
     for path in paths:
         file = Path(os.path.normpath(root / path))
         with contextlib.suppress(OSError):  # a name that the file system does not allow

@@ -14,10 +14,10 @@ MAX_REASON_CHARACTERS = 300
 
 
 def to_script_error(error: BaseException) -> EngineError:
-    """An error whose message is the exception's kind and reason in one sentence."""
+    """Convert an exception to an error whose message is its kind and reason in one sentence."""
     if isinstance(error, EngineError):
         return error
-    with contextlib.suppress(Exception):  # of an exception whose `__str__` fails
+    with contextlib.suppress(Exception):  # the exception's `__str__` may fail
         traceback.print_exception(error, file=sys.stdout)
         sys.stdout.flush()
     if isinstance(error, MemoryError):

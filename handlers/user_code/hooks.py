@@ -43,7 +43,7 @@ class _PatchFinder(MetaPathFinder):
 
 
 def _patch_after(loader: Any, patch: Callable[[Any], None]) -> None:
-    """Makes `loader`, of one module, patch the module once it is executed."""
+    """Makes the loader of one module patch the module after its execution."""
     execute = loader.exec_module
 
     def exec_module(module: ModuleType) -> None:

@@ -15,9 +15,9 @@ from typing import Any
 
 from common.errors import EngineError, cut, named
 
-MAX_MESSAGE_BYTES = 1 << 30  # of the JSON, and of each body
-MAX_BODIES = 100_000  # of one message
-# Of all names and values of an answer's headers; Multi Model Server and the gateway accept 8192.
+MAX_MESSAGE_BYTES = 1 << 30  # limit for the JSON, and for each body
+MAX_BODIES = 100_000  # per message
+# Names and values of an answer's headers, in total; Multi Model Server and gateway accept 8192.
 MAX_HEADER_CHARACTERS = 6000
 
 # Headers that Multi Model Server sets itself; a script's are dropped.
@@ -47,7 +47,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Answer:
-    """An answer that MMS can send, else `ScriptError`; names of `headers` are in lower case."""
+    """A script's answer; header names are in lower case. `ScriptError` if MMS cannot send it."""
 
     body: bytes
     content_type: str
@@ -94,7 +94,7 @@ def unsupported(message: str, status: int = 415) -> ScriptError:
 
 
 def out_of_memory(message: str) -> ScriptError:
-    """A `ScriptError`, because other models are evicted for the engine's `OutOfMemory`."""
+    """Create a `ScriptError`: for the engine's `OutOfMemory` other models would be evicted."""
     return ScriptError(message, 507, "ScriptOutOfMemory")
 
 
@@ -105,7 +105,7 @@ def send(connection: Connection, message: dict[str, Any], bodies: Sequence[bytes
 
 
 def receive(connection: Connection) -> tuple[dict[str, Any], list[bytes]]:
-    """The JSON object and its bodies. Raises `EOFError`, `OSError`, `ValueError`."""
+    """Receive a JSON object and its bodies. Raises `EOFError`, `OSError`, `ValueError`."""
     message = json.loads(connection.recv_bytes(MAX_MESSAGE_BYTES))
     count = message.pop("bodies")
     if not 0 <= count <= MAX_BODIES:
@@ -160,7 +160,7 @@ def error_row(error: EngineError) -> dict[str, Any]:
 
 
 def error_from(row: dict[str, Any]) -> EngineError:
-    """The error of an `error_row`, of its class in `common.errors` or else a `ScriptError`."""
+    """Create the error of an `error_row`: of its class in `common.errors`, or a `ScriptError`."""
     kind, message, retry_after_s = str(row["type"]), row["message"], row.get("retry_after_s")
     error = named(kind, message, retry_after_s)
     return error or ScriptError(message, int(row["status"]), kind, retry_after_s)

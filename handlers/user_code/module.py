@@ -30,14 +30,14 @@ def set_path(folders: Sequence[str], packages: str | None) -> None:
     rest = [e for e in own if e not in first]
     added = [packages] if packages else []
     sys.path[:] = [*first, *folders, *added, COMPAT, *rest, REPOSITORY]
-    # For processes that the script starts.
+    # Processes that the script starts use the same folders.
     os.environ["PYTHONPATH"] = os.pathsep.join([*folders, *added, COMPAT])
     for folder in folders:
         _shadow_server_packages(Path(folder))
 
 
 def _shadow_server_packages(folder: Path) -> None:
-    """Unloads the server's packages that have the name of a module of the model."""
+    """Unloads the server's packages whose names modules of the model have as well."""
     names = {path.stem for path in folder.glob("*.py")}
     names |= {path.name for path in folder.iterdir() if (path / "__init__.py").is_file()}
     for name in sorted(names & sys.stdlib_module_names):
@@ -62,7 +62,7 @@ def _unload(package: str) -> dict[str, ModuleType]:
 
 @contextlib.contextmanager
 def server_imports() -> Iterator[None]:
-    """Imports inside the context find the server's packages, even if the model shadows them."""
+    """Import the server's packages in the block, even if modules of the model have their names."""
     models = {package: _unload(package) for package in _shadowed}
     for modules in _shadowed.values():
         sys.modules.update(modules)

@@ -20,7 +20,7 @@ from handlers.user_code.confinement.rules import REPOSITORY, become_model_proces
 
 def main() -> None:
     become_model_process(int(sys.argv[1]), json.loads(sys.argv[2]))
-    # pip takes every package on the path as installed.
+    # pip treats every package on the path as installed.
     sys.path[:] = [path for path in sys.path if Path(path).resolve() != REPOSITORY]
     os.environ.pop("PYTHONPATH", None)
     sys.argv[:] = ["pip", *sys.argv[3:]]

@@ -19,7 +19,10 @@ REAP_INTERVAL_S = 0.5
 
 
 class ScriptPool:
-    """Thread-safe. A connection has one batch in flight, so each batch has a free process."""
+    """Answers batches in processes, one per connection of Multi Model Server. Thread-safe.
+
+    A connection has at most one batch in flight, so each batch has a free process.
+    """
 
     def __init__(self, make: Callable[[], ScriptProcess]) -> None:
         self._make = make
@@ -63,7 +66,7 @@ class ScriptPool:
         process.stop()
 
     def answer(self, requests: Sequence[Request], timeout_s: float) -> list[Answer | EngineError]:
-        """One answer per request. Raises an error that all of them share."""
+        """Return one answer per request. Raises an error that all requests share."""
         with self._changed:
             if not self._changed.wait_for(lambda: self._free, timeout_s):
                 raise ScriptError(
@@ -79,7 +82,7 @@ class ScriptPool:
             self._release(process)
 
     def _reap(self) -> None:
-        """Cleans up after processes that end between requests, so that no request waits for it."""
+        """Cleans up after processes that end between requests, so that no request is delayed."""
         while True:
             time.sleep(REAP_INTERVAL_S)
             descendants.reap()

@@ -35,10 +35,10 @@ EXIT_TIMEOUT_S = 1.0
 
 
 class ScriptProcess:
-    """Started by `start`, and restarted by `answer`. Used by one thread at a time."""
+    """A process that runs a script; `answer` restarts it. Use by one thread at a time."""
 
     def __init__(self, name: str, spec: Mapping[str, Any], load_timeout_s: float) -> None:
-        """`spec` is `handlers.user_code.entry_point.Script.spec`'s."""
+        """Create a process to `start`; `spec` has the keys of `entry_point.Script.spec`."""
         self._name, self._spec, self._load_timeout_s = name, spec, load_timeout_s
         self._process: subprocess.Popen[bytes] | None = None
         self._connection: Connection | None = None
@@ -47,7 +47,7 @@ class ScriptProcess:
         self._timed_out = False
 
     def start(self) -> None:
-        """Starts the process, see `wait_until_loaded`. Raises `ScriptError`."""
+        """Starts the process, which begins to load the script. Raises `ScriptError`."""
         self.stop()
         try:
             self._start()
@@ -56,12 +56,12 @@ class ScriptProcess:
             reason = getattr(error, "strerror", None) or error
             raise ScriptError(f"the model's script cannot be started: {reason}") from None
         assert self._connection is not None
-        with contextlib.suppress(OSError):  # it has ended already; `wait_until_loaded` raises that
+        with contextlib.suppress(OSError):  # if it has ended already, `wait_until_loaded` raises
             messages.send(self._connection, dict(self._spec))
 
     def _start(self) -> None:
         variables = environment(self._spec["temporary"])
-        variables["PYTHONDONTWRITEBYTECODE"] = "1"  # the model's folder may be the store's
+        variables["PYTHONDONTWRITEBYTECODE"] = "1"  # the model's folder may be in the store
         with contextlib.ExitStack() as sockets:
             ours, theirs, engine, their_engine = (
                 sockets.enter_context(end) for _ in range(2) for end in socket.socketpair()
@@ -85,7 +85,10 @@ class ScriptProcess:
         relay(process.stdout, self._name)
 
     def wait_until_loaded(self, timeout_s: float | None = None) -> None:
-        """Raises the reason if the script does not load; a short `timeout_s` leaves it loading."""
+        """Waits for the script to load, or raises the reason why it does not.
+
+        Raises `EngineUnavailable` if the load continues after `timeout_s`.
+        """
         if self._loaded:
             return
         left_s = self._give_up_loading_at - time.monotonic()
@@ -105,7 +108,7 @@ class ScriptProcess:
         self._loaded = True
 
     def answer(self, requests: Sequence[Request], timeout_s: float) -> list[Answer | EngineError]:
-        """An answer or an error per request. Raises an error that all of them share."""
+        """Return an answer or an error per request. Raises an error that all requests share."""
         end = time.monotonic() + timeout_s
         if self._process is None or has_ended(self._process):
             self.start()
@@ -119,7 +122,7 @@ class ScriptProcess:
         except (EOFError, OSError, ValueError, KeyError, TypeError, StopIteration):
             error = self._ended("while it answered", timeout_s)
             with contextlib.suppress(ScriptError):
-                self.start()  # for the next request
+                self.start()  # so that the next request need not wait
             raise error from None
         if len(answers) != len(requests):
             raise ScriptError(
@@ -130,7 +133,7 @@ class ScriptProcess:
 
     @property
     def has_ended(self) -> bool:
-        """Whether the process has ended by itself; its children may still run, until `stop`."""
+        """True if the process has ended by itself; its children may still run until `stop`."""
         return self._process is not None and has_ended(self._process)
 
     def stop(self) -> None:
@@ -167,7 +170,7 @@ class ScriptProcess:
             timer.cancel()
 
     def _ended(self, when: str, timeout_s: float) -> EngineError:
-        """Stops the process; returns the reason of its end as an error."""
+        """Stops the process; returns an error that explains why it ended."""
         process = self._process
         assert process is not None
         end = time.monotonic() + EXIT_TIMEOUT_S

@@ -28,7 +28,10 @@ PROGRAM = Path(__file__).with_name("pip_child.py")
 def install(
     script: Script, spec: ModelSpec, settings: Settings, confinement: Confinement | None
 ) -> str | None:
-    """The folder with the packages; None without `requirements.txt`. Raises `ArtifactError`."""
+    """Return the folder with the packages; None without `requirements.txt`.
+
+    Raises `ArtifactError`, or `DeadlineExceeded` after `LOAD_TIMEOUT_S`.
+    """
     file = script.requirements
     if file is None:
         return None

@@ -1,1 +1,1 @@
-"""The network."""
+"""The network of KoGPT2 v1, as a Gluon block."""

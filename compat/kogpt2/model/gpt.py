@@ -16,14 +16,15 @@ MASKED = -1e18
 
 
 def _from_end(F: Any, array: Any, axis: int) -> Any:
-    """The distance of each index of an axis from the last index."""
+    """Return the distance of each index of an axis from the last index."""
     return F.reverse(F.contrib.arange_like(array, axis=axis), axis=0)
 
 
 class GPT2SelfAttentionLayer(HybridBlock):  # type: ignore[misc]
-    """(B, T, C), and the states before it, to (B, T, C) and the states after it.
+    """Causal self-attention from (B, T, C) to (B, T, C), over the earlier tokens' states as well.
 
-    States are a key and a value of shape (B, H, P, D), or None where nothing comes before.
+    The states are a key and a value of shape (B, H, P, D), or None without earlier tokens. The
+    returned ones include the new tokens.
     """
 
     def __init__(self, units: int, num_heads: int, dropout: float = 0.0, **options: Any) -> None:
@@ -63,7 +64,7 @@ class GPT2SelfAttentionLayer(HybridBlock):  # type: ignore[misc]
 
 
 class GPT2FFNLayer(HybridBlock):  # type: ignore[misc]
-    """(B, T, C) to (B, T, C), with the exact (erf) GELU."""
+    """Feed-forward layer from (B, T, C) to (B, T, C), with the exact (erf) GELU."""
 
     def __init__(self, units: int, hidden_size: int, dropout: float = 0.0, **options: Any) -> None:
         super().__init__(**options)
@@ -115,7 +116,7 @@ class GPT2Model(HybridBlock):  # type: ignore[misc]
     def hybrid_forward(
         self, F: Any, data: Any, states: Sequence[Any] | None = None
     ) -> tuple[Any, list[Any]]:
-        """Ids (B, T) to logits (B, T, V) and states: a key and a value (B, H, P + T, D) a layer.
+        """Map ids (B, T) to logits (B, T, V) and states, a key and value (B, H, P + T, D) a layer.
 
         `states` are those that the call for the preceding tokens returned, or None.
         """
@@ -125,7 +126,7 @@ class GPT2Model(HybridBlock):  # type: ignore[misc]
             everything = F.concat(F.contrib.arange_like(states[0], axis=2), new, dim=0)
         if F is mx.nd and everything.shape[0] > self._max_length:
             raise ValueError(f"{everything.shape[0]} tokens, must be at most {self._max_length}")
-        # The last T of all positions.
+        # The new tokens have the last T positions.
         backwards = _from_end(F, everything, 0)
         positions = F.reverse(F.slice_like(backwards, new, axes=(0,)), axis=0)
         out = F.broadcast_add(self._embed(data), self._pos_embed(positions).expand_dims(0))
@@ -142,11 +143,11 @@ class GPT2Model(HybridBlock):  # type: ignore[misc]
     def load_parameters(
         self, filename: Any, ctx: Any = None, *arguments: Any, **options: Any
     ) -> None:
-        """As Gluon's `load_parameters`; also loads half-precision files."""
+        """Load parameters as Gluon's block does, and also from half-precision files."""
         if not arguments:
             options.setdefault("cast_dtype", True)
         super().load_parameters(filename, ctx, *arguments, **options)
 
     def state_info(self, *arguments: Any, **options: Any) -> None:
-        """The initial states, for gluonnlp's samplers: None."""
+        """Return None, which gluonnlp's samplers use as the initial states."""
         return

@@ -17,14 +17,14 @@ WAIT = 'read -r line && exec rm -f "$0"; exec "$@"'
 
 
 def unlink(path: str) -> None:
-    try:  # noqa: SIM105  (contextlib would cost half a megabyte)
+    try:  # noqa: SIM105  (importing contextlib would take half a megabyte)
         posix.unlink(path)
     except OSError:
         pass
 
 
 def listen(path: str) -> int:
-    """Listens on `path` and tells MMS so; returns the socket's descriptor."""
+    """Listens on `path`, reports that to MMS, and returns the socket's descriptor."""
     import _socket
 
     unlink(path)
@@ -46,14 +46,14 @@ def send_to_host(listener: int, host_path: str) -> bool:
         number = listener.to_bytes(4, sys.byteorder)
         host.sendmsg([b"."], [(_socket.SOL_SOCKET, _socket.SCM_RIGHTS, number)])
     except OSError:
-        host.close()  # it has ended; the entrypoint starts the next one
+        host.close()  # the host has ended; the entrypoint starts the next one
         return False
     posix.dup2(host.detach(), 0)
     return True
 
 
 def run_owner(arguments: dict[str, str]) -> None:
-    """Retries until the host has the socket, or MMS has ended."""
+    """Sends the model's socket to the host; retries until it succeeds or MMS has ended."""
     mms = int(arguments.get("--mms", posix.getppid()))  # read before MMS could end unnoticed
     path = arguments["--sock-name"]
     command = [sys.executable, *sys.argv]

@@ -7,7 +7,7 @@ import os
 from collections.abc import Set
 
 CHOWN, DAC_OVERRIDE, DAC_READ_SEARCH, KILL, SETGID, SETUID = 0, 1, 2, 5, 6, 7
-# What root needs to start a program as another user, give it a folder, and kill it.
+# Root needs these to start a program as another user, give it a folder, and kill it.
 SWITCH_USER = frozenset({CHOWN, KILL, SETGID, SETUID})
 
 VERSION_3 = 0x20080522
@@ -19,7 +19,7 @@ _Data = ctypes.c_uint32 * 6  # effective, permitted, inheritable; then those fro
 
 
 def permitted() -> set[int]:
-    """The capabilities that this process may use."""
+    """Return the permitted capabilities of this process."""
     data = _Data()
     call("capget", _Header(VERSION_3, 0), data)
     return {bit for bit in range(32) if data[1] >> bit & 1}

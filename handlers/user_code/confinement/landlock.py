@@ -38,7 +38,7 @@ PATH_BENEATH = "=Qi"  # allowed_access, parent_fd
 
 
 def abi() -> int:
-    """The kernel's Landlock version; 0 if it has none, or this process may not use it."""
+    """Return the kernel's Landlock version; 0 if it has none, or this process may not use it."""
     try:
         return _call(CREATE_RULESET, None, ctypes.c_size_t(0), CREATE_RULESET_VERSION)
     except OSError:

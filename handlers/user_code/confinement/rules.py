@@ -1,9 +1,9 @@
-"""What a model's own program (its script, or pip for it) may read, write and connect to.
+"""Limits what a model's own program (its script, or pip for it) may read, write and connect to.
 
 It reads Python, the system's libraries and its model, writes to a temporary folder, and uses its
 connection to its worker and, with SCRIPT_NETWORK, the network. It has at most one capability, to
-read files, and a user of its own if the server is root. docs/operate/security.md says which kernel
-enforces what.
+read files, and a user of its own if the server is root. docs/operate/security.md lists what each
+kernel enforces.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ UIDS = range(60578, 61184)
 
 @dataclass(frozen=True)
 class Confinement:
-    """`read` and `write`: paths beyond those of Python and the system."""
+    """The limits of a program; `read` and `write` are paths beyond those of Python and system."""
 
     read: Sequence[str]
     write: Sequence[str]
@@ -100,8 +100,8 @@ class Confinement:
 def become_model_process(worker: int, confinement: Mapping[str, Any] | None) -> None:
     """Confines this process by a `Confinement`'s fields, ties it to its worker. Raises `OSError`.
 
-    It is killed when the worker ends, is the first that the kernel kills without memory, and dumps
-    no core.
+    The process is killed when the worker ends, is the first to be killed when memory runs out, and
+    dumps no core.
     """
     expendable(SCRIPT)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -117,7 +117,7 @@ def _prctl(option: int, value: int) -> None:
 
 
 def _python() -> list[str]:
-    """Paths of imports and of `PATH_VARIABLES`; of the server's own folder only its packages."""
+    """List the paths of imports and of `PATH_VARIABLES`; of the server, only its packages."""
     folders = [path for path in sys.path if path and Path(path).resolve() != REPOSITORY]
     values = " ".join(os.environ.get(name, "") for name in PATH_VARIABLES)
     packages = [str(REPOSITORY / name) for name in SERVER_PACKAGES]
@@ -126,7 +126,7 @@ def _python() -> list[str]:
 
 
 def _remaining_capabilities() -> set[int]:
-    """The capability to read others' files; one that also writes only if Landlock limits it."""
+    """Choose the capability to read any file: DAC_READ_SEARCH, or with Landlock DAC_OVERRIDE."""
     permitted = capabilities.permitted()
     if capabilities.DAC_READ_SEARCH in permitted:
         return {capabilities.DAC_READ_SEARCH}
@@ -134,7 +134,7 @@ def _remaining_capabilities() -> set[int]:
 
 
 def environment(temporary: str, given: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """A script's environment variables, from its worker's, with the home folder `temporary`."""
+    """Select a script's environment variables from its worker's; `temporary` is the home folder."""
     passed = {
         name: value
         for name, value in given.items()
@@ -144,13 +144,13 @@ def environment(temporary: str, given: Mapping[str, str] = os.environ) -> dict[s
 
 
 def pip_environment(temporary: str, given: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """pip's environment variables, from its worker's, with the home folder `temporary`."""
+    """Select pip's environment variables from its worker's; `temporary` is the home folder."""
     passed = {k: v for k, v in given.items() if any(fnmatchcase(k, name) for name in PIP_VARIABLES)}
     return {**passed, **dict.fromkeys(HOME_VARIABLES, temporary)}
 
 
 def allocate_user(run_dir: str) -> int | None:
-    """A uid that no other model's programs have while this process lives; None if not root."""
+    """Reserve a uid for a model until this process ends; None if not root or all are in use."""
     if not may_change_user():
         return None
     folder = Path(run_dir) / "users"
@@ -166,7 +166,7 @@ def allocate_user(run_dir: str) -> int | None:
 
 
 def may_change_user() -> bool:
-    """Whether this process is root with the capabilities for it, and its namespace has `UIDS`."""
+    """Return whether this process is root, may change its user, and has `UIDS` in its namespace."""
     if (
         os.geteuid() != 0
         or not _remaining_capabilities()
@@ -178,7 +178,7 @@ def may_change_user() -> bool:
 
 
 def unenforced() -> list[str]:
-    """What this machine cannot prevent scripts from doing: one clause each, for the log."""
+    """List what this machine cannot prevent scripts from doing, in clauses for the log."""
     clauses = []
     if not landlock.abi():
         clauses.append(

@@ -38,7 +38,7 @@ def refuse_calls(network: bool, truncation: bool) -> None:
 
 def _rules(network: bool) -> Iterator[Rule]:
     yield from bpf.always()
-    # As file systems without attributes answer.
+    # The error is that of file systems without extended attributes.
     yield from refuse(bpf.EXTENDED_ATTRIBUTES.values(), EOPNOTSUPP)
     yield bpf.CLONE, [argument(0), (bpf.JSET, 0, 1, bpf.NEW_NAMESPACES), refused(), ALLOWED]
     families = (socket.AF_INET, socket.AF_INET6) if network else ()

@@ -32,7 +32,7 @@ class BuiltIn:
             self.handler: Handler = built_in(spec["root"])
 
     def load(self, *, for_script: bool) -> Any:
-        """The model, as a script's functions or as `handler` takes it. Raises `EngineError`."""
+        """Load the model as a script's functions, or `handler`, take it. Raises `EngineError`."""
         handler = getattr(self.handler, "FOR_SCRIPTS", self.handler) if for_script else self.handler
         try:
             with server_imports():
@@ -49,7 +49,7 @@ class BuiltIn:
             ) from None
 
     def input_fn(self, body: bytes | str, content_type: str | None, model: Any) -> Any:
-        """Raises `InvalidRequest`, or `ScriptError` with status 415."""
+        """Parse JSON or text. Raises `InvalidRequest`, or `ScriptError` with status 415."""
         kind = (content_type or JSON).split(";")[0].strip()
         if kind == JSON:
             return read_json(body)
@@ -58,7 +58,7 @@ class BuiltIn:
         raise unsupported(f"Content type {content_type} is not supported, {JSON} and {TEXT} are")
 
     def predict_fn(self, data: Any, model: Any, timeout_s: float) -> Any:
-        """Raises `EngineError`."""
+        """Answer with the built-in handler. Raises `EngineError`."""
         value = {"inputs": data} if isinstance(data, str) else data
         try:
             body = to_json(value)

@@ -21,17 +21,17 @@ from handlers.user_code.messages import Answer, Request
 
 
 class Service(Protocol):
-    """A script behind one of the conventions."""
+    """A model's script, with the same methods for each convention."""
 
     def load(self) -> None:
         """Loads the model. Raises what the script raises."""
 
     def answer(self, requests: list[Request], timeout_s: float) -> Sequence[Answer | EngineError]:
-        """One answer per request. Raises what the script raises for the whole batch."""
+        """Return one answer per request. Raises what the script raises for the whole batch."""
 
 
 def service_of(module: ModuleType, spec: Mapping[str, Any]) -> Service:
-    """Raises `ArtifactError` for a script that breaks the convention that it follows."""
+    """Wrap a script by the convention it follows. Raises `ArtifactError` if it breaks that one."""
     is_service = spec["is_service"] or spec["entry"]
     handler = find_handler(module, spec["entry"])
     if handler is not None and is_service:

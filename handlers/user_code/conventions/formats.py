@@ -12,7 +12,10 @@ from handlers.user_code.messages import ScriptError, unsupported
 
 
 def input_fn(body: bytes | str, content_type: str | None, model: Any) -> Any:
-    """A numpy array, or a scipy sparse matrix from NPZ. Raises `InvalidRequest`, or status 415."""
+    """Decode a body to a numpy array, or NPZ to a scipy sparse matrix.
+
+    Raises `InvalidRequest`, or `ScriptError` with status 415.
+    """
     from sagemaker_inference import decoder, errors
 
     try:
@@ -32,7 +35,7 @@ def predict_fn(data: Any, model: Any, timeout_s: float) -> Any:
 
 
 def output_fn(prediction: Any, accept: str) -> tuple[Any, str]:
-    """Body and content type. Raises `ScriptError`: 406, or 500 if the value cannot be encoded."""
+    """Encode a prediction by Accept. Raises `ScriptError`: 406, or 500 if that is impossible."""
     from sagemaker_inference import encoder, utils
 
     for content_type in utils.parse_accept(accept):

@@ -14,11 +14,11 @@ from common.mxnet_compat import mx
 from handlers.tensors.symbol_module import computing, output_fn
 from handlers.user_code.conventions import formats
 
-__all__ = ["input_fn", "output_fn", "predict_fn"]  # the functions of `.toolkit.Defaults`
+__all__ = ["input_fn", "output_fn", "predict_fn"]  # as `.toolkit.Defaults` requires
 
 
 def input_fn(body: bytes | str, content_type: str | None, model: Any) -> Any:
-    """JSON, CSV or NPY as a `mx.nd.NDArray` of float32. Raises `InvalidRequest`, or status 415."""
+    """Decode a body to an NDArray of float32. Raises `InvalidRequest`, or `ScriptError` (415)."""
     values = formats.input_fn(body, content_type, model)
     if getattr(values, "dtype", None) is None or values.dtype.kind not in "biuf":
         raise InvalidRequest("the body must be numbers, in rows of one length")

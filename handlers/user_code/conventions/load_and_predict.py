@@ -1,4 +1,4 @@
-"""Scripts with `load_model(model_dir)` and `predict(model, payload)`.
+"""Runs scripts with `load_model(model_dir)` and `predict(model, payload)`.
 
 `payload` is the batch in Multi Model Server's form: a list of one dict per request, whose body is
 bytes, `payload[0]["body"]`. `predict` returns a list with one answer per request.
@@ -33,7 +33,7 @@ class LoadAndPredict:
 
 
 def answers_of_batch(values: Any, context: ScriptContext, what: str) -> list[Answer | EngineError]:
-    """Converts a script's result for a batch. Raises `ScriptError` if it is no list that fits."""
+    """Converts a script's list of results, one per request. Raises `ScriptError` for others."""
     if not isinstance(values, list):
         raise ScriptError(
             f"{what} returned a {type(values).__name__}, must return a list with an answer for each"

@@ -1,6 +1,6 @@
 """Multi Model Server's context for scripts, and conversion of requests and answers.
 
-Uses MMS's own classes. Two differences: headers are found in any case (the gateway sends lower
+Uses MMS's own classes. Two differences: names of headers match in any case (the gateway sends lower
 case), and metrics are created on first use.
 """
 
@@ -21,7 +21,7 @@ TEXT, BYTES = "text/plain; charset=utf-8", "application/octet-stream"
 
 
 class Headers(dict[str, Any]):
-    """A request's headers, with names like `Content-Type`, found in any case."""
+    """A request's headers, by names like `Content-Type`; lookups ignore case."""
 
     def __init__(self, headers: Mapping[str, str]) -> None:
         titles = {name: "-".join(map(str.capitalize, name.split("-"))) for name in headers}
@@ -39,7 +39,7 @@ class Headers(dict[str, Any]):
 
 
 class ScriptContext(Context):  # type: ignore[misc]
-    """The context of a batch of `requests`; of none while the model loads."""
+    """Multi Model Server's context of a batch; it has no requests while the model loads."""
 
     _metrics: Any
 
@@ -101,7 +101,7 @@ def to_answer(value: Any, kind: str | None, processor: RequestProcessor, what: s
 
 
 def decode(request: Request) -> dict[str, Any]:
-    """The request's values as MMS passes them, JSON and text decoded. Raises `InvalidRequest`."""
+    """Decode a request's values as MMS does, if JSON or text. Raises `InvalidRequest`."""
     values: dict[str, Any] = {}
     for part in request.parts:
         try:

@@ -1,6 +1,6 @@
-"""Multi Model Server's own convention: a function `handle(data, context)`, or a class with it.
+"""Runs scripts with Multi Model Server's `handle(data, context)`, a function or in a class.
 
-Runs them as mms/model_loader.py and mms/service.py (1.1.11) do, but reports the reason of an error
+It does so as mms/model_loader.py and mms/service.py (1.1.11) do, but reports the reason of an error
 to the client, also of an error in `initialize`.
 """
 
@@ -20,7 +20,7 @@ STEPS = ("preprocess", "inference", "postprocess")
 
 
 def find_handler(module: ModuleType, entry: str | None) -> Any:
-    """`entry`, else `handle`, else the only class that can handle requests, else None."""
+    """Find `entry`, else `handle`, else the only class that can handle requests, else None."""
     if entry is not None:
         handler = getattr(module, entry, None)
         if not callable(handler):
@@ -77,7 +77,7 @@ class MMSService:
         for request in requests:
             try:
                 data.append(decode(request))
-            except InvalidRequest as error:  # does not fail the rest of the batch
+            except InvalidRequest as error:  # must not fail the rest of the batch
                 answers.append(error)
             else:
                 readable.append(request)

@@ -44,7 +44,7 @@ UTF8_TYPES = (JSON, "text/csv")
 
 
 class Defaults(Protocol):
-    """Each function raises `EngineError` for a mistake of the client or the script."""
+    """Default functions for a script. They raise `EngineError` for its or the client's mistakes."""
 
     def input_fn(self, body: bytes | str, content_type: str | None, model: Any) -> Any: ...
 
@@ -55,7 +55,7 @@ class Defaults(Protocol):
 
 
 def defaults_for(model: Any, fallback: Defaults) -> Defaults:
-    """The SageMaker MXNet container's defaults for MXNet's modules and blocks, else `fallback`."""
+    """Return the SageMaker MXNet container's defaults for an MXNet model, else `fallback`."""
     mxnet = sys.modules.get("mxnet")  # imported by the script if the model is MXNet's
     with server_imports():
         if mxnet is not None and isinstance(model, mxnet.mod.BaseModule):
@@ -70,7 +70,7 @@ def defaults_for(model: Any, fallback: Defaults) -> Defaults:
 
 
 class SageMakerFunctions:
-    """Raises `ArtifactError` for functions that do not go together."""
+    """A script with the toolkit's functions. Raises `ArtifactError` for an invalid combination."""
 
     def __init__(self, module: ModuleType, spec: Mapping[str, Any]) -> None:
         self._spec = spec
@@ -115,10 +115,10 @@ class SageMakerFunctions:
         return [self._answer(request, end - time.monotonic()) for request in requests]
 
     def _answer(self, request: Request, timeout_s: float) -> Answer | EngineError:
-        request_id.set(request.id)  # for the engine, if the built-in model answers
+        request_id.set(request.id)  # the engine cancels by it if the built-in model answers
         try:
             return self._transform(request, timeout_s)
-        except BaseException as error:  # does not fail the rest of the batch
+        except BaseException as error:  # must not fail the rest of the batch
             return to_script_error(error)
 
     def _transform(self, request: Request, timeout_s: float) -> Answer:
@@ -180,8 +180,8 @@ class SageMakerFunctions:
 
 
 def _toolkit_error(error: Exception, name: str) -> ScriptError | None:
-    """The status, message and type of one of the toolkit's own errors; None for any other error."""
-    errors = sys.modules.get("sagemaker_inference.errors")  # imported by the script if it is its
+    """Convert an error of the toolkit's own classes to a `ScriptError`; None for other errors."""
+    errors = sys.modules.get("sagemaker_inference.errors")  # imported if the error is from it
     if errors is None:
         return None
     if isinstance(error, errors.BaseInferenceToolkitError):
@@ -196,7 +196,7 @@ def _toolkit_error(error: Exception, name: str) -> ScriptError | None:
 
 
 def _check_arguments(name: str, function: Callable[..., Any]) -> None:
-    """Counts a function's arguments as the toolkit does, but when the model loads."""
+    """Checks a function's number of arguments by the toolkit's rules, when the model loads."""
     wanted = ARGUMENTS[name]
     parameters = inspect.signature(function).parameters.values()
     if any(p.kind in (p.VAR_POSITIONAL, p.KEYWORD_ONLY) for p in parameters):
@@ -209,7 +209,7 @@ def _check_arguments(name: str, function: Callable[..., Any]) -> None:
 
 
 def _decoded(request: Request) -> tuple[bytes | str, str]:
-    """The body, decoded if it is JSON or CSV, and the content type without the charset.
+    """Return the body, decoded if it is JSON or CSV, and the content type without the charset.
 
     The default content type is JSON, as for the built-in handlers. Raises `InvalidRequest`, or
     `ScriptError` for an unknown charset.

@@ -1,6 +1,6 @@
-"""Collects no metrics, in place of Multi Model Server's collector, which it runs once a minute.
+"""Replaces the metrics collector that Multi Model Server runs once a minute; collects nothing.
 
-Reads its input to the end: otherwise MMS logs ": Stream closed" as an error.
+The program reads its input to the end: otherwise MMS logs ": Stream closed" as an error.
 """
 
 import sys
