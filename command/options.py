@@ -25,12 +25,12 @@ from rich.markup import escape
 
 
 def option(default: Any, help: str, *names: str, **more: Any) -> Any:
-    """A field for `--its-name`; a default of `...` makes it required."""
+    """Return a dataclass field for `--its-name`; a default of `...` makes it required."""
     return _field(default, typer.Option(..., *names, help=escape(help), **more))
 
 
 def argument(help: str, default: Any = ..., **more: Any) -> Any:
-    """A field for a positional argument."""
+    """Return a dataclass field for a positional argument."""
     return _field(default, typer.Argument(help=escape(help), **more))
 
 

@@ -22,7 +22,7 @@ from scripts.client.targets import EVENTS, LINES, Answer, message_of
 class Completion:
     """The content of an answer.
 
-    tokens: generated ones; None if the answer has no count
+    tokens: number of generated tokens; None if the answer has none
     server_s: the model's time as the server reports it
     first_at: `time.monotonic()` at the first token of a stream; None for a whole answer
     value: the JSON of a whole answer; None for a stream

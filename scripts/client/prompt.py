@@ -71,7 +71,7 @@ def send(options: Prompt, model: str | None, text: str | None, *, stream: bool) 
 
 
 def show(options: Prompt, target: Any, call: Any, prefix: str) -> None:
-    """Prints the answer of one attempt; `prefix` stands before streams, which have no prompt."""
+    """Prints one attempt's answer. Streams lack the prompt, so `prefix` precedes them."""
     from scripts.client import answers
 
     completion = answers.Completion()

@@ -63,7 +63,7 @@ def summary(samples: Sequence[Sample], seconds: float) -> dict[str, Any]:
 
 
 def first_calls(samples: Iterable[Sample]) -> dict[str, float]:
-    """The latency of each model's first answer."""
+    """Return the latency in seconds of each model's first answer."""
     first: dict[str, float] = {}
     for sample in sorted(samples, key=lambda s: s.at_s):
         if sample.error is None:
