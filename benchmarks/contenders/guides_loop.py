@@ -2,7 +2,7 @@
 
 For every token it tokenizes the whole text again, runs the model on all ids without a cache, takes
 the most likely token of every position, and appends the last one's piece to the text. One text at
-a time; MXNet with its own defaults, but for as many OpenMP threads as there are cores.
+a time; MXNet has its own defaults, except for one OpenMP thread per core.
 """
 
 from __future__ import annotations
