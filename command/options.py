@@ -50,7 +50,7 @@ def as_function(command: Callable[[Any], int | None]) -> Callable[..., int | Non
     for field in fields(options):
         info, hint, default = copy(field.metadata["typer"]), hints[field.name], field.default
         if hint is bool and not info.param_decls:
-            info.param_decls = ("--" + field.name.replace("_", "-"),)  # and no --no-...
+            info.param_decls = ("--" + field.name.replace("_", "-"),)  # or Typer adds --no-NAME
         if info.parser is not None:
             hint = list[str] if callable(field.default_factory) else str
         if callable(field.default_factory):

@@ -78,7 +78,7 @@ def run(
             stream.reconfigure(encoding="utf-8")
     try:
         status = command.main(arguments, prog_name=program, standalone_mode=False) or 0
-        if status == INTERRUPTED:  # Typer prints nothing
+        if status == INTERRUPTED:  # by Ctrl-C, of which Typer prints nothing
             print(f"{name}: interrupted", file=sys.stderr)
         return int(status)
     except BrokenPipeError:  # the reader has closed, such as `| head`

@@ -78,7 +78,7 @@ def create_bucket(account: Account, bucket: str, dry_run: bool) -> None:
         return
     place: dict[str, Any] = (
         {}
-        if account.region == "us-east-1"  # which S3 does not accept as a constraint
+        if account.region == "us-east-1"  # S3 does not accept it as a constraint
         else {"CreateBucketConfiguration": {"LocationConstraint": account.region}}
     )
     s3 = account.client("s3")

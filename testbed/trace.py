@@ -105,7 +105,7 @@ class Ours(LRU):
 
 
 class GDSF(LRU):
-    """Greedy-Dual-Size-Frequency: evicts the fewest requests since the load x cost / size.
+    """Greedy-Dual-Size-Frequency: evicts by the least requests since the load * cost / size.
 
     The priority of the last model evicted is added, so that old models age.
     """

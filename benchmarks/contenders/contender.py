@@ -1,4 +1,4 @@
-"""Which engines are measured side by side, and how each is started."""
+"""The engines that are measured side by side, and how each is started."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Contender: the loop of the guides to KoGPT2, which our `mxnet` backend is to replace.
+"""Contender: the loop of the AWS guides to KoGPT2, which our `mxnet` backend replaces.
 
 For every token it tokenizes the whole text again, runs the model on all ids without a cache, takes
 the most likely token of every position, and appends the last one's piece to the text. One text at

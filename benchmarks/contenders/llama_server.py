@@ -87,7 +87,7 @@ class Router(LlamaServer):
     def stream(
         self, model: str, ids: list[int], new_tokens: int, **parameters: Any
     ) -> tuple[str, dict[str, Any]]:
-        return super().stream(model, ids, new_tokens, cache_prompt=False)  # ours keeps none either
+        return super().stream(model, ids, new_tokens, cache_prompt=False)  # compute all prompts
 
     def states(self) -> dict[str, str]:
         rows = (self.get("/v1/models") or {}).get("data", [])

@@ -22,7 +22,7 @@ RIGHT = (0.0, 0.3, 0.6, 1.0)
 
 
 class Oracle(Guesser):
-    """Guesses from known texts, each token right with the probability `right`.
+    """Guesses the next tokens of known texts, each token right with the probability `right`.
 
     Without texts it makes no guesses.
     """

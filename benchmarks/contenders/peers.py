@@ -22,7 +22,7 @@ OPENVINO = ROOT / ".venv-openvino"  # needs an older transformers
 PYTHON = ENVIRONMENT / "bin" / "python"
 SERVER = ENVIRONMENT / "bin" / "llama-server"
 UV = ENVIRONMENT / "bin" / "uv"
-GROUP = f"{ROOT}/pyproject.toml:llama-cpp"  # compiled here, which may fail
+GROUP = f"{ROOT}/pyproject.toml:llama-cpp"  # compiled on this machine, which may fail
 MODULES = {
     "transformers": "transformers",
     "ctranslate2": "ctranslate2",
@@ -39,7 +39,7 @@ BUILD = ("--target", SERVER.name, "--parallel", str(os.cpu_count() or 1))
 
 
 def install() -> None:
-    """Makes the environments. Raises `Failed`; without a compiler llama.cpp is left out."""
+    """Install the peers' environments, without a compiler all but llama.cpp. Raises `Failed`."""
     ensure_environment(ENVIRONMENT, "benchmark")
     ensure_environment(OPENVINO, "openvino")
     print("compiling llama.cpp, some ten minutes on two cores", file=sys.stderr)

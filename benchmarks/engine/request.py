@@ -1,4 +1,4 @@
-"""A request to an engine in this process, and when each of its answers began and ended."""
+"""Requests to an engine in this process, with the times of their tokens."""
 
 from __future__ import annotations
 

@@ -90,7 +90,7 @@ def measurement(ask: Ask) -> Callable[..., dict[str, Any]]:
             "chat_at_once_s": lambda: chat(0),
             "answers": answers,
         }
-        if next(seeds) == 0:  # to warm up, and so that ours knows that answers come back
+        if next(seeds) == 0:  # to warm up
             chat(0)
             tokens_per_s([(prompt_tokens, 2)] * ROWS, sampled=True)
         return {"history": history, **{part: how[part]() for part in parts}}

@@ -86,7 +86,7 @@ class Plan(Budgeted):
 
 @dataclass
 class Side:
-    """A server to measure, as that of another commit, with the answers of each model alone."""
+    """A server to measure, of a commit or a peer, and the texts of each of its models alone."""
 
     name: str
     start: Callable[..., Any]  # (budget in MiB, name of its log, ...)

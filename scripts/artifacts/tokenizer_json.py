@@ -24,7 +24,7 @@ from engine.text.sentencepiece import SPACE, SentencePieceTokenizer
 
 messages: Any = sentencepiece_model_pb2  # protobuf creates its classes at import
 
-BPE = 2  # of sentencepiece's model types
+BPE = 2  # sentencepiece's number for the model type
 TEXTS = (
     "안녕하세요. 오늘은 날씨가 참 좋습니다!",
     "나 보기가 역겨워 가실 때에는 말없이 고이 보내 드리우리다.",

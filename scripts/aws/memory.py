@@ -60,7 +60,7 @@ def all_needs(
 
 def text_model(account: Account, location: Location, models: list[Artifact]) -> Artifact | None:
     """Return a small model that answers prompts and has no script or base; None if not found."""
-    callable_ones = [model for model in models if model.name.isascii()]  # see kogpt2 upload
+    callable_ones = [model for model in models if model.name.isascii()]  # others cannot be called
     for artifact in sorted(callable_ones, key=lambda model: model.size_bytes)[:MOST_READ]:
         files = first_files(begin(account, location, artifact))
         weights = CONFIG in files or any(name.endswith(PARAMS) for name in files)

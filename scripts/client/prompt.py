@@ -29,7 +29,7 @@ class Prompt(Target, Sampling):
 
 
 def read_prompt(text: str | None) -> str:
-    """`text`, or standard input if it is None. Raises `Problem` if it is empty or no UTF-8."""
+    """Return `text`, or standard input if it is None. Raises `Problem` if empty or no UTF-8."""
     source = "the prompt"
     if text is None:
         if sys.stdin.isatty():

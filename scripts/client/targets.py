@@ -44,7 +44,7 @@ class Call:
 
 @dataclass(frozen=True)
 class Answer:
-    """`chunks` yields the body's bytes as they arrive."""
+    """A response; `chunks` yields the body's bytes as they arrive."""
 
     content_type: str
     chunks: Iterator[bytes]
@@ -204,7 +204,7 @@ def _failed(error: botocore.exceptions.ClientError) -> CallFailed:
 
 
 def message_of(body: bytes) -> str:
-    """The error message of a body: its `message`, or the text itself."""
+    """Return the error message in a response's body: its `message`, or the text itself."""
     text = body.decode("utf-8", "replace").strip()
     with contextlib.suppress(ValueError, RecursionError):
         value = json.loads(text)
@@ -227,7 +227,7 @@ def kind_of(answer: requests.Response) -> str:
 
 
 def _root(error: BaseException) -> str:
-    """The operating system's message in a chain of wrapped errors."""
+    """Return the operating system's message from a chain of wrapped errors."""
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, OSError) and cause.strerror:

@@ -129,7 +129,7 @@ def not_counted() -> dict[str, Any]:
 
 
 def models_of(url: str) -> tuple[str, ...]:
-    """The models in a server's store. Raises `Problem`."""
+    """Return the names of the models in a server's store. Raises `Problem`."""
     try:
         with session(url, os.environ.get("INFERENCE_TOKEN")) as calls:
             answer = calls.get(f"{url.rstrip('/')}/models?available=true", timeout=30)

@@ -53,7 +53,7 @@ def summary(samples: Sequence[Sample], seconds: float) -> dict[str, Any]:
         "requests_per_s": len(good) / seconds,
         "seconds": distribution(s.seconds for s in good),
         "first_token_s": distribution(s.first_token_s for s in good if s.first_token_s is not None),
-        # Queues, cold starts and the network.
+        # Time in queues, in cold starts and in the network.
         "outside_model_s": distribution(
             max(s.seconds - s.server_s, 0) for s in good if s.server_s is not None
         ),
