@@ -1,4 +1,4 @@
-"""This server's engine side by side with others."""
+"""`kogpt2 bench`: measures this server's engine side by side with others."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def run(options: Bench) -> int:
     from benchmarks.switching import measurements as switching
     from testbed.process import Program, ProgramError
 
-    # What was started is ended, however this ends.
+    # SIGTERM raises SystemExit, so that context managers end the child processes.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     began = time.monotonic()
     if options.pages:

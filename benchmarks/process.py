@@ -1,4 +1,4 @@
-"""Programs of other environments, which measure themselves and answer commands."""
+"""Worker processes, also of other environments, that measure themselves on command."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ANSWER_S = 300.0
 
 
 class Worker(Program):
-    """A process of `benchmarks.worker`, which several may start at the same time."""
+    """A process of `benchmarks.worker`; the constructor does not wait until it is ready."""
 
     def __init__(
         self,
@@ -39,7 +39,7 @@ class Worker(Program):
         return about
 
     def call(self, command: str, **options: Any) -> Any:
-        """The command's result. Raises `ProgramError`."""
+        """Run a command in the worker and return its result. Raises `ProgramError`."""
         assert self.about is not None
         order = json.dumps({"command": command, "options": options}) + "\n"
         assert self._process.stdin is not None

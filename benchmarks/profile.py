@@ -1,4 +1,4 @@
-"""Where a pass's time goes, part by part."""
+"""`kogpt2 profile`: times the parts of a decode step in the native library."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 STEPS = 40
 WARM_UP = 5
-BEHIND = 16
+BEHIND = 16  # tokens in each row before the measured steps
 ALL = "all"
 
 Step = dict[str, dict[str, float]]  # "seconds" and "read_bytes", by part
@@ -59,12 +59,12 @@ def run(options: Profile) -> None:
 
 
 def most_behind(artifact: Artifact) -> int:
-    """Tokens of a row that leave its context enough for all steps."""
+    """Return the most tokens of a row after which all steps still fit in its context."""
     return artifact.config.max_length - WARM_UP - STEPS
 
 
 def weight_bytes(artifact: Artifact, precision: str) -> dict[str, int]:
-    """Bytes of weights that a step reads, by part."""
+    """Return the bytes of weights that a decode step reads, by part."""
     from engine.native.prepared import layout
 
     entries = [e for e in layout(artifact.config, precision) if e.block is not None]
@@ -76,7 +76,7 @@ def weight_bytes(artifact: Artifact, precision: str) -> dict[str, int]:
 def measured(
     artifact: Artifact, precision: str, counts: Sequence[int], behind: int = BEHIND
 ) -> dict[str, Step]:
-    """Medians over steps of so many rows with `behind` tokens each, by a name of the case."""
+    """Return medians of decode steps for each of `counts` rows of `behind` tokens, by label."""
     import numpy as np
 
     from engine import backends
@@ -111,7 +111,7 @@ def measured(
 
 
 def table(steps: Mapping[str, Step]) -> tuple[list[str], list[list[str]]]:
-    """Milliseconds of each part of a step, and how fast it read."""
+    """Return a table of each part's milliseconds and of its read rate in GB/s."""
 
     def cells(step: Step, part: str) -> list[str]:
         seconds, read = step["seconds"][part], step["read_bytes"].get(part)

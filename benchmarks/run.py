@@ -1,4 +1,4 @@
-"""A run: parts that are measured, what could not be and why, and the goals."""
+"""A benchmark run: the parts measured, the parts skipped with their reasons, and the goals."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from testbed.process import ROOT, ProgramError
 
 K = TypeVar("K")
 V = TypeVar("V")
-PREPARATION = "preparation"  # in `skipped`
+PREPARATION = "preparation"  # key in `skipped` if `prepare` fails
 
 
 class Run:
-    """Measures what `wanted` names. What cannot be is in `results["skipped"]`, and why.
+    """Measures the parts named in `wanted`. `results["skipped"]` has why others failed, by name.
 
     plan: a dataclass with the sizes of the run: `PLAN`, or with --quick `QUICK`, which takes
     some seconds on tiny models and shows that everything runs, not how fast
@@ -35,10 +35,10 @@ class Run:
 
     PLAN: ClassVar[Any]
     QUICK: ClassVar[Any]
-    PARTS: ClassVar[tuple[str, ...]]  # in their order, each measured by the method of its name
-    DEFAULT: ClassVar[tuple[str, ...]]  # of `PARTS`
+    PARTS: ClassVar[tuple[str, ...]]  # in order; each is measured by the method of this name
+    DEFAULT: ClassVar[tuple[str, ...]]  # the parts that are measured without --only
     GOALS: Sequence[Goal]
-    LINES: ClassVar[Callable[[Results], str]]  # the page of the results
+    LINES: ClassVar[Callable[[Results], str]]  # formats the results as a page
 
     def __init__(self, plan: Any, wanted: Sequence[str], workdir: Path) -> None:
         self.plan, self.wanted = plan, wanted
@@ -53,7 +53,7 @@ class Run:
         }
 
     def add_to(self, before: Results) -> None:
-        """Goes on with the results of a run of the same commit and plan. Raises `Problem`."""
+        """Continue an earlier run. Raises `Problem` if its commit or plan is different."""
         for key in ("commit", "plan"):
             if json.dumps(before[key]) != json.dumps(self.results[key]):
                 raise Problem(f"--add: {key} was {before[key]}, is {self.results[key]}")
@@ -65,7 +65,7 @@ class Run:
         }
 
     def measure(self, save: Callable[[], object]) -> None:
-        """Measures the wanted parts; `save` is called after each, for it may take long."""
+        """Measures the wanted parts; calls `save` after each, because a run may take long."""
         with contextlib.ExitStack() as self.opened:
             with self.skipping(PREPARATION):
                 self.prepare()
@@ -78,7 +78,7 @@ class Run:
         self.judge()
 
     def prepare(self) -> None:
-        """Makes what the parts need; `self.opened` is closed after the last one."""
+        """Make the models and servers of the parts; `self.opened` closes after the last part."""
 
     @cached_property
     def tiny(self) -> Path:
@@ -86,7 +86,7 @@ class Run:
 
     @cached_property
     def text(self) -> str:
-        """A prompt of 16 tokens. The tiny model's pieces are the full-size one's, too."""
+        """A prompt of 16 tokens for all models; full-size ones have all pieces of the tiny one."""
         return random_model.text_of(random_model.prompts(random_model.TINY, 1, 16)[0])
 
     def parts(self) -> Iterable[str]:
@@ -100,7 +100,7 @@ class Run:
 
     @contextlib.contextmanager
     def skipping(self, name: str) -> Iterator[None]:
-        """Goes on without what fails, and says so."""
+        """Print a failure and record it as `skipped` under `name`, instead of raising it."""
         try:
             yield
         except (ProgramError, EngineError, OSError, http.client.HTTPException) as error:
@@ -109,9 +109,9 @@ class Run:
 
 
 def in_turns(ways: Mapping[K, Callable[[], V]], rounds: int, warm_up: int = 0) -> dict[K, list[V]]:
-    """The results of each, called one after the other in each round.
+    """Call each function once per round, in turn; return its results by name.
 
-    Those of the first `warm_up` rounds are left out.
+    Results of the first `warm_up` rounds are discarded.
     """
     results: dict[K, list[V]] = {name: [] for name in ways}
     for number in tqdm(range(warm_up + rounds), leave=False, disable=None):

@@ -1,4 +1,4 @@
-"""The inside of a measured process: a command a line on stdin, an answer a line on stdout, as JSON.
+"""Main program of a measured process: reads JSON commands on stdin, answers in JSON on stdout.
 
     python -m benchmarks.worker MODULE ARGUMENT ...
 
@@ -21,9 +21,9 @@ Started = tuple[Mapping[str, Any], Mapping[str, Callable[..., Any]]]
 
 
 def main() -> None:
-    """Runs commands until stdin ends, and then `close`, where there is such a command.
+    """Run commands until stdin ends, then the command `close` if there is one.
 
-    What libraries print to stdout goes to stderr.
+    Output of libraries on stdout goes to stderr.
     """
     out = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
@@ -47,7 +47,7 @@ def main() -> None:
 
 
 class Clock:
-    """Seconds of each step of a generation: the first holds the prompt."""
+    """Records the seconds of each step of a generation; the first includes the prefill."""
 
     def __init__(self) -> None:
         self.steps: list[float] = []
@@ -62,7 +62,7 @@ class Clock:
 def generation(
     generate: Callable[[list[list[int]], int, Clock], list[list[int]]],
 ) -> Callable[..., dict[str, Any]]:
-    """The `generate` command: a short warm-up, then one timed batch.
+    """Return the `generate` command, which times one batch after a short warm-up.
 
     `generate(prompts, new_tokens, clock)` returns the new ids of each row and calls `clock.step`
     after each step.

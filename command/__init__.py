@@ -1,1 +1,1 @@
-"""What `kogpt2`, `python -m benchmarks` and `python -m tests.chaos` share."""
+"""Command-line code of `kogpt2`, `python -m benchmarks` and `python -m tests.chaos`."""

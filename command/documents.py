@@ -7,7 +7,7 @@ from pathlib import Path
 
 from command.errors import Problem
 
-Documents = list[list[str]]  # the lines of each
+Documents = list[list[str]]  # each document is a list of its lines
 
 
 def read_text(path: Path) -> str:

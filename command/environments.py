@@ -1,4 +1,4 @@
-"""Virtual environments beside .venv, for packages that the server's must not have."""
+"""Virtual environments beside .venv, for packages that are not installed with the server."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def use_load_environment() -> None:
 
 
 def ensure_environment(folder: Path, group: str) -> None:
-    """Installs the group of scripts/setup.sh unless it is installed. Raises `Failed`."""
+    """Installs a dependency group into a virtual environment if it is missing. Raises `Failed`."""
     command = '. "$1/scripts/setup.sh"; ensure_group "$2" "$3"'
     made = subprocess.run(
         ["bash", "-euo", "pipefail", "-c", command, "setup", ROOT, folder, group],

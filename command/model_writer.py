@@ -30,8 +30,8 @@ def write_params(
 ) -> None:
     """Writes MXNet's format as `mx.nd.save` does, but one array at a time and without MXNet.
 
-    `engine.artifacts.read_params` describes the format. `dtype`: of the file, by default that of
-    each array. `progress` is called with bytes written.
+    `engine.artifacts.read_params` describes the format. `dtype` is that of all arrays in the file,
+    by default each array's own. `progress` is called with the bytes of each array, once written.
     """
     names = []
     with path.open("wb") as file:
@@ -56,14 +56,14 @@ def write_safetensors(
     arrays: Iterable[tuple[str, NDArray[Any]]],
     progress: Callable[[int], object] = lambda size: None,
 ) -> None:
-    """Writes arrays of any strides; those that are not contiguous are copied.
+    """Writes a .safetensors file of arrays of any strides; non-contiguous arrays are copied.
 
-    `progress` is called with bytes that are ready to be written.
+    `progress` is called with each array's number of bytes once it is ready to be written.
     """
     tensors, alive = {}, []
     for name, array in arrays:
         dtype = array.dtype.name.replace("void16", "bfloat16")  # numpy has no bfloat16
-        alive.append(data := np.ascontiguousarray(array))  # until the file is written
+        alive.append(data := np.ascontiguousarray(array))  # memory behind data_ptr until the write
         tensors[name] = TensorSpec(
             dtype=dtype, shape=list(array.shape), data_ptr=data.ctypes.data, data_len=data.nbytes
         )

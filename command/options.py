@@ -25,12 +25,12 @@ from rich.markup import escape
 
 
 def option(default: Any, help: str, *names: str, **more: Any) -> Any:
-    """A field for `--its-name`; a default of `...` makes it required."""
+    """Return a dataclass field for `--its-name`; a default of `...` makes it required."""
     return _field(default, typer.Option(..., *names, help=escape(help), **more))
 
 
 def argument(help: str, default: Any = ..., **more: Any) -> Any:
-    """A field for a positional argument."""
+    """Return a dataclass field for a positional argument."""
     return _field(default, typer.Argument(help=escape(help), **more))
 
 
@@ -50,7 +50,7 @@ def as_function(command: Callable[[Any], int | None]) -> Callable[..., int | Non
     for field in fields(options):
         info, hint, default = copy(field.metadata["typer"]), hints[field.name], field.default
         if hint is bool and not info.param_decls:
-            info.param_decls = ("--" + field.name.replace("_", "-"),)  # and no --no-...
+            info.param_decls = ("--" + field.name.replace("_", "-"),)  # or Typer adds --no-NAME
         if info.parser is not None:
             hint = list[str] if callable(field.default_factory) else str
         if callable(field.default_factory):

@@ -36,7 +36,7 @@ def application(help: str | None = None) -> typer.Typer:
 def add(
     app: typer.Typer, name: str, command: Callable[[Any], int | None], panel: str | None = None
 ) -> None:
-    """Adds a command. The part of its docstring behind `Examples:` goes to the help's end."""
+    """Adds a command. Its help ends with the part of its docstring that follows `Examples:`."""
     text, _, examples = inspect.cleandoc(command.__doc__ or "").partition("\n\nExamples:\n")
     app.command(
         name,
@@ -49,7 +49,7 @@ def add(
 
 
 def explain(error: Exception) -> tuple[int, str]:
-    """The exit status and one sentence. Raises `error` if it is a bug."""
+    """Return an error's exit status and message. Raise `error` again if its type is unexpected."""
     if isinstance(error, click.UsageError):
         return 2, error.format_message()
     if isinstance(error, Problem):
@@ -78,7 +78,7 @@ def run(
             stream.reconfigure(encoding="utf-8")
     try:
         status = command.main(arguments, prog_name=program, standalone_mode=False) or 0
-        if status == INTERRUPTED:  # Typer prints nothing
+        if status == INTERRUPTED:  # by Ctrl-C, of which Typer prints nothing
             print(f"{name}: interrupted", file=sys.stderr)
         return int(status)
     except BrokenPipeError:  # the reader has closed, such as `| head`

@@ -1,7 +1,7 @@
 #!/sbom/venv/bin/python
-"""Prints what an image holds, as CycloneDX's JSON.
+"""Prints the software bill of materials of an image as CycloneDX JSON.
 
-That is Python's distributions, as cyclonedx-py lists them, Debian's packages and the Java runtime.
+It lists Python's distributions (by cyclonedx-py), Debian's packages and the Java runtime.
 """
 
 import json
@@ -23,7 +23,7 @@ def printed(*command: str) -> str:
 
 
 def variables(file: str) -> dict[str, str]:
-    """Of a file of NAME="value" lines."""
+    """Return the variables of a file of NAME="value" lines."""
     lines = Path(file).read_text(encoding="utf-8").splitlines()
     return {name: value.strip('"') for name, _, value in (line.partition("=") for line in lines)}
 

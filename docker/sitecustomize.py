@@ -1,4 +1,4 @@
-"""Python runs this at its start: it makes a plain `import mxnet` work in an image, too."""
+"""Installs import hooks when Python starts, so that `import mxnet` works in the image."""
 
 from handlers.user_code import hooks
 

@@ -58,7 +58,7 @@ PANELS: dict[str, dict[str, Callable[[Any], int | None]]] = {
     "Measuring": {"load-test": load_test.run, "latency-table": latency_table.run},
     "About": {"settings": settings.run},
 }
-# Programs of their own, by panel. They print their own --help.
+# Commands that are separate programs, by panel. They print their own --help.
 SHELL = {
     "serve": "Starts the server on this machine, without a container.",
     "build": "Builds an image of the server.",
@@ -72,7 +72,7 @@ BENCHMARKS = {
 
 
 def command_line(name: str) -> list[str]:
-    """The command line of a program of its own: scripts/NAME, or `python -m benchmarks NAME`."""
+    """Return a separate program's command line: scripts/NAME or `python -m benchmarks NAME`."""
     if name in BENCHMARKS:
         return [sys.executable, "-m", "benchmarks", name]
     if (ROOT / "pyproject.toml").exists():
@@ -83,7 +83,7 @@ def command_line(name: str) -> list[str]:
 
 
 def replace_process(name: str, help: str) -> Callable[[typer.Context], None]:
-    """A command that replaces this process by a program of its own."""
+    """Return a command that replaces this process by a separate program."""
 
     def run(context: typer.Context) -> None:
         command = command_line(name)
@@ -111,7 +111,7 @@ add_programs(BENCHMARKS, "Measuring")
 
 
 def explain(error: Exception) -> tuple[int, str]:
-    """As `program.explain`, and for boto3's errors."""
+    """Return an error's exit status and message, as `program.explain`, also of boto3's errors."""
     try:
         return program.explain(error)
     except Exception:

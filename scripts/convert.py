@@ -76,7 +76,7 @@ def run(options: Convert) -> None:
 
 
 def _convert(options: Convert, source: Artifact) -> list[str]:
-    """To hf, v1 or prepared; returns lines for the user."""
+    """Converts to hf, v1 or prepared; returns lines for the user."""
     from scripts.artifacts import conversion
 
     texts, lines = _texts(options), list[str]()
@@ -95,7 +95,7 @@ def _convert(options: Convert, source: Artifact) -> list[str]:
 
 
 def _convert_adapter(options: Convert, source: Path, base: Artifact) -> list[str]:
-    """Between a whole model and an adapter of `base`; returns lines for the user."""
+    """Converts a whole model to an adapter of `base`, or back; returns lines for the user."""
     from scripts.artifacts import conversion, low_rank
 
     with _complete(options.target) as folder:
@@ -127,7 +127,7 @@ def _complete(target: Path) -> Iterator[Path]:
     folder = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
     try:
         yield folder
-        # For the server's user, too: the package safetensors makes its files private.
+        # Other users, as the server's, must read the files; safetensors creates private ones.
         for path in (folder, *folder.rglob("*")):
             path.chmod(0o755 if path.is_dir() else 0o644)
         folder.rename(target)

@@ -21,13 +21,13 @@ from scripts.aws.stack import Stack
 from scripts.aws.template import body, option_name, template, with_defaults
 from scripts.push import ARM, CPU, GPU, REPOSITORY, in_ecr
 
-PROMPT, TOKENS = "안녕하세요", 16  # of the call in the end
+PROMPT, TOKENS = "안녕하세요", 16  # of the test call after the deployment
 BUCKETS = {"Models", "Model", "AsyncOutput", "DataCapture"}  # parameters that name a place in S3
 
 
 @dataclass(kw_only=True)
 class Deploy(Change):
-    """Options beside those of the template's parameters, which `Options` adds."""
+    """Options that are not parameters of the template, which `Options` adds."""
 
     name: str = argument("the endpoint: letters, digits and -, at most 63")
     env: list[tuple[str, str]] = option(
@@ -118,7 +118,7 @@ def run(options: Deploy) -> None:
         return
     show(options, account, plan)
     print(f"  costs {prices.cost(values)}")
-    with contextlib.ExitStack() as otherwise:  # also where there is no terminal, and by Ctrl-C
+    with contextlib.ExitStack() as otherwise:  # also on Ctrl-C and without a terminal
         otherwise.callback(stack.drop, plan)
         if options.dry_run or not confirm(options, "Go on?"):
             return
@@ -126,7 +126,7 @@ def run(options: Deploy) -> None:
     stack.carry_out(plan)
     print(f"{options.name} is in service; it costs {prices.cost(values)}")
     print(f"remove it with: kogpt2 teardown {options.name} --region {account.region}")
-    if models and not values["AsyncOutput"]:  # whose calls take files in S3
+    if models and not values["AsyncOutput"]:  # calls of asynchronous endpoints take files in S3
         call_once(options, account, place, models)
 
 
@@ -134,7 +134,7 @@ run.__annotations__["options"] = Options
 
 
 def is_ours(stack: dict[str, Any]) -> bool:
-    """Whether a stack was created from the template."""
+    """Return whether a stack was created from the template of `kogpt2 deploy`."""
     return bool(stack.get("Description") == template()["Description"])
 
 

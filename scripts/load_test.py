@@ -100,7 +100,7 @@ def check(options: LoadTest) -> None:
 
 
 def measure(options: LoadTest, models: tuple[str, ...] | None, prompts: tuple[str, ...]) -> int:
-    from scripts.traffic import run  # first: Locust patches what the others import
+    from scripts.traffic import run  # first: Locust patches modules that the others import
 
     # isort: split
     from scripts.client.targets import open_target

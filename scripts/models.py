@@ -40,7 +40,7 @@ def run(options: Models) -> None:
 
 
 def pages(options: Management, **query: str) -> list[dict[str, Any]]:
-    """All pages of a list of models."""
+    """Return the models of all pages of a server's list."""
     answer = call(options, "GET", "/models", **query)
     models: list[dict[str, Any]] = answer["models"]
     while token := answer.get("nextPageToken"):

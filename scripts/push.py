@@ -21,7 +21,7 @@ LIFECYCLE = """{"rules": [{"rulePriority": 1, "action": {"type": "expire"},
                   "countNumber": 14}}]}"""
 CPU, ARM, GPU = "cpu-", "arm64-", "gpu-"  # prefixes of default tags
 CAPABILITY = "com.amazonaws.sagemaker.capabilities.multi-models"
-SOURCE = "kogpt2-serving.image"  # a label of what is pushed: the id of the local image
+SOURCE = "kogpt2-serving.image"  # label of a pushed image, with the id of the local image
 
 
 @dataclass(kw_only=True)
@@ -126,7 +126,7 @@ def in_ecr(account: Account, name: str, **identity: str) -> dict[str, Any] | Non
 
 
 def pushed(image: str, target: str) -> list[str]:
-    """The digests in ECR of what `send` has made of an image."""
+    """Return the ECR digests of the image that `send` made of a local image, [] without any."""
     try:
         made = json.loads(docker("image", "inspect", target))[0]
     except Problem:
@@ -142,7 +142,7 @@ def send(account: Account, image: str, target: str) -> None:
     SageMaker expects root, see "Custom Inference Code with Hosting Services" in its guide: the
     files of models may be closed to other users.
     """
-    # By a pipe, because every process can read command lines.
+    # The token goes through a pipe, because every process can read command lines.
     token = account.client("ecr").get_authorization_token()["authorizationData"][0]
     secret = base64.b64decode(token["authorizationToken"]).decode().partition(":")[2]
     registry = target.partition("/")[0]

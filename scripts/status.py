@@ -45,7 +45,7 @@ def run(options: Status) -> None:
 
 
 def describe(account: Account, stack: dict[str, Any], prices: instances.Prices) -> dict[str, Any]:
-    """`usd_per_hour` is None where a price is not known."""
+    """Return a deployment's state, cost and models; `usd_per_hour` is None if it is unknown."""
     given = {item["ParameterKey"]: item["ParameterValue"] for item in stack.get("Parameters", [])}
     values = with_defaults(given)
     item: dict[str, Any] = {"name": stack["StackName"], "stack": stack["StackStatus"]}

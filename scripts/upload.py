@@ -78,7 +78,7 @@ def create_bucket(account: Account, bucket: str, dry_run: bool) -> None:
         return
     place: dict[str, Any] = (
         {}
-        if account.region == "us-east-1"  # which S3 does not accept as a constraint
+        if account.region == "us-east-1"  # S3 does not accept it as a constraint
         else {"CreateBucketConfiguration": {"LocationConstraint": account.region}}
     )
     s3 = account.client("s3")
@@ -91,7 +91,7 @@ def create_bucket(account: Account, bucket: str, dry_run: bool) -> None:
 
 
 def as_archive(path: Path, work: Path) -> Path:
-    """Returns a checked .tar.gz. Raises `Problem`."""
+    """Returns a checked .tar.gz; a folder is packed into `work`. Raises `Problem`."""
     if path.is_dir():
         # Here, because it imports the server's code, which --list does not need.
         from scripts.artifacts.archive import check, write_archive
@@ -105,7 +105,7 @@ def as_archive(path: Path, work: Path) -> Path:
         with gzip.open(path) as file:
             with tarfile.open(fileobj=file) as tar:
                 names = tar.getnames()
-            while file.read(1 << 20):  # to the checksum at the end
+            while file.read(1 << 20):  # reads up to the end, where gzip checks its checksum
                 pass
     except (OSError, EOFError, zlib.error, tarfile.TarError) as error:
         raise Problem(f"{path} is no gzipped tar archive ({error})") from None
@@ -141,7 +141,7 @@ def digest(path: Path) -> str:
 
 
 def is_there(account: Account, location: Location, path: Path, sha256: str) -> bool:
-    """Whether this archive is in S3. Raises `Problem` if another one has its name."""
+    """Return whether this archive is in S3. Raises `Problem` if another archive has its name."""
     key = location.key + path.name
     result = account.find("s3", "head_object", Bucket=location.bucket, Key=key)
     if result is None:

@@ -1,6 +1,6 @@
-"""A control group: processes with less memory, processor time and a slower disk. By root only.
+"""Limits the memory, processor time and disk rate of processes by a control group, as root.
 
-A page is charged to the group that first reads it, so files must be out of the page cache before.
+A cached page is charged to the group that first reads it, so drop files from the page cache before.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from pathlib import Path
 from testbed.process import ProgramError
 
 ROOT = Path("/sys/fs/cgroup")
-NAME = "kogpt2-benchmark-"  # and the id of the process that made it
-EMPTY_S = 10.0
-PERIOD_US = 20_000  # short, so that a stream does not stand still for long
+NAME = "kogpt2-benchmark-"  # followed by the id of the process that creates it
+EMPTY_S = 10.0  # limit for the group's last process to end, on exit
+PERIOD_US = 20_000  # short, so that throttled processes stop only briefly
 
 
 class ControlGroup:
-    """A context manager; `prefix` before a command puts what it runs into the group.
+    """A temporary control group; a command that follows `prefix` runs in it.
 
-    Without limits there is no group, and `prefix` is empty.
+    Without limits no group is created, and `prefix` is empty.
 
-    seen: what runs sees the group where a container sees its own
-    cpus: so much processor time a second, as `docker run --cpus`
+    seen: mount the group where a container finds its own, so that the command sees its limits
+    cpus: seconds of processor time per second, as in `docker run --cpus`
     """
 
     _made = itertools.count(1)
@@ -74,7 +74,7 @@ class ControlGroup:
         for folder in self._folders:
             end = time.monotonic() + EMPTY_S
             while folder.exists() and time.monotonic() < end:
-                with contextlib.suppress(OSError):  # the last process is about to go
+                with contextlib.suppress(OSError):  # a process is still ending
                     folder.rmdir()
                 time.sleep(0.02)
 
@@ -91,12 +91,12 @@ class ControlGroup:
 
     @contextlib.contextmanager
     def limited(self, left_bytes: int) -> Iterator[None]:
-        """Meanwhile, its processes may take so much beside what they use, and no more."""
+        """Limit the group's memory to its present usage plus `left_bytes` inside the context."""
         folder = self._folders[0]
         two = (folder / "memory.max").exists()
         limit = folder / ("memory.max" if two else "memory.limit_in_bytes")
         usage = folder / ("memory.current" if two else "memory.usage_in_bytes")
-        with contextlib.suppress(OSError):  # more is used by now
+        with contextlib.suppress(OSError):  # usage has grown beyond the limit
             limit.write_text(str(int(usage.read_text()) + left_bytes))
         try:
             yield
@@ -104,7 +104,7 @@ class ControlGroup:
             limit.write_text(self._memory)
 
     def page_ins(self) -> dict[str, int]:
-        """Major faults, and pages that were read again soon after their eviction."""
+        """Count major faults and refaults: pages read again soon after the kernel dropped them."""
         if not self._folders:
             return {}
         rows = (self._folders[0] / "memory.stat").read_text(encoding="ascii").splitlines()
@@ -114,7 +114,7 @@ class ControlGroup:
 
 
 def _disk() -> str:
-    """The numbers of the disk that the temporary files are on: limits are for whole disks."""
+    """Return MAJOR:MINOR of the disk of the working directory. Partitions have no limits."""
     device = os.stat(Path.cwd()).st_dev
     folder = Path(f"/sys/dev/block/{os.major(device)}:{os.minor(device)}").resolve()
     if (folder / "partition").exists():

@@ -13,13 +13,13 @@ from pathlib import Path
 from testbed.process import ROOT, Program, ProgramError, fetch, free_port
 
 CONFIGURATION = ROOT / "deploy" / "haproxy" / "haproxy.cfg"
-ROUTES_S = 60.0  # until it has noticed a change of its servers
+ROUTES_S = 60.0  # limit for a proxy to notice a change of its servers
 
 
 class Proxy(Program):
-    """In front of `nodes`, HOST:PORT each; the first is called `node1`.
+    """A proxy in front of servers: `nodes`, HOST:PORT each, named `node1`, `node2`, ...
 
-    `prefix`: a command that starts the proxy where it has the address `host`.
+    `prefix` precedes the command, such as to start it in the network namespace of `host`.
     """
 
     def __init__(
@@ -41,23 +41,23 @@ class Proxy(Program):
         raise NotImplementedError
 
     def up(self) -> set[str]:
-        """Names of the servers that it sends requests to."""
+        """Return the names of the servers that the proxy sends requests to."""
         raise NotImplementedError
 
     def in_flight(self) -> int:
-        """How many requests its servers have not answered yet, as bounded load counts them."""
+        """Return the number of requests in flight to all servers, as bounded load counts them."""
         raise NotImplementedError
 
     def url(self, path: str) -> str:
         return f"http://{self.host}:{self.port}{path}"
 
     def wait_for(self, *names: str) -> None:
-        """Waits until it sends requests to these servers, and to no other."""
+        """Waits until the proxy sends requests to these servers only."""
         self._until(lambda: self.up() == set(names), f"does not route to {names} alone", ROUTES_S)
 
 
 class HAProxy(Proxy):
-    """The first three nodes are on the ring."""
+    """HAProxy as deployed; the first three nodes are on its hash ring."""
 
     def _command(self, nodes: Sequence[str]) -> tuple[list[Path | str], Mapping[str, str]]:
         program = shutil.which("haproxy")
@@ -69,7 +69,7 @@ class HAProxy(Proxy):
         return [program, "-W", "-db", "-f", file], environment
 
     def _configure(self, nodes: Iterable[int]) -> Path:
-        """As deployed, with the lines of these servers."""
+        """Write the deployed configuration with server lines for the nodes of these numbers."""
         text = CONFIGURATION.read_text("utf-8")
         lines = re.findall(r"^  server node\d .*\n", text, re.MULTILINE)
         made = [lines[0].replace("1", str(number)) for number in nodes]
@@ -78,15 +78,15 @@ class HAProxy(Proxy):
         return file
 
     def reload(self, *nodes: int) -> None:
-        """Has it read its configuration again, with these servers; returns once it has."""
+        """Reload the configuration with the nodes of these numbers; return once it is active."""
         before = self._loads()
         self._configure(nodes)
 
         def reloaded() -> bool:
-            # Again and again: a signal is lost on it while it begins.
+            # Repeated, because HAProxy loses a signal that arrives while it starts.
             os.kill(self.pid, signal.SIGUSR2)
             time.sleep(0.5)
-            # A late signal of the reload before may have had it read the file before this one.
+            # A late signal of the previous reload may have loaded the previous file.
             names = {f"node{number}" for number in nodes}
             return self._loads() != before and self._servers(r"\d") == names
 
@@ -103,7 +103,7 @@ class HAProxy(Proxy):
         return sum(map(int, re.findall(sessions, self._metrics(), re.MULTILINE)))
 
     def _servers(self, is_up: str) -> set[str]:
-        """Names of its servers whose state is up (1), or not (0)."""
+        """Return the names of the servers whose metric of the state UP matches `is_up`, a regex."""
         if not self._loads():
             return set()
         try:

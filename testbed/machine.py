@@ -1,4 +1,4 @@
-"""What is measured, and on what machine."""
+"""Describes the machine and the commit of a measurement."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ INSTRUCTION_SETS = ("avx2", "avx512f", "avx512_vnni", "avx_vnni", "avx512_bf16",
 
 
 def instruction_sets() -> list[str]:
-    """Those of `INSTRUCTION_SETS` that the processor has."""
+    """Return the AVX and AMX instruction sets that this processor has, by names in cpuinfo."""
     flags = _fields(Path("/proc/cpuinfo")).get("flags", "").split()
     return [name for name in INSTRUCTION_SETS if name in flags]
 
@@ -35,7 +35,7 @@ def describe() -> dict[str, Any]:
 
 
 def _fields(path: Path) -> dict[str, str]:
-    """The first of each key in a file of `key: value` lines."""
+    """Parse a file of `key: value` lines; the first line of a repeated key counts."""
     results: dict[str, str] = {}
     for line in path.read_text(encoding="utf-8").splitlines():
         key, _, value = line.partition(":")

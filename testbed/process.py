@@ -1,4 +1,4 @@
-"""Programs under test, seen from outside: start, wait, call, end."""
+"""Starts programs under test as processes, waits until they are ready, and ends them."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ def fetch(url: str, timeout_s: float) -> bytes:
         return content
 
 
-# Each worker of pytest-xdist has ports of its own, and gives each of them once in 2,750 times: no
-# two tests take a port that is free only because its server has not bound it yet.
+# Each worker of pytest-xdist cycles through 2,750 ports of its own, so that no two tests get a port
+# that is free only because its server has not bound it yet.
 _WORKER = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")) % 8
 _PORTS = itertools.cycle(random.SystemRandom().sample(range(10_000 + _WORKER, 32_000, 8), 2_750))
 
 
 def free_port() -> int:
-    """A port that Multi Model Server takes (up to 32767), outside the kernel's for clients."""
+    """Return a free port below the kernel's for clients; Multi Model Server takes <= 32767."""
     for port in itertools.islice(_PORTS, 100):
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind(("127.0.0.1", port))
@@ -54,12 +54,12 @@ def free_port() -> int:
 
 
 class Program:
-    """A program, which writes to `log`. A context manager.
+    """A child process that writes to `log`; a context manager that ends it.
 
-    `ready_s` is how long it took to what `_wait` waited for.
+    ready_s: seconds from the start until the condition of `_wait` held
     """
 
-    # Of a server that names none: the image's. Quick runs set "native", which starts sooner.
+    # The default, as in the image. Quick runs set "native", which starts sooner.
     backend: ClassVar[str] = "mxnet"
     ready_s: float
 

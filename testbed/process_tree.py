@@ -1,4 +1,4 @@
-"""What a server's processes hold and have read, all of them together."""
+"""Memory, disk reads and processor time of all processes of a server together."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import psutil
 
-# By a word of the command, the first that fits. "texts" are the engine's processes that tokenize.
+# (word of the command line, kind); the first match counts. "texts" are tokenizer processes.
 KINDS = (
     ("java", "MMS"),
     ("model_service_worker", "workers"),
@@ -20,13 +20,13 @@ KINDS = (
 
 
 def rollup(pid: int) -> dict[str, int]:
-    """Bytes of the process's memory, by kind, as the kernel calls it. Raises `OSError`."""
+    """Return a process's memory in bytes by the kernel's names, as Rss. Raises `OSError`."""
     lines = Path(f"/proc/{pid}/smaps_rollup").read_text(encoding="ascii").splitlines()[1:]
     return {key: int(rest.split()[0]) * 1024 for key, _, rest in (x.partition(":") for x in lines)}
 
 
 def processes(pid: int) -> list[psutil.Process]:
-    """The process and all below it; none if it has ended."""
+    """Return a process and all its descendants; [] if the process has ended."""
     try:
         parent = psutil.Process(pid)
         return [parent, *parent.children(recursive=True)]
@@ -39,13 +39,13 @@ def kind_of(command: str) -> str:
 
 
 def memory(pid: int) -> dict[str, Any]:
-    """Bytes of the process and all below it. `anonymous` is the share of what no file holds."""
+    """Sum RSS, PSS and anonymous PSS, in bytes, of a process and its descendants, also by kind."""
     kinds: dict[str, dict[str, int]] = {}
     for process in processes(pid):
         try:
             results = rollup(process.pid)
             command = " ".join(process.cmdline())
-        except (OSError, psutil.Error):  # it has just ended
+        except (OSError, psutil.Error):  # the process has just ended
             continue
         kind = kind_of(command)
         each = {"rss": results["Rss"], "pss": results["Pss"], "anonymous": results["Pss_Anon"]}
@@ -57,9 +57,9 @@ def memory(pid: int) -> dict[str, Any]:
 
 
 def usage(pid: int) -> Counter[str]:
-    """Major faults, bytes that came from the disk, and seconds of the processors' time.
+    """Sum major faults, bytes read from the disk, and CPU seconds of a process tree.
 
-    Of the processes that live; the seconds are those of ended children, too.
+    Ended processes count only for CPU seconds, which include those of ended children.
     """
     results: Counter[str] = Counter(major_faults=0, read_bytes=0)
     for process in processes(pid):
@@ -75,7 +75,7 @@ def usage(pid: int) -> Counter[str]:
 
 
 def each_further(before: dict[str, Any], after: dict[str, Any], models: int) -> dict[str, Any]:
-    """What each of so many models added to `memory`, on average, by kind of process."""
+    """Return the mean growth of `memory` per model, in bytes, by kind of process."""
     return {
         kind: {
             key: (counts[key] - before["by_kind"].get(kind, {}).get(key, 0)) / max(models, 1)

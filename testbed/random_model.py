@@ -1,4 +1,4 @@
-"""Random models of KoGPT2's shape, as artifacts, and a tokenizer of which every text is exact.
+"""Random models of KoGPT2's shape, as artifacts, whose tokenizer restores every text exactly.
 
 Each piece is one character, so no two of them merge: text made of pieces is cut into the same
 pieces again, and a loop that tokenizes its text anew at every step sees one token more each time.
@@ -25,9 +25,9 @@ from engine.artifacts.config import KOGPT2, GPT2Config
 from testbed.process import ROOT
 from testbed.weights import random_weights
 
-messages: Any = sentencepiece_model_pb2  # made when it is imported
+messages: Any = sentencepiece_model_pb2  # protobuf creates its classes at import
 
-FORMAT = 1  # raise it when what is written changes
+FORMAT = 1  # increase when the written files change
 FULL = KOGPT2
 TINY = GPT2Config(500, 64, 2, 2, 256, 128)
 SPECIAL = ("<unk>", "<pad>", "<s>", "</s>")
@@ -41,7 +41,7 @@ CHARACTERS = (
 
 
 def make(workdir: Path, config: GPT2Config, seed: int, dtype: str = "float32") -> Path:
-    """The artifact's folder in `workdir`, written unless it is there."""
+    """Write a random artifact into `workdir` unless it exists; return its folder."""
     name = f"random-{config.num_layers}x{config.units}-{config.vocab_size}-{seed}-v{FORMAT}"
     folder = workdir / name
     if folder.is_dir():
@@ -64,12 +64,12 @@ def _write(
 
 
 def fine_tunes(workdir: Path, config: GPT2Config, count: int) -> Iterator[Path]:
-    """`count` artifacts in fp16 of which no two share a tensor, from one base.
+    """Yield the folders of `count` fp16 artifacts, no two of which share a tensor.
 
     Each is written when the iterator reaches it, unless it exists.
 
-    Drawing numbers takes most of the time that `make` takes, so the base's are turned round: they
-    begin at another place in each model.
+    Drawing numbers takes most of the time of `make`, so all models have the numbers of one base,
+    rotated by a different offset.
     """
     base: list[tuple[str, NDArray[np.float32]]] = []
     for i in range(count):
@@ -82,14 +82,14 @@ def fine_tunes(workdir: Path, config: GPT2Config, count: int) -> Iterator[Path]:
 
 
 def demo(name: str, workdir: Path) -> Path:
-    """One of the two real models: the artifact's folder in `workdir`."""
+    """Unpack a demo model of model_store into `workdir`; return its folder."""
     with tarfile.open(ROOT / "model_store" / f"{name}.tar.gz") as archive:
         archive.extractall(workdir / name, filter="data")
     return workdir / name
 
 
 def copy(folder: Path, target: Path) -> None:
-    """A model's folder under another path, without what was prepared of it."""
+    """Copy a model's folder without its prepared files."""
     building = target.with_name(f".{target.name}")
     shutil.rmtree(building, ignore_errors=True)
     shutil.copytree(folder, building, ignore=shutil.ignore_patterns(".prepared"))
@@ -97,9 +97,9 @@ def copy(folder: Path, target: Path) -> None:
 
 
 def pack(folder: Path, archive: Path, level: int = 0) -> Path:
-    """A tar.gz of the folder's files, written unless it is there.
+    """Pack a folder's files as a tar.gz unless it exists; return the archive.
 
-    By default it is not compressed, which random numbers resist.
+    The default level does not compress, because random numbers hardly shrink.
     """
     if not archive.exists():
         building = archive.with_name(f".{archive.name}")
@@ -111,9 +111,9 @@ def pack(folder: Path, archive: Path, level: int = 0) -> Path:
 
 
 def hollow(folder: Path) -> None:
-    """Gives back the disk that an artifact's weights take; size and time stay.
+    """Replace an artifact's weights by a sparse file of the same size and time, to free disk.
 
-    A model that is prepared needs nothing of them, and nothing notices.
+    The engine does not read the weights of a prepared model.
     """
     path = folder / "kogpt2.params"
     status = path.stat()
@@ -123,17 +123,17 @@ def hollow(folder: Path) -> None:
 
 
 def _turned(name: str, w: NDArray[np.float32], turn: int) -> NDArray[np.float32]:
-    """The array's numbers in another order; the special pieces' embeddings remain zero."""
+    """Rotate an array's numbers; the special pieces' embeddings remain zero."""
     if name == EMBEDDING:
         return np.concatenate([w[: len(SPECIAL)], np.roll(w[len(SPECIAL) :], turn * 7)])
     return np.roll(w, turn * 7)
 
 
 def _weights(config: GPT2Config, seed: int) -> Iterator[tuple[str, NDArray[np.float32]]]:
-    """Random weights with zeros as the special pieces' embeddings.
+    """Yield random weights in which the special pieces' embeddings are zero.
 
-    So their logits are never the highest: no text ends early, and none holds a piece that cannot be
-    written.
+    Their logits are then never the highest: no text ends early, and none contains a piece that
+    cannot be written.
     """
     for name, w in random_weights(config, seed):
         if name == EMBEDDING:
@@ -142,7 +142,7 @@ def _weights(config: GPT2Config, seed: int) -> Iterator[tuple[str, NDArray[np.fl
 
 
 def spiece(size: int, characters: Iterable[int] = CHARACTERS) -> bytes:
-    """A sentencepiece model with `size` pieces: the special ones, then one character each."""
+    """Return a sentencepiece model of `size` pieces: special ones, then one character each."""
     model = messages.ModelProto()
     kind = messages.ModelProto.SentencePiece
     for i, piece in enumerate(SPECIAL):
@@ -162,7 +162,7 @@ def spiece(size: int, characters: Iterable[int] = CHARACTERS) -> bytes:
 
 
 def prompts(config: GPT2Config, rows: int, length: int) -> list[list[int]]:
-    """`rows` prompts of `length` ids, `<s>` first; always the same."""
+    """Return `rows` prompts of `length` ids, `<s>` first; every call returns equal ids."""
     rng = np.random.default_rng(17)
     results = rng.integers(len(SPECIAL), config.vocab_size, (rows, length))
     results[:, 0] = BOS
@@ -171,5 +171,5 @@ def prompts(config: GPT2Config, rows: int, length: int) -> list[list[int]]:
 
 
 def text_of(ids: list[int]) -> str:
-    """A prompt's text: its pieces without `<s>`, which the tokenizer puts back."""
+    """Return a prompt's text: its pieces without `<s>`, which the tokenizer adds again."""
     return "".join(chr(CHARACTERS[i - len(SPECIAL)]) for i in ids if i >= len(SPECIAL))

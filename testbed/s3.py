@@ -10,7 +10,7 @@ from typing import Any
 
 from testbed.process import Program, fetch, free_port
 
-# Any will do: the server on loopback checks none.
+# Any credentials will do: the server on loopback checks none.
 ACCESS = {
     "AWS_ACCESS_KEY_ID": "test",
     "AWS_SECRET_ACCESS_KEY": "test",
@@ -23,7 +23,7 @@ ACCESS = {
 
 
 class S3(Program):
-    """Needs moto (requirements/test.txt)."""
+    """A moto server as a child process. Needs moto (requirements/test.txt)."""
 
     def __init__(self, log: Path) -> None:
         self.port = free_port()
@@ -42,7 +42,7 @@ class S3(Program):
 def client(
     url: str, service: str = "s3", region: str = ACCESS["AWS_REGION"], **options: Any
 ) -> Any:
-    """boto3's, of the server at `url` or of a proxy before it."""
+    """Return a boto3 client of the server, or of a proxy in front of it, at `url`."""
     import boto3
 
     return boto3.client(

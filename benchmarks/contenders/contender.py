@@ -1,4 +1,4 @@
-"""Which engines are measured side by side, and how each is started."""
+"""The engines that are measured side by side, and how each is started."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from benchmarks.process import Worker
 
 @dataclass(frozen=True)
 class Contender:
-    """An engine that is measured, in a process of its own, `benchmarks.contenders.MODULE`.
+    """An engine to measure, run by `benchmarks.contenders.MODULE` in a process of its own.
 
-    peer: its name in `peers.MODULES`, or "" for one of ours
-    rows: sizes of batches
-    parts: those of `uses`
+    peer: the engine's name in `peers.MODULES`, or "" for this project's engine
+    rows: batch sizes to measure
+    parts: parts of `uses` to measure
     """
 
     name: str
@@ -31,7 +31,7 @@ class Contender:
     parts: Sequence[str] = PARTS
 
     def start(self, artifact: Path, exports: Path, log: Path) -> Worker:
-        """`exports` is where the peers' models are kept. Raises `ProgramError`."""
+        """Start the engine. `exports` has models in peers' formats. Raises `ProgramError`."""
         if self.peer:
             return peers.start(self.peer, self.module, artifact, self.arguments, exports, log)
         environment = {}
@@ -54,7 +54,7 @@ CONTENDERS = (
     Contender("mxnet", "ours, int8, by MXNet's operator", "ours", ("mxnet", "int8")),
     Contender("int8", "ours, int8", "ours", ("native", "int8")),
 )
-# What `uses` measures: engines with continuous batching. Those without a module are servers.
+# Engines with continuous batching, for `uses`. Contenders without a module are HTTP servers.
 SYSTEMS = (
     Contender(*("engine", "ours, in one process", "our_engine"), parts=(*PARTS, "chat_at_once_s")),
     Contender(

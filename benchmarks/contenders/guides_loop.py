@@ -1,8 +1,8 @@
-"""Contender: the loop of the guides to KoGPT2, which our `mxnet` backend is to replace.
+"""Contender: the loop of the AWS guides to KoGPT2, which our `mxnet` backend replaces.
 
 For every token it tokenizes the whole text again, runs the model on all ids without a cache, takes
 the most likely token of every position, and appends the last one's piece to the text. One text at
-a time; MXNet with its own defaults, but for as many OpenMP threads as there are cores.
+a time; MXNet has its own defaults, except for one OpenMP thread per core.
 """
 
 from __future__ import annotations

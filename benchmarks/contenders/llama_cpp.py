@@ -40,7 +40,7 @@ CRASHES_ON_AMX = "amx_int8" in machine.instruction_sets()
 
 
 def tensors(artifact: Artifact) -> Iterator[tuple[str, Any, bool]]:
-    """GGUF name, array, and whether it is quantized."""
+    """Yield each tensor's GGUF name, its array, and whether to quantize it."""
     w = artifact.weights
     yield "token_embd.weight", w[artifacts.EMBEDDING], True  # also the output projection
     yield "position_embd.weight", w[artifacts.POSITIONS], False
@@ -67,7 +67,7 @@ def export(artifact: Artifact, path: Path) -> None:
     writer.add_layer_norm_eps(c.layer_norm_eps)
     writer.add_file_type(gguf.LlamaFileType.MOSTLY_Q8_0)
     writer.add_vocab_size(c.vocab_size)
-    # Ids go in and come out, but llama.cpp's server wants to have words for them.
+    # Only ids are exchanged, but llama.cpp's server needs a text for each.
     writer.add_tokenizer_model("llama")
     writer.add_token_list([f"{i} " for i in range(c.vocab_size)])
     writer.add_token_scores([0.0] * c.vocab_size)
@@ -83,7 +83,7 @@ def export(artifact: Artifact, path: Path) -> None:
 
 
 def export_adapter(adapter: Adapter, path: Path) -> None:
-    """In fp16."""
+    """Write an adapter as a GGUF file in fp16."""
     import gguf
 
     theirs = {ours: name for name, ours in BLOCKS.items()}
@@ -127,7 +127,7 @@ def start(path: str, threads: str) -> Started:
     batch = lib.llama_batch_init(options.n_ctx, 0, 1)
 
     def run(rows: list[tuple[int, int, list[int]]]) -> list[int]:
-        """Appends ids to rows, given as (row, its length so far, ids); the next id of each."""
+        """Append ids to rows, given as (row, its length, ids); return the next id of each row."""
         n, last = 0, []
         for row, begin, ids in rows:
             for i, token in enumerate(ids):

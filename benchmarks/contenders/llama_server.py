@@ -1,7 +1,7 @@
 """llama.cpp's server: with eight slots, with adapters, or as a router of models.
 
-Its defaults but for the slots, their context, and as many threads as cores: continuous batches,
-prompts kept in memory (8 GiB), flash attention as it chooses.
+It has its defaults except for the slots, their context, and one thread per core: continuous
+batching, a prompt cache of 8 GiB, and automatic flash attention.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from benchmarks.contenders.peers import MISSING, SERVER
 from testbed.process import Program, ProgramError, fetch, free_port
 from testbed.server import CALL_S
 
-CONTEXT = 512  # tokens of all requests of a model together, where there are many
+CONTEXT = 512  # tokens of all slots of a model together, with many models
 GREEDY = {"temperature": 0, "return_tokens": True, "ignore_eos": True, "stream": True}
 
 
 class LlamaServer(Program):
-    """`options` beside those that follow from the machine."""
+    """A process of llama.cpp's server; `options` are added to those of the machine."""
 
     def __init__(self, options: Mapping[str, object], log: Path) -> None:
         if not SERVER.exists():
@@ -40,7 +40,7 @@ class LlamaServer(Program):
         return http.client.HTTPConnection("127.0.0.1", self.port, timeout=CALL_S)
 
     def get(self, path: str) -> Any:
-        """None where it does not answer."""
+        """Return the JSON of a GET request, or None if the server does not answer."""
         try:
             return json.loads(fetch(f"http://127.0.0.1:{self.port}{path}", 10))
         except OSError:
@@ -49,7 +49,7 @@ class LlamaServer(Program):
     def stream(
         self, model: str, ids: list[int], new_tokens: int, **parameters: Any
     ) -> tuple[str, dict[str, Any]]:
-        """The path and the body of a call that answers with a stream."""
+        """Return the path and the body of a streaming request."""
         body = {"model": model, "prompt": ids, "n_predict": new_tokens}
         return "/completion", {**body, **GREEDY, **parameters}
 
@@ -58,7 +58,7 @@ class LlamaServer(Program):
 
 
 class LlamaAdapters(LlamaServer):
-    """`adapters` are GGUF files by name. Requests to different ones share no batch."""
+    """A base with adapters, GGUF files by name. Requests to different adapters share no batch."""
 
     def __init__(self, base: Path, adapters: Mapping[str, Path], rows: int, log: Path) -> None:
         self._numbers = {name: number for number, name in enumerate(adapters)}
@@ -74,10 +74,10 @@ class LlamaAdapters(LlamaServer):
 
 
 class Router(LlamaServer):
-    """Does what llama-swap does: a process for each model that is requested, at most `at_once`.
+    """A router that starts a process per requested model, at most `at_once`, as llama-swap does.
 
-    `models_dir` has the GGUF files; a model is called what its file is, without the suffix. The
-    process of the least recently used model ends where there would be more.
+    `models_dir` has the GGUF files; a model's name is its file's without the suffix. Before
+    another process would exceed `at_once`, that of the least recently used model ends.
     """
 
     def __init__(self, models_dir: Path, at_once: int, rows: int, log: Path) -> None:
@@ -87,7 +87,7 @@ class Router(LlamaServer):
     def stream(
         self, model: str, ids: list[int], new_tokens: int, **parameters: Any
     ) -> tuple[str, dict[str, Any]]:
-        return super().stream(model, ids, new_tokens, cache_prompt=False)  # ours keeps none either
+        return super().stream(model, ids, new_tokens, cache_prompt=False)  # compute all prompts
 
     def states(self) -> dict[str, str]:
         rows = (self.get("/v1/models") or {}).get("data", [])

@@ -1,10 +1,10 @@
 """Contender: OpenVINO GenAI's continuous batching on int8 weights. Runs in its own environment.
 
 The model is what `optimum-cli export openvino --weight-format int8` makes, which NNCF quantizes:
-uint8, asymmetric, a scale for each row. It computes on bfloat16 where the processor can, and keeps
-keys and values in int8: its defaults. The scheduler's, too, except that its prefix cache is on
-for `uses`, as in its `LLMPipeline` and its server. Where speeds are compared, prompts
-repeat, and no contender caches them.
+uint8, asymmetric, a scale for each row. By default it computes in bfloat16 where the processor can,
+and stores keys and values in int8. The scheduler has its defaults, too, except that its prefix
+cache is on for `uses`, as in OpenVINO's `LLMPipeline` and server. Where speeds are compared,
+prompts repeat, and no contender caches them.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ import numpy as np
 from benchmarks.engine.uses import SAMPLED, measurement
 from benchmarks.worker import Clock, Started, generation
 
-EOS = 3  # ends nothing
+EOS = 3  # ends no answer, as `ignore_eos` is set
 
 
 class OpenRequest:
-    """A request under way; `poll` after each step."""
+    """A request in flight; `poll` is called after each step of the pipeline."""
 
     def __init__(self, handle: Any) -> None:
         self.ids: list[int] = []
@@ -34,7 +34,7 @@ class OpenRequest:
         self._handle, self._began = handle, time.perf_counter()
 
     def poll(self) -> None:
-        """One answer comes as it is made, several together at their end."""
+        """Read new tokens. A single answer is streamed; several come together at their end."""
         now = time.perf_counter() - self._began
         while self._handle.can_read():
             results = [out.generated_ids for out in self._handle.read().values()]
@@ -84,7 +84,7 @@ class Pipeline:
         return request
 
     def run(self) -> None:
-        """Steps while there are requests of `ask`."""
+        """Run steps, forever; wait while there are no requests of `ask`."""
         while True:
             with self._more:
                 self._more.wait_for(lambda: self._requests)

@@ -22,7 +22,7 @@ RIGHT = (0.0, 0.3, 0.6, 1.0)
 
 
 class Oracle(Guesser):
-    """Guesses from known texts, each token right with the probability `right`.
+    """Guesses the next tokens of known texts, each token right with the probability `right`.
 
     Without texts it makes no guesses.
     """
@@ -58,7 +58,7 @@ class Measured:
         return Request(self.engine, ids, new_tokens, "0", **options).wait()
 
     def turns(self, prompts: list[list[int]], new_tokens: int) -> dict[str, float]:
-        """Tokens per second of one model alone, of all in turns, and of a batch on one."""
+        """Return tokens per second of one model, of all models in turns, and of a batch on one."""
         work = {
             "alone": [(0, prompts[0])],
             "turns": [(i, prompts[0]) for i in range(self.models)],
@@ -72,7 +72,7 @@ class Measured:
     def _tokens_per_s(
         self, requests: list[tuple[int, list[int]]], new_tokens: int, times: int
     ) -> float:
-        """Of all requests at once, after a short warm-up."""
+        """Return the tokens per second of all requests at once, after a short warm-up."""
 
         def tokens(count: int) -> int:
             running = [Request(self.engine, ids, count, str(model)) for model, ids in requests]
@@ -83,10 +83,10 @@ class Measured:
         return sum(tokens(new_tokens) for _ in range(times)) / (time.perf_counter() - began)
 
     def speculation(self, prompts: list[list[int]], new_tokens: int) -> dict[str, dict[str, float]]:
-        """Answers with guesses of their next tokens against answers without, by rows and rate.
+        """Return the speedup of speculative decoding, by rows and by the share of right guesses.
 
-        The guesses are right at a chosen rate: each answer is known from a first run, and some of
-        its tokens are replaced. That shows the rate at which guesses begin to pay.
+        Each answer is known from a first run. The guesses are its tokens, some of them replaced,
+        which shows from which share on guesses pay.
         """
         vars(engine.engine)["Guesser"] = Oracle
 

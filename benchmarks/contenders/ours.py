@@ -15,7 +15,7 @@ from engine.native.prepared import layout
 def generate(
     model: BackendModel, prompts: Sequence[list[int]], new_tokens: int, clock: Clock
 ) -> list[list[int]]:
-    """Greedy, all prompts in one batch. A clock's step for all prompts, and for each step."""
+    """Decode all prompts greedily in one batch; call `clock.step` after the pass of each token."""
     rows = [model.open_row() for _ in prompts]
     made: list[list[int]] = [[] for _ in prompts]
     pieces = [Piece(row, ids) for row, ids in zip(rows, prompts, strict=True)]
@@ -33,7 +33,7 @@ def generate(
 def start(folder: str, backend: str, precision: str) -> Started:
     artifact = open_artifact(folder)
     model = backends.load(artifact, backend, precision)
-    # Of the positions a step reads one row.
+    # A step reads only single rows of the position embeddings.
     unread = [e.num_bytes for e in layout(artifact.config, precision) if e.name == "positions"]
     about = {
         "version": f"{backend} {precision}",

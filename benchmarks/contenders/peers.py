@@ -1,4 +1,4 @@
-"""The engines that ours is compared with: their environments, and a model in their formats."""
+"""The peers, engines that ours is compared with: their environments and model formats."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from testbed import random_model
 from testbed.process import ROOT, ProgramError
 
 ENVIRONMENT = ROOT / ".venv-benchmark"
-OPENVINO = ROOT / ".venv-openvino"  # it wants an older transformers
+OPENVINO = ROOT / ".venv-openvino"  # needs an older transformers
 PYTHON = ENVIRONMENT / "bin" / "python"
 SERVER = ENVIRONMENT / "bin" / "llama-server"
 UV = ENVIRONMENT / "bin" / "uv"
-GROUP = f"{ROOT}/pyproject.toml:llama-cpp"  # compiled here, which may fail
+GROUP = f"{ROOT}/pyproject.toml:llama-cpp"  # compiled on this machine, which may fail
 MODULES = {
     "transformers": "transformers",
     "ctranslate2": "ctranslate2",
@@ -39,7 +39,7 @@ BUILD = ("--target", SERVER.name, "--parallel", str(os.cpu_count() or 1))
 
 
 def install() -> None:
-    """Makes the environments. Raises `Failed`; without a compiler llama.cpp is left out."""
+    """Install the peers' environments, without a compiler all but llama.cpp. Raises `Failed`."""
     ensure_environment(ENVIRONMENT, "benchmark")
     ensure_environment(OPENVINO, "openvino")
     print("compiling llama.cpp, some ten minutes on two cores", file=sys.stderr)
@@ -49,7 +49,7 @@ def install() -> None:
 
 
 def _build_server() -> bool:
-    """llama.cpp's server from the sources that the Python package brings, but does not install."""
+    """Build llama.cpp's server from sources in the Python package; return whether it worked."""
     with tempfile.TemporaryDirectory(prefix="llama-") as folder:
         get = ["download", "--no-deps", "--no-binary", ":all:", "--dest", folder, "--group", GROUP]
         if subprocess.run([str(PYTHON), "-m", "pip", *get]).returncode:
@@ -68,7 +68,7 @@ def _build_server() -> bool:
 
 
 def python(name: str) -> Path:
-    """A peer's. Raises `ProgramError` where it is not installed."""
+    """Return the path of a peer's Python. Raises `ProgramError` if the peer is not installed."""
     environment = OPENVINO if name == "openvino" else ENVIRONMENT
     if not [*environment.glob(f"lib/python3*/site-packages/{MODULES[name]}")]:
         raise ProgramError(MISSING)
@@ -83,9 +83,9 @@ def start(
     exports: Path,
     log: Path,
 ) -> Worker:
-    """A contender in a peer's environment.
+    """Start a contender in a peer's environment.
 
-    It gets the model in the peer's format, the number of threads, and `arguments`.
+    Its arguments are the model in the peer's format, the number of threads, and `arguments`.
     """
     threads, interpreter = str(len(os.sched_getaffinity(0))), python(name)
     model = export("transformers" if name == "peft" else name, artifact, exports, log)
@@ -95,7 +95,7 @@ def start(
 
 
 def export(name: str, artifact: Path, folder: Path, log: Path) -> Path:
-    """The artifact in the peer's format, in `folder`; made unless it is there."""
+    """Convert an artifact into a peer's format in `folder`, unless it exists; return its path."""
     target = folder / f"{artifact.name}.{'gguf' if name == 'llama.cpp' else name}"
     if target.exists():
         return target
@@ -104,7 +104,7 @@ def export(name: str, artifact: Path, folder: Path, log: Path) -> Path:
     shutil.rmtree(building, ignore_errors=True)
     if name == "transformers":
         _run(log, sys.executable, "-m", "scripts.cli", "convert", artifact, building, "--to", "hf")
-        file = building / "tokenizer_config.json"  # CTranslate2 wants to know the unknown
+        file = building / "tokenizer_config.json"  # CTranslate2 needs an unk_token
         config = {**json.loads(file.read_text("utf-8")), "unk_token": random_model.SPECIAL[0]}
         file.write_text(json.dumps(config), encoding="utf-8")
     elif name == "ctranslate2":

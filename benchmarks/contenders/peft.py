@@ -1,7 +1,7 @@
 """Contender: transformers with PEFT's adapters in fp32. Runs in the environment of the peers.
 
-Rows of different adapters share a batch (`adapter_names`). There is no server of it: as many rows
-as there are clients begin and end together.
+Rows of different adapters share a batch (`adapter_names`). PEFT has no server: batches of as many
+rows as there are clients begin and end together.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def start(base: str, threads: str, *folders: str) -> Started:
     model.eval()
 
     def generate(ids: list[int], rows: int, new_tokens: int, **more: Any) -> Any:
-        """Ids (B, N), and when the first of them were there."""
+        """Return the new ids (B, N) and the time of the first step's end."""
         first: list[float] = []
 
         def on_step(*_: Any) -> torch.Tensor:
@@ -50,7 +50,7 @@ def start(base: str, threads: str, *folders: str) -> Started:
         return made[:, len(ids) :], first[0]
 
     def alone(name: str, ids: list[int], new_tokens: int) -> list[int]:
-        """New ids of one adapter without the others."""
+        """Return the new ids of one adapter in a batch of its own."""
         model.set_adapter(name)
         results: list[int] = generate(ids, 1, new_tokens)[0][0].tolist()
         return results
@@ -58,7 +58,7 @@ def start(base: str, threads: str, *folders: str) -> Started:
     def trace(
         names: Sequence[str], ids: list[int], rows: int, new_tokens: int, limit_s: float
     ) -> dict[str, Any]:
-        """As much of the trace as begins in `limit_s`, in batches."""
+        """Run the batches of the trace that begin within `limit_s` seconds."""
         began, first_s, made = time.perf_counter(), [], []
         for at in range(0, len(names), rows):
             batch, now = [*names[at : at + rows]], time.perf_counter()

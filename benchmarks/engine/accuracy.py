@@ -1,4 +1,4 @@
-"""How far int8 is from fp32, on logits and on greedy text.
+"""Measures how far int8 is from fp32, in logits and in greedy text.
 
 In shapes: T tokens of one text, V vocabulary.
 """
@@ -21,7 +21,7 @@ Logits = NDArray[np.float32]
 
 
 def greedy(model: BackendModel, prompt: list[int], new_tokens: int, eos: int | None) -> list[int]:
-    """New ids, up to the end of the text."""
+    """Decode greedily; return the new ids, up to and including `eos`."""
     row, made = model.open_row(), list[int]()
     while len(made) < new_tokens and made[-1:] != [eos]:
         made.append(int(model.run([Piece(row, made[-1:] or prompt)])[0].argmax()))
@@ -30,7 +30,7 @@ def greedy(model: BackendModel, prompt: list[int], new_tokens: int, eos: int | N
 
 
 def forced(model: BackendModel, prompt: list[int], ids: list[int]) -> Logits:
-    """Logits (T, V) for each of `ids` when those before it are given."""
+    """Return the logits (T, V) with which the ids before predict each of `ids`."""
     row = model.open_row()
     results = [
         model.run([Piece(row, given)])[0].copy() for given in (prompt, *([i] for i in ids[:-1]))
@@ -54,7 +54,7 @@ def compare(
     new_tokens: int,
     load: Callable[[str], BackendModel] = int8,
 ) -> dict[str, Any]:
-    """How far another form of a model is from fp32, which writes the texts.
+    """Compare another precision of a model with fp32, on greedy texts of fp32.
 
     `prompts` are ids or texts.
     """

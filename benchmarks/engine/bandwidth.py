@@ -1,4 +1,4 @@
-"""How fast this machine's cores together read memory: the floor under every decode step.
+"""Measures how fast all cores together read memory: the lower bound of a decode step's time.
 
 Reads an array far larger than any cache, on one thread per core, with several of
 numpy's reductions, since each of them may be held up by its arithmetic instead.
@@ -36,7 +36,7 @@ def start(floats: str) -> Started:
     pool = ThreadPoolExecutor(cores)
 
     def measure() -> dict[str, float]:
-        """Bytes per second of each kernel, the best of several tries."""
+        """Return the bytes per second of each kernel, the best of several tries."""
         results = {}
         for name, kernel in KERNELS.items():
             seconds = []

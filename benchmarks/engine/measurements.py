@@ -1,4 +1,4 @@
-"""The engine side by side with others, in rounds, one after the other in each."""
+"""Measures the engine and its peers in rounds, each of them once in every round."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from testbed.process import ROOT
 from testbed.server import Server, Streamed, ask
 
 DEMO = ("sowol", "dongju")
-BATCH = 8  # the rows of B=8
+BATCH = 8  # rows
 LONG = 900  # tokens behind each row of a step with long contexts
 OVERHEAD_TOKENS = 16
 ALONE = ("loading", "memory", "accuracy", "profile")
@@ -45,8 +45,8 @@ Step = Callable[[], object]
 class Plan:
     """Sizes of a measurement of the engine.
 
-    settle_s: until the thread pools of what was measured before have stopped spinning
-    pause_s: shorter than a person's pause between two turns of a chat
+    settle_s: pause before each measurement, in which earlier thread pools stop spinning
+    pause_s: pause between two turns of a chat, shorter than a person's
     """
 
     config: GPT2Config = random_model.FULL
@@ -84,21 +84,21 @@ class EngineRun(Run):
         self._workers: dict[str, tuple[Worker, Results]] = {}
 
     def add_to(self, before: Results) -> None:
-        """Those that are compared are of one run."""
+        """Continue an earlier run, but drop its contenders if any is measured again."""
         super().add_to(before)
         if {*self.wanted} & {one.name for one in CONTENDERS}:
             self.results["contenders"] = {}
 
     def prepare(self) -> None:
-        """Measures what is compared; the rest needs the models alone in the page cache."""
+        """Measure what is compared, in rounds; the parts of `ALONE` follow without contenders."""
         several = {"turns", "memory"} & set(self.wanted)
         count = self.plan.models if several else 1
-        # The first in fp32; fp16 takes half the disk and loads as well.
+        # The first model is in fp32; fp16 takes half the disk.
         self.models = [
             random_model.make(self.store, self.plan.config, i, "float16" if i else "float32")
             for i in tqdm(range(count), desc="random models", disable=None)
         ]
-        # Its files must leave the page cache, so nothing else may use it.
+        # Used by `loading` only, because its files must leave the page cache.
         self.alone = random_model.make(self.store, self.plan.config, 100, "float16")
         with contextlib.ExitStack() as started:
             steps = self._start(started)
@@ -117,7 +117,7 @@ class EngineRun(Run):
     # In rounds
 
     def _start(self, started: contextlib.ExitStack) -> dict[str, Step]:
-        """What is measured in a round, in this order; all of it is started."""
+        """Start what is measured in rounds; return the steps of a round in order, by name."""
         how: dict[str, Callable[[contextlib.ExitStack], Step | None]] = {
             "bandwidth": self._start_bandwidth,
             **{one.name: partial(self._start_contender, one) for one in CONTENDERS},
@@ -136,13 +136,13 @@ class EngineRun(Run):
             with self.skipping(name):
                 if step := start(started):
                     steps[name] = step
-        for name, (worker, about) in self._workers.items():  # until all are ready
+        for name, (worker, about) in self._workers.items():  # waits until all are ready
             with self.skipping(name):
                 about |= worker.about
         return steps
 
     def _rounds(self, name: str, measure: Callable[..., Any], **about: Any) -> Step:
-        """A step that adds a round to the results."""
+        """Return a step that calls `measure` and appends the result to the rounds of `name`."""
         rounds: list[Any] = []
         self.results[name] = {**about, "rounds": rounds}
         return lambda: rounds.append(measure())
@@ -155,7 +155,7 @@ class EngineRun(Run):
         return worker.call
 
     def _start_bandwidth(self, started: contextlib.ExitStack) -> None:
-        """Measured around each contender."""
+        """Start measuring bandwidth, before and after each contender's run of one row."""
         size, one_thread = str(self.plan.bandwidth_floats), {"OPENBLAS_NUM_THREADS": "1"}
         log = self.log("bandwidth")
         worker = Worker(sys.executable, "engine.bandwidth", [size], log, one_thread)
@@ -196,7 +196,7 @@ class EngineRun(Run):
             about.setdefault("ids", answer["ids"][0])
 
     def _start_engine(self, started: contextlib.ExitStack, name: str, *arguments: Any) -> Step:
-        """The command of this name, of an engine of its own."""
+        """Start an engine in a process of its own; return its command `name` as a step."""
         log, options = self.log(name), {"prompts": self.prompts[:BATCH]}
         worker = Worker(sys.executable, "contenders.our_engine", arguments, log)
         call = self._worker(started, name, worker)
@@ -245,7 +245,7 @@ class EngineRun(Run):
         return self._rounds("serving", measure, clients=self.plan.clients)
 
     def _throughput(self, server: Server) -> float:
-        """Tokens per second of clients that ask again once they are answered."""
+        """Return tokens per second of clients that send a request after each answer."""
         plan = self.plan
         texts = self.texts[: plan.clients]
         with contextlib.ExitStack() as stack, ThreadPoolExecutor(plan.clients) as clients:
@@ -263,7 +263,7 @@ class EngineRun(Run):
             return tokens(plan.requests_each, plan.new_tokens) / (time.perf_counter() - began)
 
     def _overhead_ms(self, server: Server, name: str) -> float:
-        """Milliseconds of a request outside of the engine: the median of several, one by one."""
+        """Return the median milliseconds of sequential requests outside the engine."""
         with contextlib.closing(server.connect()) as connection:
             ask(connection, name, self.texts[0], OVERHEAD_TOKENS)
             answers = [
@@ -272,7 +272,7 @@ class EngineRun(Run):
             ]
         return 1000 * statistics.median(took - float(answer["seconds"]) for took, answer in answers)
 
-    # With the others gone: what they have mapped cannot leave the page cache.
+    # Measured after the contenders: files that they map cannot leave the page cache.
 
     def loading(self) -> Results:
         tries, log = self.plan.load_tries, self.log("loading")
@@ -282,7 +282,7 @@ class EngineRun(Run):
         return process.measure_memory(self.models, self.texts[0], self.log("memory"))
 
     def accuracy(self) -> Results:
-        """Of int8 against fp32: by random ids, and by lines of what the demo models learned."""
+        """Compare int8 with fp32, on random ids and on lines of the demo models' training texts."""
         cases: dict[str, tuple[Path, Sequence[Any]]] = {
             "random": (self.models[0], self.prompts[:BATCH])
         }
@@ -301,12 +301,12 @@ class EngineRun(Run):
         behind = min(LONG, profile.most_behind(artifact))
         return {
             **profile.measured(artifact, "int8", (1, BATCH)),
-            **profile.measured(artifact, "int8", (BATCH,), behind),  # the last: a goal is about it
+            **profile.measured(artifact, "int8", (BATCH,), behind),  # last: a goal reads this case
         }
 
 
 def _ask(server: Server | LlamaServer, sampling: Results, count: str) -> Ask:
-    """Requests by a connection each; `count` is the server's name for the number of answers."""
+    """Return an `Ask` with a connection per request; `count` names its number of answers."""
 
     def send(ids: list[int], new_tokens: int, sampled: bool = False, answers: int = 1) -> Streamed:
         parameters = {**SAMPLED, **sampling, "seed": 1} if sampled else {}

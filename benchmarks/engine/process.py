@@ -1,4 +1,4 @@
-"""`python -m engine` from outside: how long it loads a model, and what memory that takes."""
+"""Measures how long `python -m engine` takes to load a model, and the memory it needs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TOUCH_TOKENS = 16  # enough for every page of the weights to have been used
 
 
 class Engine(Program):
-    """An engine of its own, with the default settings."""
+    """A process of `python -m engine`, in int8 and otherwise with the default settings."""
 
     def __init__(self, log: Path, cache_dir: Path | None = None, root: Path = ROOT) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="engine-")
@@ -44,7 +44,7 @@ class Engine(Program):
         self._folder.cleanup()
 
     def load(self, name: str, folder: Path) -> float:
-        """Seconds to ready."""
+        """Load a model; return the seconds until it is ready."""
         began = time.perf_counter()
         body = {"name": name, "model_dir": str(folder)}
         self.about = self._client.request("POST", "/models", body, LOAD_TIMEOUT_S)
@@ -58,7 +58,7 @@ class Engine(Program):
         self._client.request("POST", f"/models/{name}/generate", body)
 
     def memory(self) -> dict[str, int]:
-        """Resident bytes, and those of them that no file holds."""
+        """Return the engine's resident bytes, and how many of them are anonymous: in no file."""
         results = rollup(self.pid)
         return {"rss_bytes": results["Rss"], "anonymous_bytes": results["Anonymous"]}
 
@@ -66,10 +66,10 @@ class Engine(Program):
 def measure_loading(
     folder: Path, another: Path, text: str, tries: int, log: Path
 ) -> dict[str, Any]:
-    """Seconds from the call to ready, and on to the first token; page cache warm and cold.
+    """Measure seconds from a load to ready and to the first token, page cache warm and cold.
 
-    And once what the very first load takes, which quantizes and fills the cache, of this model and
-    then of another of its shape; and the disk that a prepared model takes.
+    Also measures, once, the very first load, which quantizes and fills the cache, of this model
+    and then of another of its shape, and the disk space of a prepared model.
     """
     results: dict[str, Any] = {"warm": [], "cold": []}
     with Engine(log) as engine:
@@ -117,7 +117,7 @@ def _disk_bytes(folder: Path) -> int:
 
 
 def measure_memory(folders: list[Path], text: str, log: Path) -> dict[str, Any]:
-    """What each further model adds to the engine's memory once it has made tokens."""
+    """Measure what each further model adds to the engine's memory after generating tokens."""
     steps = []
     with Engine(log) as engine:
         for i, folder in enumerate(folders):
@@ -136,9 +136,9 @@ def measure_memory(folders: list[Path], text: str, log: Path) -> dict[str, Any]:
 def measure_cycles(
     folder: Path, text: str, cycles: int, settling: int, log: Path
 ) -> dict[str, Any]:
-    """The engine's memory before and after so many loads, answers and unloads of one model.
+    """Measure the engine's memory before and after `cycles` loads, answers and unloads.
 
-    *Before* is after `settling` of them: they bring in the libraries, the threads and their heaps.
+    *Before* is after `settling` earlier cycles, which load libraries and start threads with heaps.
     """
     after_each = []
     with Engine(log) as engine:

@@ -1,4 +1,4 @@
-"""A request to an engine in this process, and when each of its answers began and ended."""
+"""Requests to an engine in this process, with the times of their tokens."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ DEADLINE_S = 120
 
 
 class Request:
-    """Of one prompt, under way. `options` are those of `Parameters`."""
+    """A request in flight, sent by the constructor. `options` are generation parameters."""
 
     def __init__(
         self,
@@ -26,8 +26,8 @@ class Request:
         **options: Any,
     ) -> None:
         parameters = engine.parameters(model, {"max_new_tokens": new_tokens, **options})
-        self.ids: list[int] = []  # of the first answer
-        self.came: list[float] = []  # when each token of all answers did
+        self.ids: list[int] = []  # ids of the first answer
+        self.came: list[float] = []  # the time of each token of all answers
         self._begun: dict[int, float] = {}  # seconds until each answer's first token
         self._left, self._done = parameters.num_return_sequences, threading.Event()
         self._error: EngineError | None = None
@@ -37,14 +37,14 @@ class Request:
         ).result()
 
     def wait(self) -> Request:
-        """Until it is answered."""
+        """Wait for the end of all answers. Raises `EngineError`."""
         self._done.wait()
         if self._error is not None:
             raise self._error
         return self
 
     def wait_for_tokens(self, count: int) -> None:
-        """Until so many have come, or it has ended."""
+        """Wait until `count` tokens have come or the request has ended."""
         while len(self.came) < count and not self._done.wait(0.001):
             pass
 
@@ -66,7 +66,7 @@ class Request:
 
     @property
     def tokens(self) -> int:
-        """Of all answers."""
+        """The number of tokens of all answers."""
         return len(self.came)
 
     @property

@@ -16,21 +16,21 @@ def rounds(results: Results, name: str, rows: int, key: str) -> list[Any]:
 
 
 def tokens_per_s(results: Results, name: str, rows: int) -> list[float]:
-    """Of all rows together, in each round."""
+    """Return the tokens per second of all rows together, in each round."""
     tokens = rows * results["plan"]["new_tokens"]
     return [tokens / seconds for seconds in rounds(results, name, rows, "seconds")]
 
 
 def step_ms(results: Results, name: str) -> list[float]:
-    """Of a decode step of one row, in each round."""
+    """Return the median milliseconds of a decode step of one row, in each round."""
     return [1000 * seconds for seconds in rounds(results, name, 1, "step_s")]
 
 
 def floor_ms(results: Results, name: str) -> list[float]:
-    """What reading the weights once takes, in each round.
+    """Return the milliseconds that reading the weights once takes, in each round.
 
-    With the higher of the rates that were measured just before and just after: a disturbed
-    measurement must not flatter, and the machine's rate goes up and down within a run.
+    The bandwidth is the higher of those measured just before and just after: a disturbed
+    measurement must not flatter, and the machine's bandwidth changes within a run.
     """
     values = results["contenders"][name]
     size: int = values.get("step_bytes", values["weight_bytes"])

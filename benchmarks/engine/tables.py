@@ -1,4 +1,4 @@
-"""What is made of the engine's measurements: tables, and goals.
+"""Tables and goals of the engine's measurements.
 
 A goal is a ratio of two measurements of the same round. Speeds compare whole generations: prompt
 and all tokens. Only the floor is held against decode steps, since it says nothing about prompts.
@@ -21,7 +21,7 @@ INT8, FP32, MXNET = "int8", "fp32", "mxnet"
 
 
 def of_rounds(results: Results, *path: str) -> list[Any]:
-    """The values at a path below each round of a part."""
+    """Return the value of the path's last key in each round of the part at the path."""
     *place, key = path
     for name in place:
         results = results[name]
@@ -29,12 +29,12 @@ def of_rounds(results: Results, *path: str) -> list[Any]:
 
 
 def second_turn_ms(results: Results, system: str, key: str = "chat_s") -> list[float]:
-    """To the first token of a chat's second turn, in each round."""
+    """Return the milliseconds to the first token of a chat's second turn, in each round."""
     return [1000 * firsts[1] for firsts in of_rounds(results, "uses", system, key)]
 
 
 def answers(results: Results, system: str) -> list[float]:
-    """First tokens of several answers to one prompt against that of one answer."""
+    """Return the time to the first tokens of several answers over that of one, in each round."""
     measured = of_rounds(results, "uses", system, "answers")
     return [each["all_s"] / each["one_s"] for each in measured]
 
@@ -44,7 +44,7 @@ def long_ms(results: Results, system: str, length: str) -> list[float]:
 
 
 def rate(results: Results, system: str, use: str) -> list[float]:
-    """Tokens per second of 8 clients."""
+    """Return the tokens per second of 8 clients, in each round."""
     return of_rounds(results, "uses", system, f"{use}_tokens_per_s")
 
 
@@ -81,7 +81,7 @@ def speeds(results: Results) -> Table:
 
 
 def uses(results: Results) -> Table:
-    """A row for each system; first tokens in milliseconds."""
+    """Return a table with a row for each system; first tokens are in milliseconds."""
     measured = results.get("uses", {})
     lengths = [*next(iter(measured.values()))["rounds"][0]["long_prompts_s"]] if measured else []
     columns: dict[str, Callable[[str], list[float]]] = {
@@ -105,7 +105,7 @@ def uses(results: Results) -> Table:
 
 
 def _cell(values: Callable[[], list[float]], digits: int) -> str:
-    """Empty where it was not measured."""
+    """Format values for a table; return "" if they were not measured."""
     try:
         return shown(values(), digits)
     except (KeyError, ValueError):
@@ -173,7 +173,7 @@ def far(results: Results) -> Table:
 
 
 def operators(results: Results) -> Table:
-    """What `kogpt2 profile` shows, of the full-size model in int8."""
+    """Return the table of `kogpt2 profile` for the full-size model in int8."""
     if measured := results.get("profile"):
         return profile.table(measured)
     return (), ()
@@ -189,13 +189,13 @@ def _faster(name: str, than: str) -> Values:
 
 
 def _best(results: Results) -> list[float]:
-    """Eight equal rows against the fastest of the others in each round."""
+    """Return the speed of eight equal rows over that of the fastest peer, in each round."""
     others = zip(*(tokens_per_s(results, other, 8) for other in PEERS), strict=True)
     return ratios(tokens_per_s(results, INT8, 8), map(max, others))
 
 
 def _ragged(results: Results) -> list[float]:
-    """The engine against OpenVINO's, the server against llama.cpp's: the smaller ratio."""
+    """Return the smaller speedup of the engine over OpenVINO and the server over llama.cpp."""
     ours = [rate(results, name, "ragged") for name in ("engine", "server")]
     theirs = [rate(results, name, "ragged") for name in ("openvino-genai", "llama-server")]
     return [min(pair) for pair in zip(*map(ratios, ours, theirs), strict=True)]
@@ -223,7 +223,7 @@ def _over_http(results: Results) -> list[float]:
 
 
 def _long_contexts(results: Results) -> list[float]:
-    """A step of eight long rows against reading its bytes at each round's bandwidth."""
+    """Return the time of a step of eight long rows over that of reading its bytes, by round."""
     *_, step = results["profile"].values()  # the last case of EngineRun.profile
     rates = [max(measured.values()) for measured in results["bandwidth"]["rounds"]]
     return [step["seconds"][profile.ALL] * rate / step["read_bytes"][profile.ALL] for rate in rates]

@@ -22,14 +22,14 @@ SAMPLED = {"temperature": 0.8, "top_p": 0.95, "top_k": 50}
 RATES = ("greedy", "sampled", "ragged")
 
 
-# ask(prompt, new_tokens, sampled=False, answers=1) waits for the end, from any number of threads.
-# What it returns has `ids` of the first answer, `tokens` of all answers, and the seconds until the
-# first token of the first answer, `first_s`, and of the last one, `all_begun_s`.
+# ask(prompt, new_tokens, sampled=False, answers=1) waits for the end, in any number of threads. Its
+# result has `ids` of the first answer, the number of `tokens` of all answers, and the seconds until
+# the first token of any answer, `first_s`, and until all answers have one, `all_begun_s`.
 Ask = Callable[..., Any]
 
 
 def measurement(ask: Ask) -> Callable[..., dict[str, Any]]:
-    """The `measure` command."""
+    """Return the `measure` command, which sends its requests by `ask`."""
     seeds = itertools.count()
 
     def measure(
@@ -40,7 +40,7 @@ def measurement(ask: Ask) -> Callable[..., dict[str, Any]]:
         pause_s: float,
         parts: Sequence[str],
     ) -> dict[str, Any]:
-        """`pause_s`: between a chat's turns; `parts`: some of those that follow here."""
+        """Measure `parts`, keys of `how`; `pause_s` is the pause between a chat's turns."""
 
         def prompt(length: int) -> list[int]:
             rng = np.random.default_rng(next(seeds))
@@ -48,7 +48,7 @@ def measurement(ask: Ask) -> Callable[..., dict[str, Any]]:
             return ids
 
         def tokens_per_s(work: list[tuple[int, int]], sampled: bool = False) -> float:
-            """Tokens per second of prompts and answers of these lengths, by `ROWS` clients."""
+            """Return tokens per second of `ROWS` clients; `work` has (prompt, answer) lengths."""
             prompts = [prompt(length) for length, _ in work]
             began = time.perf_counter()
             with ThreadPoolExecutor(ROWS) as clients:
@@ -59,7 +59,7 @@ def measurement(ask: Ask) -> Callable[..., dict[str, Any]]:
             return tokens / (time.perf_counter() - began)
 
         def chat(pause_s: float) -> list[float]:
-            """Seconds to each turn's first token; the second has `history` tokens before it."""
+            """Return seconds to each turn's first token; the second follows `history` tokens."""
             text, results = prompt(history - answer), []
             for _ in range(TURNS):
                 reply = ask(text, answer)
@@ -90,7 +90,7 @@ def measurement(ask: Ask) -> Callable[..., dict[str, Any]]:
             "chat_at_once_s": lambda: chat(0),
             "answers": answers,
         }
-        if next(seeds) == 0:  # to warm up, and so that ours knows that answers come back
+        if next(seeds) == 0:  # to warm up
             chat(0)
             tokens_per_s([(prompt_tokens, 2)] * ROWS, sampled=True)
         return {"history": history, **{part: how[part]() for part in parts}}
@@ -99,4 +99,4 @@ def measurement(ask: Ask) -> Callable[..., dict[str, Any]]:
 
 
 PARTS = (*(f"{rate}_tokens_per_s" for rate in RATES), "long_prompts_s", "chat_s", "answers")
-PREFIX_CACHED = ("chat_s", "chat_at_once_s", "answers")  # what depends on what is kept of prompts
+PREFIX_CACHED = ("chat_s", "chat_at_once_s", "answers")  # parts that depend on the prefix cache

@@ -1,4 +1,4 @@
-"""One, two and three servers behind HAProxy, and what the proxy costs.
+"""Measures one, two and three servers behind HAProxy, and the overhead of the proxy.
 
 Each server has one core, or as many as `--cpus`.
 """
@@ -24,16 +24,16 @@ from testbed.control_group import ControlGroup
 from testbed.haproxy import HAProxy
 from testbed.server import Server, ask
 
-CLIENTS = 8  # of each server
+CLIENTS = 8  # for each server
 
 
 @dataclass(frozen=True)
 class Plan:
     """Sizes of a measurement of a fleet.
 
-    models: under so many names
-    nodes: servers of each fleet
-    cpus: of a server; without it, it has a core of its own
+    models: number of names under which the model is loaded
+    nodes: number of servers of each fleet
+    cpus: cores of a server; by default it is pinned to one
     """
 
     config: GPT2Config = random_model.FULL
@@ -52,7 +52,7 @@ class Plan:
 
 
 def _gained(many: int) -> Values:
-    """Tokens a second of so many servers against one."""
+    """Return a goal's values: tokens a second of `many` servers over those of one."""
     return lambda r: ratios(*(r["nodes"][nodes]["tokens_per_s"] for nodes in (str(many), "1")))
 
 
@@ -93,7 +93,7 @@ class FleetRun(Run):
         self.model = random_model.make(self.store, self.plan.config, 0)
 
     def proxy(self) -> Results:
-        """Milliseconds of a call, past the proxy and through it in turns."""
+        """Measure milliseconds of a call to a server directly and through the proxy, in turns."""
         plan, name = self.plan, self.plan.names[0]
         with (
             Server(self.store, self.log("proxy"), {name: self.tiny}) as server,
@@ -117,7 +117,7 @@ class FleetRun(Run):
             if cores < nodes * each:
                 self.results["skipped"][f"{nodes} servers"] = f"here are {cores} cores"
                 continue
-            alone = cores > nodes * each  # on what they have
+            alone = cores > nodes * each  # a core is left for the proxy and the clients
             measured[str(nodes)] = {**self._several(nodes), "alone": alone}
         return measured
 
@@ -140,7 +140,7 @@ class FleetRun(Run):
         }
 
     def _round(self, server: Server, proxy: HAProxy, nodes: int, turn: int) -> list[float]:
-        """The seconds of all clients' calls."""
+        """Run all clients for `plan.seconds`; return the seconds of each call."""
         end = time.perf_counter() + self.plan.seconds
 
         def client(number: int) -> list[float]:

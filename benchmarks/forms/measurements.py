@@ -1,4 +1,4 @@
-"""Answers that are held to a form, in one engine."""
+"""Measures answers that are constrained by a form, in one engine."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ OBJECT = {
     "required": ["sentiment", "certain", "subject", "stars"],
     "additionalProperties": False,
 }
-# What a step's time is measured with: forms that allow most tokens, and few.
+# Forms with which a step is timed; some allow most tokens, others few.
 STEPS: dict[str, dict[str, Any]] = {
     "none": {},
     "any text": {"regex": r"(.|\n)*"},
@@ -52,7 +52,7 @@ ANSWERS: dict[str, dict[str, Any]] = {
     "an object of four fields": {"json_schema": OBJECT},
 }
 ROWS = (1, 8)
-# Forms that ask for a large automaton, grammar or recursion.
+# Forms that need a large automaton, grammar or recursion.
 HOSTILE: dict[str, dict[str, Any]] = {
     "nested repetition": {"regex": "(([ab]{0,50}c){0,50}d){0,50}"},
     "large automaton": {"regex": "[ab]*a[ab]{30}[ab]*b[ab]{30}"},
@@ -67,7 +67,7 @@ HOSTILE: dict[str, dict[str, Any]] = {
         }
     },
 }
-STALL_TOKENS = 32  # before the form and, at most, of its answer
+STALL_TOKENS = 32  # of the other row before the form is sent, and at most of the form's answer
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ class Plan:
 
 
 def _against(results: Results, rows: int) -> list[float]:
-    """Of the dearest form's steps over those without a form, round by round."""
+    """Return the ratio of the slowest form's steps to those without a form, by round."""
     measured = {one["form"]: one["seconds"] for one in results["steps"] if one["rows"] == rows}
     none = measured.pop("none")
     return max((report.ratios(each, none) for each in measured.values()), key=statistics.median)
@@ -161,7 +161,7 @@ class FormsRun(Run):
             characters = (*random_model.ASCII, *used, *random_model.CHARACTERS)
             tokenizer = random_model.spiece(config.vocab_size, characters)
             (folder / "kogpt2.spiece").write_bytes(tokenizer)
-        # What is kept of prompts would make the second round another than the first.
+        # With a prefix cache, the second round would differ from the first.
         self._engine = Engine(Settings(memory_mib=4096, prefix_cache_mib=0))
         self.opened.callback(self._engine.close)
         self._engine.load("m", str(folder))
@@ -172,7 +172,7 @@ class FormsRun(Run):
         return ids
 
     def _ask(self, rows: int, parameters: dict[str, Any]) -> tuple[list[float], int]:
-        """When each token came, in seconds from the first request on; how many steps there were."""
+        """Send `rows` requests; return the seconds until each token, and the number of steps."""
         counters = self._engine._find("m").statistics
         steps = counters.steps
         began = time.perf_counter()
@@ -181,12 +181,12 @@ class FormsRun(Run):
         return came, counters.steps - steps
 
     def steps(self) -> list[Results]:
-        """Seconds of a step of so many rows, round by round, in turns."""
+        """Measure the seconds of a decode step, by form and number of rows, in turns."""
 
         def step_s(form: str, rows: int) -> float:
             given = {"new_tokens": self.plan.new_tokens, "ignore_eos": True}
             came, steps = self._ask(rows, {**given, **STEPS[form]})
-            begun = came[2 * rows - 1]  # all have their first two tokens by then
+            begun = came[2 * rows - 1]  # all rows have their first two tokens by then
             return (came[-1] - begun) / max(steps - 1, 1)
 
         ways = {(form, rows): partial(step_s, form, rows) for rows in ROWS for form in STEPS}
@@ -196,7 +196,7 @@ class FormsRun(Run):
         ]
 
     def ready(self) -> Results:
-        """Seconds until a form can be used: a tokenizer's first, and further ones."""
+        """Measure seconds until a form can be used: a tokenizer's first, and further forms."""
         vocabulary = self._engine._find("m").texts._vocabulary
         process = psutil.Process()
         before = process.memory_info().rss
@@ -209,7 +209,7 @@ class FormsRun(Run):
         return measured
 
     def answers(self) -> list[Results]:
-        """Whole answers: tokens, steps and seconds, beside as many tokens without a form."""
+        """Measure whole answers with a form, and as many tokens without a form."""
 
         def answer(name: str) -> tuple[int, int, float, float]:
             came, steps = self._ask(1, {"new_tokens": 100, **ANSWERS[name]})
@@ -225,7 +225,7 @@ class FormsRun(Run):
         return results
 
     def stalls(self) -> list[Results]:
-        """The longest seconds between another row's tokens, before and after a hostile form."""
+        """Measure the longest gap between another row's tokens, before and after a hostile form."""
         ids = self._ids()
         most = self.plan.config.max_length - len(ids)
 
@@ -233,9 +233,9 @@ class FormsRun(Run):
             other = Request(self._engine, ids, most, ignore_eos=True)
             other.wait_for_tokens(STALL_TOKENS)
             sent = time.perf_counter()
-            with contextlib.suppress(EngineError):  # refused
+            with contextlib.suppress(EngineError):  # the engine refuses the form
                 Request(self._engine, ids, STALL_TOKENS, **HOSTILE[name]).wait()
-            other.wait_for_tokens(len(other.came) + 1)  # the end of the gap that is under way
+            other.wait_for_tokens(len(other.came) + 1)  # waits for the end of the current gap
             other.cancel()
             gaps = [(end, end - begin) for begin, end in pairwise(other.came[1:])]
             longest = max((gap for end, gap in gaps if end > sent), default=0.0)

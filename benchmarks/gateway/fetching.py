@@ -1,6 +1,6 @@
-"""A model's archive from a local S3 server into its folder, by this server and by other tools.
+"""Times fetching a model's archive from S3 and unpacking it, by this server and by other tools.
 
-The other way is `aws s3 cp` and `tar`.
+The other tools are `aws s3 cp`, or boto3 without it, and `tar`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ BUCKET, KEY = "benchmark", "model.tar.gz"
 
 
 def measure(archive: Path, tries: int, workdir: Path, log: Path) -> dict[str, Any]:
-    """Seconds of each way, in turns. Needs moto (requirements/test.txt)."""
+    """Measure the seconds of each way, in turns. Needs moto (requirements/test.txt)."""
 
     def timed(way: Callable[[Path], dict[str, float]]) -> dict[str, float]:
         with tempfile.TemporaryDirectory(dir=workdir, prefix=".fetched-") as folder:
@@ -40,7 +40,7 @@ def measure(archive: Path, tries: int, workdir: Path, log: Path) -> dict[str, An
 
 
 def _ours(folder: Path) -> dict[str, float]:
-    """What the gateway does: downloading and unpacking at the same time."""
+    """Fetch as the gateway does, which unpacks while it downloads."""
     from serving.store import Cache, StoreSettings, open_store
 
     location = f"s3://{BUCKET}/"
@@ -53,7 +53,7 @@ def _ours(folder: Path) -> dict[str, float]:
 
 
 def _theirs(folder: Path) -> dict[str, float]:
-    """One after the other, as a script would."""
+    """Download, then unpack, as a script would."""
     file, url = folder / KEY, os.environ["AWS_ENDPOINT_URL_S3"]
     began = time.perf_counter()
     if shutil.which("aws"):

@@ -1,7 +1,7 @@
-"""What stands in front of the engine.
+"""Measures the server in front of the engine, `kogpt2 bench --gateway`.
 
-The start, the ways of calls and streams through the gateway, models that are not loaded yet or not
-even here, and whether loading and unloading leaves memory behind.
+Its parts are the start, calls and streams through the gateway, models that are not loaded or not
+fetched yet, and the growth of memory by loading and unloading.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ BACKENDS = {"mxnet": ("mxnet", "int8"), "native": ("native", "int8")}
 TOKENS = 32  # of a stream
 STREAM_WARM_UP = 10
 
-# Sends a request; gives when the first bytes came and when the last, in seconds.
+# Sends a request; returns the seconds until its first and until its last bytes.
 Way = Callable[[], tuple[float, float]]
 
 
@@ -41,7 +41,7 @@ Way = Callable[[], tuple[float, float]]
 class Plan:
     """Sizes of a measurement of the gateway.
 
-    archived_layers: in fp16, about 130 MB as a .tar.gz
+    archived_layers: layers of the model to fetch; in fp16, about 130 MB as a .tar.gz
     warm_up: calls until Java has compiled its part
     settling: loads until the engine has its libraries, threads and their heaps
     """
@@ -69,7 +69,7 @@ def _growth_percent(results: Results) -> list[float]:
 
 
 def _over(results: Results, size: str, way: str, other: str, key: str = "first_ms") -> list[float]:
-    """What a stream by `way` takes longer than by `other`."""
+    """Return the median extra milliseconds of a stream by `way` over one by `other`."""
     times = {name: ways[key] for name, ways in results["streams"][size].items()}
     return added(times, way, other)
 
@@ -141,7 +141,7 @@ class GatewayRun(Run):
 
     @cached_property
     def server(self) -> Server:
-        """With both models; for calls, streams and cold models."""
+        """The server with both models, for the parts calls, streams and cold."""
         models = {folder.name: folder for folder in (self.tiny, self.full)}
         environment = {"GRPC_PORT": str(self.grpc_port)}
         log, backend = self.log("gateway"), BACKENDS["mxnet"]
@@ -149,7 +149,7 @@ class GatewayRun(Run):
         return self.opened.enter_context(server)
 
     def starts(self) -> Results:
-        """Seconds from `serve` to ready, by backend, in turns; the last server stays."""
+        """Measure seconds from `serve` to ready, by backend, in turns; keep the last server."""
 
         def start(backend: tuple[str, str]) -> float:
             with Server(self.store, self.log("starts"), backend=backend) as server:
@@ -162,7 +162,7 @@ class GatewayRun(Run):
         return measured
 
     def calls(self) -> Results:
-        """Milliseconds of one small call, to the gateway's port and to MMS's own socket in turns.
+        """Measure milliseconds of a small call to the gateway's port and MMS's socket, in turns.
 
         Each side has one connection, which stays open.
         """
@@ -180,7 +180,7 @@ class GatewayRun(Run):
         return {name: scaled(seconds for seconds, _ in each) for name, each in measured.items()}
 
     def streams(self) -> Results:
-        """By size and way, milliseconds to the first bytes (`first_ms`) and of the whole stream.
+        """Measure milliseconds to a stream's first bytes (`first_ms`) and to its end, in all ways.
 
         One client sends the same text to the engine's own socket and by each route in turns.
         """
@@ -220,7 +220,7 @@ class GatewayRun(Run):
         return ways
 
     def cold(self) -> Results:
-        """Seconds of a call, for one token, of a model that is on disk, prepared, not loaded."""
+        """Measure seconds of a call for one token of a prepared model that is not loaded."""
         measured: Results = {}
         with contextlib.closing(self.server.connect()) as connection:
             for size, name in self.names.items():
@@ -242,7 +242,7 @@ class GatewayRun(Run):
 
 
 def _stream(connection: http.client.HTTPConnection, path: str, body: bytes) -> tuple[float, float]:
-    connection.close()  # one that rests for long is closed by the other side
+    connection.close()  # the server closes idle connections
     connection.connect()
     began = time.perf_counter()
     connection.request("POST", path, body, HEADERS)

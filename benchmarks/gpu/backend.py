@@ -1,6 +1,6 @@
-"""Measured: one backend on a GPU, or what it runs there on the CPU, with several models.
+"""Worker that measures one backend with several models on a GPU, or its GPU code on the CPU.
 
-Each command answers for the models that `load` opened, in their order.
+Commands are about the models that `load` has opened, in this order.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Checked:
         return CUDA if self.device == "gpu" else replace(CPU, limit_bytes=CPU_LIMIT_BYTES)
 
     def load(self, folder: str) -> dict[str, Any]:
-        """One more model, and its first token."""
+        """Load one more model and run its first pass; return times and memory."""
         began = time.perf_counter()
         model = self.open(folder)
         seconds = time.perf_counter() - began
@@ -70,13 +70,13 @@ class Checked:
         }
 
     def unload(self) -> int | None:
-        """All; the memory in use afterwards."""
+        """Unload all models; return the bytes of memory in use afterwards."""
         while self.models:
             self.models.pop().close()
         return self.memory_bytes()
 
     def memory_bytes(self) -> int | None:
-        """Bytes in use on the device by all processes; on the CPU by this one. None: unknown."""
+        """Return the bytes in use on the GPU (None if unknown), or on the CPU by this process."""
         if self.device == "cpu":
             lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
             return next(int(s.split()[1]) << 10 for s in lines if s.startswith("RssAnon"))
@@ -87,11 +87,11 @@ class Checked:
         return int(answer.stdout.split()[0]) << 20
 
     def compare(self, folder: str, prompts: list[Any], new_tokens: int) -> dict[str, Any]:
-        """Against fp32 on the CPU."""
+        """Compare the backend with fp32 on the CPU."""
         return accuracy.compare(folder, prompts, new_tokens, self.open)
 
     def generate(self, prompts: list[list[int]], new_tokens: int, clock: Clock) -> list[list[int]]:
-        """By the first model, all prompts in one batch."""
+        """Decode all prompts in one batch of the first model."""
         return generate(self.models[0], prompts, new_tokens, clock)
 
     def rows(self, prompts: list[list[int]], steps: int) -> dict[str, float]:
@@ -117,7 +117,7 @@ class Checked:
         return {"max_difference": worst, "logits_std": float(np.std(together[0]))}
 
     def turns(self, prompt: list[int], new_tokens: int) -> float:
-        """Tokens per second of all models, a token of each in turn."""
+        """Return tokens per second of all models together, which decode a token each in turn."""
         rows = [model.open_row() for model in self.models]
         pairs = list(zip(self.models, rows, strict=True))
         last = [int(model.run([Piece(row, prompt)])[0].argmax()) for model, row in pairs]

@@ -1,4 +1,4 @@
-"""Both backends on this machine's GPU, against fp32 on its CPU, each in a process of its own."""
+"""`kogpt2 gpu-check`: compares both backends on the GPU with fp32 on the CPU, a process each."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def measure(plan: Plan, device: str, wanted: Iterable[str], workdir: Path) -> di
                     ]
                 measured["turns_tokens_per_s"] = call("turns", prompt=prompts[0], **tokens)
                 measured["unloaded_bytes"] = call("unload")
-                if device == "gpu" or backend == "onnxruntime":  # MXNet would fill the machine
+                if device == "gpu" or backend == "onnxruntime":  # on a CPU, MXNet has no limit
                     call("load", folder=random[0])
                     measured["exhausted"] = call(
                         "exhaust", folder=random[1], prompt=prompts[0], **tokens

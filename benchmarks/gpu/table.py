@@ -1,4 +1,4 @@
-"""kogpt2 gpu-check's results as Markdown, and what of them is wrong."""
+"""Formats the results of `kogpt2 gpu-check` as Markdown, and lists the failures."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from benchmarks.report.tables import mb, table
 
 Checked = dict[str, Any]
 
-# Of the logits' standard deviation. fp16 rounds by 2^-12 on average, some fifty times on the way;
-# fp32 on a GPU may be TF32 in MXNet's products, with fp16's mantissa.
+# Limits of the logits' error over their standard deviation. fp16 rounds by 2^-12 on average, some
+# fifty times in a pass; fp32 on a GPU may be TF32 in MXNet's products, with fp16's mantissa.
 MOST_ERROR = {"fp32": 2e-3, "fp16": 5e-3}
-# Of a row in a batch against the row alone, the largest of all logits.
+# Limits of the largest difference of a logit between a row in a batch and the row alone.
 MOST_ROW_DIFFERENCE = {"fp32": 1e-2, "fp16": 5e-2}
 
 
@@ -116,7 +116,7 @@ def _device(device: str) -> str:
 
 
 def _packages() -> str:
-    """MXNet and onnxruntime have another name where they are built for a GPU."""
+    """Return the installed MXNet and onnxruntime, whose names differ in builds for a GPU."""
     measured = {d.name: d.version for d in metadata.distributions()}
     ours = [name for name in sorted(measured) if name.startswith(("mxnet", "onnxruntime"))]
     return ", ".join(f"{name} {measured[name]}" for name in ours)

@@ -1,7 +1,7 @@
 """Writes the numbers of a run into the pages: each between two comments that name it.
 
 All of them come from docs/develop/benchmark.json and docs/develop/benchmark-gateway.json, which
-`kogpt2 bench --pages` reads; a test holds the pages against them.
+`kogpt2 bench --pages` reads; a test compares the pages with them.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ def read(engine: Path = ENGINE, gateway_file: Path = GATEWAY) -> Results:
 
 
 def written(results: Results) -> Iterator[tuple[Path, str]]:
-    """Each page, and its text with these results."""
+    """Yield each page and its text with these results."""
     for name in PAGES:
         page = ROOT / name
         yield page, BLOCK.sub(lambda values: _block(results, values), page.read_text("utf-8"))
 
 
 def write() -> list[Path]:
-    """Returns the pages that changed. Raises `Problem`."""
+    """Update the pages and return those that changed. Raises `Problem`."""
     changed = [(page, text) for page, text in written(read()) if text != page.read_text("utf-8")]
     for page, text in changed:
         page.write_text(text, encoding="utf-8")

@@ -46,7 +46,7 @@ def _speeds_of(plan: dict[str, Any]) -> str:
 
 
 def _speeds(results: dict[str, Any]) -> Any:
-    """A bar for each contender: milliseconds per token, and tokens per second of eight."""
+    """Draw a bar per contender: milliseconds per token, and tokens per second of eight rows."""
     names = [n for n in results["contenders"] if tokens_per_s(results, n, 1)]
     figure, (left, right) = pyplot.subplots(
         1, 2, figsize=(12, 1.6 + 0.45 * len(names)), sharey=True, layout="constrained"
@@ -70,7 +70,7 @@ def _speeds(results: dict[str, Any]) -> Any:
 
 
 def _bars(axis: Any, labels: list[str], values: list[list[float]], digits: int) -> None:
-    """A bar for each median with its value, and a line from the least to the most."""
+    """Draw a bar for each median with its value, and a line from the least to the most."""
     colors = [OURS if label.startswith("ours") else THEIRS for label in labels]
     medians = [statistics.median(v) for v in values]
     around = [
@@ -89,7 +89,7 @@ def _sweep_of(plan: dict[str, Any]) -> str:
 
 
 def _sweep(results: dict[str, Any]) -> Any:
-    """Time to first token, and hits or tokens a second, by the memory there is."""
+    """Draw the time to first token, and hits or tokens a second, over the size of memory."""
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
     containers = results["plan"]["container_mib"]
     for color, (side, steps) in zip(COLORS, results["sweep"].items(), strict=False):

@@ -11,9 +11,9 @@ from testbed import machine
 
 Results = dict[str, Any]
 Row = Sequence[str]
-Table = tuple[Row, Iterable[Row]]  # its head and its rows
+Table = tuple[Row, Iterable[Row]]  # the head and the rows
 Values = Callable[[Results], Sequence[float]]
-# Its name, the sense and the limit, the unit, and the value in every round.
+# (name, sense as ">=", limit, unit, a function that returns the value in every round)
 Goal = tuple[str, str, float, str, Values]
 
 QUANTILES = ("p50", "p90", "p99", "most")
@@ -21,7 +21,7 @@ FAULTS = ("wrong", "lost", "4xx", "5xx")
 
 
 def page(results: Results, plan: str, tables: Iterable[Table]) -> str:
-    """The machine, `plan`, the tables that have rows, and the goals."""
+    """Return a page with the machine, `plan`, the tables that have rows, and the goals."""
     lines = [*machine.lines(results["machine"]), f"Commit {results['commit']}; {plan}", ""]
     for head, rows in (*tables, goal_table(results["goals"])):
         lines += table(head, rows)
@@ -30,15 +30,15 @@ def page(results: Results, plan: str, tables: Iterable[Table]) -> str:
 
 
 def table(head: Row, rows: Iterable[Row]) -> Iterator[str]:
-    """And an empty line; nothing where there are no rows."""
+    """Yield a table in Markdown and an empty line, or nothing if there are no rows."""
     if some := [*rows]:
         yield from (plain(head, some, markdown=True), "")
 
 
 def judge(results: Results, goals: Iterable[Goal]) -> Iterator[Results]:
-    """Each goal with its value in every round, their spread, and whether the median meets it.
+    """Yield each goal with its values by round, their spread, and whether the median meets it.
 
-    What was not measured has no `value`.
+    Goals that were not measured have no `value`.
     """
     for name, sense, limit, unit, measure in goals:
         goal = {"name": name, "sense": sense, "limit": limit, "unit": unit}
@@ -70,12 +70,12 @@ def _goal(goal: Results) -> Row:
 
 
 def ratios(a: Iterable[float], b: Iterable[float]) -> list[float]:
-    """Round by round."""
+    """Divide `a` by `b`, round by round."""
     return [x / y for x, y in zip(a, b, strict=False)]
 
 
 def added(measured: Results, way: str, other: str) -> list[float]:
-    """What `way` takes longer: the median of the differences of neighbours in time."""
+    """Return how much longer `way` takes than `other`: the median of paired differences."""
     pairs = zip(measured[way], measured[other], strict=True)
     return [statistics.median(a - b for a, b in pairs)]
 
@@ -85,12 +85,12 @@ def scaled(values: Iterable[float], factor: float = 1000) -> list[float]:
 
 
 def medians(rows: Sequence[dict[str, float]]) -> dict[str, float]:
-    """Of each key over the rows."""
+    """Return the median of each key over the rows."""
     return {key: statistics.median(row[key] for row in rows) for key in rows[0]}
 
 
 def quantiles(values: Sequence[float]) -> dict[str, float]:
-    """`QUANTILES`, and how many values there are."""
+    """Return the `QUANTILES` of values, and their number as `count`."""
     if len(values) < 2:
         value = values[0] if values else float("nan")
         return {"count": len(values)} | dict.fromkeys(QUANTILES, value)
@@ -103,7 +103,7 @@ def quantiles(values: Sequence[float]) -> dict[str, float]:
 
 
 def shown(values: Sequence[float], digits: int) -> str:
-    """The median, and between which values it is."""
+    """Format the median of values, with the least and the most in brackets."""
     if len(values) < 2:
         return "".join(f"{value:.{digits}f}" for value in values)
     median, least, most = statistics.median(values), min(values), max(values)
@@ -111,7 +111,7 @@ def shown(values: Sequence[float], digits: int) -> str:
 
 
 def ms(measured: Results, *keys: str) -> list[str]:
-    """Seconds of these keys, as milliseconds."""
+    """Format the seconds under these keys as milliseconds."""
     return [f"{1000 * measured[key]:,.0f}" for key in keys]
 
 

@@ -1,4 +1,4 @@
-"""Clients that ask many models by streams, one request after the other each, and their answers."""
+"""Clients that send streaming requests to many models, and statistics of the answers."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from testbed.trace import policies, replay
 STATES = ("hot", "warm", "parked", "cold")
 ALONE_S = 30.0
 
-Trace = Sequence[tuple[str, int]]  # names of models, and numbers of prompts
-Expected = Mapping[tuple[str, int], str]  # what a model alone answers
+Trace = Sequence[tuple[str, int]]  # (name of a model, number of a prompt) of each request
+Expected = Mapping[tuple[str, int], str]  # the text of each model alone, by (model, prompt)
 
 
 class Budgeted:
-    """A plan with memory for models: `engine_mib`, or what an engine takes in a container."""
+    """A plan with a memory budget: `engine_mib`, or an engine's own choice in a container."""
 
     engine_mib: int
     container_mib: int  # of a control group, or 0
@@ -44,7 +44,7 @@ class Budgeted:
 
 @dataclass(frozen=True)
 class Answered:
-    """A request and its answer. `state` is what the model was just before; `hot`, how many were."""
+    """A request and its answer; before it, the model's `state` and the number of `hot` models."""
 
     model: str
     prompt: int
@@ -80,9 +80,9 @@ class Clients:
     def run(
         self, server: Server | LlamaServer, trace: Trace, limit_s: float | None = None
     ) -> tuple[list[Answered], float]:
-        """The answers in the order of the trace, and seconds.
+        """Run a trace; return the answers in its order, and the seconds of all of them.
 
-        Each client takes the trace's next request, unless `limit_s` have passed.
+        Each client sends the trace's next request, until `limit_s` seconds have passed.
         """
         numbers = itertools.count()
         answers_by_turn: dict[int, Answered] = {}
@@ -104,7 +104,7 @@ class Clients:
     def measure(
         self, server: Server | LlamaServer, trace: Trace, expected: Expected, limit_s: float | None
     ) -> tuple[list[Answered], Results]:
-        """The trace, and then requests to one model alone: answers, and statistics of them."""
+        """Run a trace, then requests to one model; return the trace's answers and statistics."""
         before = process_tree.usage(server.pid)
         answers, seconds = self.run(server, trace, limit_s)
         after, memory = process_tree.usage(server.pid), process_tree.memory(server.pid)
@@ -123,7 +123,7 @@ class Clients:
 
 
 class Client:
-    """One connection that stays open."""
+    """A client with a connection that stays open between requests."""
 
     def __init__(self, clients: Clients, server: Server | LlamaServer) -> None:
         self._clients, self._server, self._connection = clients, server, server.connect()
@@ -145,12 +145,12 @@ class Client:
         except (OSError, http.client.HTTPException) as lost:
             error = f"lost: {lost!r}"
         seconds = time.perf_counter() - began
-        if error or isinstance(self._server, LlamaServer):  # which closes it without saying so
+        if error or isinstance(self._server, LlamaServer):  # which closes it unannounced
             self._connection.close()
         return Answered(model, prompt, state, hot, began, first_s, seconds, tokens, text, error)
 
     def must(self, model: str, prompt: int = 0, new_tokens: int | None = None) -> Answered:
-        """Raises `ProgramError` where the answer is an error."""
+        """Send a request as `ask`. Raises `ProgramError` if the answer is an error."""
         answer = self.ask(model, prompt, new_tokens)
         if answer.error:
             raise ProgramError(f"{model}: {answer.error}")
@@ -161,7 +161,7 @@ class Client:
 
 
 def count_faults(answers: Sequence[Answered], expected: Expected) -> Results:
-    """Count the answers that differ from those of the model alone."""
+    """Count lost answers, errors, and texts that differ from those of the model alone."""
     errors = [a.error for a in answers if a.error]
     wrong = [a for a in answers if not a.error and a.text != expected[a.model, a.prompt]]
     return {
@@ -174,7 +174,7 @@ def count_faults(answers: Sequence[Answered], expected: Expected) -> Results:
 
 
 def joined(rounds: list[Results]) -> Results:
-    """The rounds of a trace, with statistics of all their requests together."""
+    """Return the rounds of a trace, with statistics of all their requests together."""
     requests = [a for one in rounds for a in one["requests"]]
     firsts = {"all": [a["first_s"] for a in requests if not a["error"]]}
     for state in STATES:
@@ -194,13 +194,13 @@ def joined(rounds: list[Results]) -> Results:
 
 
 def hits(rounds: list[Results], capacity: int) -> dict[str, float]:
-    """The share of requests that found their model hot, and what caches of that size would have."""
+    """Return the hit rate as measured, and as simulated for policies with `capacity` models."""
     requests = [a for one in rounds for a in one["requests"]]
     measured = sum(a["state"] == "hot" for a in requests) / max(len(requests), 1)
     order = [*rounds[0]["warm_up"], *(a["model"] for a in rounds[0]["requests"])]
     numbers = {name: i for i, name in enumerate(dict.fromkeys(order))}
     trace = [numbers[name] for name in order]
-    counted = len(trace) / max(len(rounds[0]["requests"]), 1)  # none of the warm-up is a hit
+    counted = len(trace) / max(len(rounds[0]["requests"]), 1)  # no request of the warm-up is a hit
     models = dict.fromkeys(numbers.values(), Held(1, 1.0))
     return {"measured": measured} | {
         name: counted * replay(policy, trace, models, max(capacity, 1))[0]

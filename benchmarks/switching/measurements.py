@@ -1,4 +1,4 @@
-"""Many fine-tunes on a machine that cannot hold them all, and switching between them."""
+"""Measures switching between many fine-tunes that do not all fit in memory."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ SMALL = GPT2Config(2_000, 128, 2, 2, 512, 128)
 PROMPT_TOKENS = 16
 PROMPTS = 2
 TRACE = Kind(scans=1, moves=False)
-MANY = 20  # with more the artifacts do not stay beside what is prepared
-SETTLED = 2  # so many models bring in what all share
-FURTHER = 4  # models beyond the first, which brings the text process that all have
+MANY = 20  # with more models, `random_model.hollow` frees the artifacts' disk
+SETTLED = 2  # models after which all shared memory is in use
+FURTHER = 4  # measured models, without the first, which starts the shared tokenizer process
 DISK_MB_S = (50, 100, 200, 400, None)
-SERVER_MIB = 720  # of a container: no model's, and what one needs to answer at all
+SERVER_MIB = 720  # of a container's memory, for the server without models
 UNLIMITED_MIB = 1 << 20
-SWEEP_S = 90.0  # for the trace in one size
+SWEEP_S = 90.0  # limit of the trace at each size
 
 
 @dataclass(frozen=True)
@@ -54,10 +54,10 @@ class Plan(Budgeted):
     """Sizes of a measurement of switching.
 
     engine_mib: the engine's budget; five of the default models fit into it in int8
-    two_mib: a budget into which two fit
-    minutes: 0, or how long the trace runs, instead of `requests`
-    sizes: of memory in a sweep, about
-    against: a commit that is measured, too
+    two_mib: a budget into which two models fit
+    minutes: how long the trace runs, instead of `requests`, or 0
+    sizes: about how many sizes of memory a sweep has
+    against: another commit to measure
     """
 
     config: GPT2Config = random_model.FULL
@@ -78,7 +78,7 @@ class Plan(Budgeted):
 
     def trace(self, folders: Sequence[Path]) -> list[tuple[str, int]]:
         requests = self.requests
-        if self.minutes:  # more than fit into that time
+        if self.minutes:  # more than can be sent in that time
             requests = int(self.minutes * 60 * self.clients / self.pause_s)
         turns = trace(self.seed, TRACE, self.models, requests)
         return [(folders[m].name, i % PROMPTS) for i, m in enumerate(turns)]
@@ -86,16 +86,16 @@ class Plan(Budgeted):
 
 @dataclass
 class Side:
-    """A commit that is measured, with the answers of its models alone."""
+    """A server to measure, of a commit or a peer, and the texts of each of its models alone."""
 
     name: str
-    start: Callable[..., Any]  # (budget in MiB, its log, ...)
+    start: Callable[..., Any]  # (budget in MiB, name of its log, ...)
     tree: Path = ROOT
     expected: dict[tuple[str, int], str] = field(default_factory=dict)
 
 
 def by_side(measure: Callable[[SwitchingRun, Side], Any]) -> Callable[[SwitchingRun], Results]:
-    """A part that is measured of each side."""
+    """Make a part of a run from a measurement of one side, with results by side."""
     return lambda run: {side.name: measure(run, side) for side in run.sides}
 
 
@@ -112,7 +112,7 @@ class SwitchingRun(Run):
         if plan.against and self.many:
             raise ProgramError(f"--against takes at most {MANY} models")
         self.GOALS = tables.CONTAINER_GOALS if plan.container_mib else tables.GOALS
-        # Hollow ones cannot be prepared in another format.
+        # Hollow artifacts cannot be prepared again in another format, which the folder names.
         self.tuned = workdir / (f"hollow-{prepared.FORMAT}" if self.many else "tuned")
         prompts = random_model.prompts(random_model.TINY, PROMPTS, PROMPT_TOKENS)
         self.clients = Clients(prompts, plan.clients, plan.new_tokens, plan.pause_s)
@@ -126,7 +126,7 @@ class SwitchingRun(Run):
             tree = self.opened.enter_context(_tree(against))
             self.results["against"] = commit(tree)
             self.sides.append(self._side(against, tree))
-        for side in self.sides:  # the first time each model is quantized
+        for side in self.sides:  # the first run quantizes each model
             with side.start(self.plan.budget_mib, "prepare") as server:
                 side.expected = self._alone(server, side.name)
         self.folders = [*self._models(self.plan.models)]
@@ -146,16 +146,16 @@ class SwitchingRun(Run):
         return random_model.fine_tunes(self.tuned, self.plan.config, count)
 
     def _alone(self, server: Any, name: str) -> dict[tuple[str, int], str]:
-        """What each model says. Of many, each is made only then: the disk holds no more of them."""
+        """Return the texts of each model alone. Many models are hollowed, each after its texts."""
         count = self.plan.models
         answers: dict[str, list[str]] = {}
         for folder in tqdm(self._models(count), f"models alone, {name}", count, disable=None):
-            with self.clients.one(server) as client:  # one that is idle for long is closed
+            with self.clients.one(server) as client:  # the server closes idle connections
                 texts = [client.must(folder.name, prompt).text for prompt in range(PROMPTS)]
             answers[folder.name] = texts
             if self.many:
                 random_model.hollow(folder)
-        if len({*map(tuple, answers.values())}) < count:  # hollow ones were prepared anew
+        if len({*map(tuple, answers.values())}) < count:  # hollow artifacts were prepared again
             raise ProgramError(f"{self.tuned} is damaged: models there say the same as others")
         return {
             (model, prompt): text
@@ -166,7 +166,7 @@ class SwitchingRun(Run):
     # The trace
 
     def trace(self) -> Results:
-        """In rounds, side after side."""
+        """Run the trace on each side in turn, in rounds."""
         measured: Results = {}
         for number in range(self.plan.rounds):
             for side in itertools.chain(self.sides, self._peer(measured)):
@@ -176,7 +176,7 @@ class SwitchingRun(Run):
         return {name: joined(rounds) for name, rounds in measured.items()}
 
     def _peer(self, measured: Results) -> Iterator[Side]:
-        """llama.cpp's server, once it is known how many models ours held: it may hold as many."""
+        """Yield llama.cpp's router, with as many models at once as this server had hot."""
         none = self.plan.container_mib or self.many or PEER in self.results["skipped"]
         if none or "now" not in measured:
             return
@@ -224,7 +224,7 @@ class SwitchingRun(Run):
         }
 
     def _warm_up(self, server: Any) -> list[str]:
-        """Every model once, the most popular last."""
+        """Request every model once, the most popular last; return their names in this order."""
         counts = Counter(model for model, _ in self.turns)
         names = sorted((folder.name for folder in self.folders), key=counts.__getitem__)
         with self.clients.one(server) as client:
@@ -233,9 +233,9 @@ class SwitchingRun(Run):
         return names
 
     def sweep(self) -> Results:
-        """By side, the trace with less and less memory, down to one model.
+        """Run the trace with less and less memory, down to that of one model; results by side.
 
-        Each container size also has a second server, without a limit, that keeps all hot.
+        With containers, a second server has no budget, so that all models stay hot.
         """
         if self.plan.container_mib:
             side = self.sides[0]
@@ -263,7 +263,7 @@ class SwitchingRun(Run):
 
     @by_side
     def swaps(self, side: Side) -> Results:
-        """One client asks one model after the other, where only two fit; and the engine alone."""
+        """Measure calls to models in turn where only two fit, and loads of the engine alone."""
         names = [folder.name for folder in self.folders]
         with side.start(self.plan.two_mib, "swaps") as server, self.clients.one(server) as client:
             for name in names:
@@ -286,7 +286,7 @@ class SwitchingRun(Run):
 
     @by_side
     def memory(self, side: Side) -> Results:
-        """What each further model takes, of all processes: where all fit, and where two do."""
+        """Measure each further model's memory in all processes, where all fit and where two fit."""
         folders = [*self._models(max(self.plan.models, 1 + FURTHER))]
         measured = {}
         for kind, mib in (("all fit", UNLIMITED_MIB), ("two fit", self.plan.two_mib)):
@@ -303,7 +303,7 @@ class SwitchingRun(Run):
 
     @by_side
     def registered(self, side: Side) -> Results:
-        """All models in the store and none loaded: each gets one request, then any of them."""
+        """Measure first calls to all models of a new server, then calls to any of them."""
         with (
             ControlGroup(self.plan.container_mib, seen=True) as group,
             side.start(self.plan.budget_mib, "registered", prefix=group.prefix) as server,
@@ -327,9 +327,9 @@ class SwitchingRun(Run):
 
     @by_side
     def first(self, side: Side) -> list[float]:
-        """Seconds from a call to the first token of a model that was never loaded, in fp32.
+        """Measure seconds from a call to the first token of an fp32 artifact never loaded before.
 
-        Each is of a server that has just started, with nothing prepared.
+        Each try has a new server with an empty cache.
         """
         folder = random_model.make(self.store, self.plan.config, 0)
         measured = []
@@ -344,9 +344,9 @@ class SwitchingRun(Run):
         return measured
 
     def disk(self) -> Results:
-        """The first token of models whose pages are not in memory, by the disk's speed.
+        """Measure first tokens of models whose pages are not in memory, by the disk's speed.
 
-        At the first load, and again after others have taken the memory.
+        Each model is called at its first load, and again after others have taken the memory.
         """
         measured = []
         memory_mib = max(self.plan.two_mib + 640, 1024)
@@ -367,13 +367,13 @@ class SwitchingRun(Run):
         return {"now": measured}
 
     def models(self) -> int:
-        """The disk's bytes of all models, with what is prepared."""
+        """Return the bytes on disk of all models and their prepared files."""
         return sum(512 * p.stat().st_blocks for f in self.folders for p in f.rglob("*"))
 
 
 @contextlib.contextmanager
 def _tree(commit: str) -> Iterator[Path]:
-    """The tree of another commit, in a temporary folder."""
+    """Check out another commit into a temporary folder, as a git worktree."""
     with tempfile.TemporaryDirectory(prefix="against-") as folder:
         tree = Path(folder) / "tree"
         git = ["git", "-C", str(ROOT), "worktree"]

@@ -10,7 +10,7 @@ from benchmarks.report.tables import FAULTS, QUANTILES, Goal, Results, Row, Tabl
 from benchmarks.switching.clients import STATES
 from common.memory import MIB
 
-MISS_BYTES = 20_000_000
+MISS_BYTES = 20_000_000  # a call that reads less from the disk is no miss
 ALL_HOT = "all hot"
 
 
@@ -138,7 +138,7 @@ def _disk(measured: Results) -> Table:
 
 
 def _misses(results: Results) -> list[float]:
-    """Of models that were loaded once, less the 60 ms that anything may take."""
+    """Return each miss's first token less 60 ms, over its bytes at the disk's bandwidth."""
     return [
         (r["first_s"] - 0.06) / (r["read_bytes"] / 1e6 / r["mb_s"])
         for r in results["disk"]["now"]

@@ -60,7 +60,7 @@ def check(folder: Path) -> Checked:
         )
     try:
         handler = handler_for(str(folder))
-        if isinstance(handler, Script):  # never run here
+        if isinstance(handler, Script):  # scripts are never run here
             summary = "the model's own script"
         else:
             summary = _check_model(folder) if handler.IN_ENGINE else _check_tensors(handler, folder)
@@ -73,7 +73,7 @@ def _check_model(folder: Path) -> str:
     if is_adapter(path.name for path in folder.iterdir()):
         return _check_adapter(folder)
     artifact = open_artifact(folder)
-    content_of(artifact)  # its weights are numbers
+    content_of(artifact)  # raises for NaN or infinity
     prompts = Prompts(artifact)
     c = artifact.config
     template = "" if artifact.generation.template is None else ", with a template"
@@ -112,7 +112,7 @@ def _check_tensors(handler: Any, folder: Path) -> str:
 def _files(folder: Path) -> Iterator[Path]:
     """Yields the model's files, sorted by name, those of prepared models last.
 
-    So config.json is in the first bytes of an archive, where `kogpt2 deploy` reads it.
+    This puts config.json in the first bytes of an archive, where `kogpt2 deploy` reads it.
     """
     for entry in sorted(folder.iterdir(), key=lambda path: (path.name == PREPARED, path.name)):
         try:

@@ -40,7 +40,7 @@ from scripts.artifacts.folder import belongs
 TOLERANCE = 1e-4  # of logits: fp32 sums in another order differ by less
 BACKEND = "native"
 CHECK_LENGTH = 32  # tokens of the longest prompt whose logits are compared
-CHECKS = 3  # prompts
+CHECKS = 3  # prompts whose logits are compared
 TEXT_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
 Progress = Callable[[int], object]
 Logits = NDArray[np.float32]
@@ -183,7 +183,7 @@ def to_prepared(source: Artifact, target: Path, precision: str) -> None:
 
 
 def prepare(folder: Path, precision: str) -> None:
-    """Writes the prepared file. Run again after a rename: it holds the paths of its sources."""
+    """Writes the prepared file. Call again after a rename, for the paths of its sources."""
     for source in (folder / PREPARED).glob("*.source.json"):
         source.unlink()
     backends.load(Manifests().open(folder), BACKEND, precision).close()
@@ -200,7 +200,7 @@ def to_whole(adapter: Path, base: Artifact, target: Path) -> list[str]:
         lines = to_hugging_face(replace(merged, path=base.path), target, [], lambda _: None)
     except EngineError as error:
         raise Problem(f"{adapter} cannot be merged: {error.message}") from None
-    if merged.tokenizer_file.parent != base.path:  # its vocabulary is another
+    if merged.tokenizer_file.parent != base.path:  # the adapter has its own tokenizer
         for name in TEXT_FILES:
             if (adapter / name).exists():
                 shutil.copyfile(adapter / name, target / name)
@@ -262,7 +262,7 @@ def verify(source: Artifact, target: Path, kind: str, precision: str) -> str:
 
 
 def _distance(before: Logits, after: Logits) -> str:
-    """A line with the largest difference. Raises `Problem` if it is above `TOLERANCE`."""
+    """Returns a line with the largest difference. Raises `Problem` above `TOLERANCE`."""
     error = float(np.abs(after - before).max())
     scale = max(1.0, float(np.abs(before).max()))
     if not error <= TOLERANCE * scale:

@@ -40,5 +40,5 @@ def model_folder(path: Path) -> Iterator[Path]:
 
 
 def belongs(path: Path) -> bool:
-    """Whether a file or folder is part of the model; hidden ones are not."""
+    """Whether a file or folder is part of the model, neither hidden nor of `LEFT_OUT`."""
     return not (path.name.startswith(".") or any(fnmatch(path.name, p) for p in LEFT_OUT))

@@ -28,7 +28,7 @@ from engine.text.prompts import Prompts
 RANKS = (4, 8, 16, 32, 64)
 MAX_TOKENS = 2048  # tokens compared in all
 WINDOW = 128  # tokens compared in one row
-PROMPT, NEW, PROMPTS = 8, 20, 12  # tokens of greedy texts, and how many texts
+PROMPT, NEW, PROMPTS = 8, 20, 12  # tokens of a greedy text's prompt and answer; texts
 Floats = NDArray[np.float32]
 Module = tuple[int, str]
 
@@ -48,7 +48,7 @@ class Difference:
 
 
 def difference(whole: Artifact, base: Artifact, progress: Callable[[int], object]) -> Difference:
-    """Raises `Problem` if their configurations differ."""
+    """Computes the difference of two models. Raises `Problem` if their configurations differ."""
     if whole.config != base.config:
         raise Problem(
             f"{whole.path} is no fine-tune of {base.path}: their configurations differ"

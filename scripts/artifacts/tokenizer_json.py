@@ -22,9 +22,9 @@ from command.errors import Problem
 from engine.text.hugging_face import HuggingFaceTokenizer
 from engine.text.sentencepiece import SPACE, SentencePieceTokenizer
 
-messages: Any = sentencepiece_model_pb2  # made when it is imported
+messages: Any = sentencepiece_model_pb2  # protobuf creates its classes at import
 
-BPE = 2  # of sentencepiece's model types
+BPE = 2  # sentencepiece's number for the model type
 TEXTS = (
     "안녕하세요. 오늘은 날씨가 참 좋습니다!",
     "나 보기가 역겨워 가실 때에는 말없이 고이 보내 드리우리다.",
@@ -84,7 +84,7 @@ def convert(spiece: Path) -> Tokenizer:
 def _merges(
     pieces: list[tuple[str, float, int]], ids: dict[str, int], normal: set[str]
 ) -> list[tuple[str, str]]:
-    """All pairs of pieces that join to a piece, in the order in which sentencepiece merges."""
+    """Return all pairs of pieces that join to a piece, in sentencepiece's order of merging."""
     merges: list[tuple[float, int, int, str, str]] = []
     for piece, score, _ in pieces:
         if piece not in normal:
@@ -112,7 +112,7 @@ def _normalizer(spec: Any) -> Any:
 
 
 def must_agree(spiece: Path, tokenizer_json: Path, texts: list[str]) -> int:
-    """Checks that both give the same ids for `texts`, built-in texts and every piece.
+    """Checks that two tokenizers agree on `texts`, built-in texts and every piece.
 
     Returns the number of texts. Raises `Problem` with the first that differs.
     """

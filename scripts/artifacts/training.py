@@ -73,7 +73,7 @@ def train_tokenizer(documents: Documents, vocab_size: int) -> bytes:
 class Tokenizer:
     """A sentencepiece model with the pieces `<pad> <s> </s>`.
 
-    Not GluonNLP's wrapper, which samples, and fails with sentencepiece 0.2.
+    GluonNLP's wrapper samples, and fails with sentencepiece 0.2.
     """
 
     def __init__(self, spiece: Path, vocab_size: int) -> None:
@@ -194,7 +194,7 @@ def random_weights(config: GPT2Config, seed: int) -> dict[str, Any]:
 def pack(config: GPT2Config, weights: dict[str, Any], spiece: bytes, out: Path) -> None:
     """Writes the archive; the same files give the same bytes."""
     name = out.name.removesuffix(SUFFIX)
-    # KoGPT2 v1 has the default of each flag.
+    # Flags are left out: KoGPT2 v1 has the default of each.
     sizes = {n: v for n, v in dataclasses.asdict(config).items() if not isinstance(v, bool)}
     with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{name}-") as work:
         folder, archive = Path(work, name), Path(work, "archive")

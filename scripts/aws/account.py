@@ -1,4 +1,4 @@
-"""An AWS account: its region and clients, and asking before a change."""
+"""An AWS account: its region and clients, and the confirmation of a change."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Change(Aws):
 
 
 class Account:
-    """Raises `Problem` if no region is set."""
+    """Clients of an AWS account in one region. Raises `Problem` if no region is set."""
 
     def __init__(self, options: Aws) -> None:
         import boto3
@@ -49,9 +49,9 @@ class Account:
         self.client: Callable[[str], Any] = cache(partial(self._session.client, config=config))
 
     def pricing(self) -> Any:
-        """A client of the Pricing API, which is in us-east-1 for all regions.
+        """Return a client of the Pricing API, which is in us-east-1 for all regions.
 
-        Its timeouts are short: a file has prices, too.
+        Its timeouts are short, because instances.json has prices to fall back on.
         """
         from botocore.config import Config
 
@@ -85,7 +85,7 @@ class Account:
 
 
 def confirm(options: Change, question: str) -> bool:
-    """Asks on the terminal. Raises `Problem` if standard input is none."""
+    """Asks on the terminal. Raises `Problem` if standard input is not a terminal."""
     if options.yes:
         return True
     if not sys.stdin.isatty():

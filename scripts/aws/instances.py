@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 DATA = Path(__file__).with_name("instances.json")
 GIB, MIB = 1 << 30, 1 << 20
-# Of a model outside of the engine: its place in a worker, and a tokenizer that no other model has
+# Memory of a model outside the engine: in a worker, and for a tokenizer that no other model shares
 # (docs/operate/sizing.md).
 PROCESS_BYTES = 20 * MIB
 
@@ -34,7 +34,7 @@ class Instance:
     usd_per_hour: float
 
     def holds(self, model: Needs, settings: Settings) -> int:
-        """Such models in memory beside the keys and values of ENGINE_MAX_ROWS requests."""
+        """Return how many such models fit beside the K/V of ENGINE_MAX_ROWS requests."""
         memory = int(self.memory_gib * GIB)
         keys = settings.max_rows * model.row
         in_engine = (settings.memory_mib * MIB or budget_bytes(memory)) - keys
@@ -57,7 +57,7 @@ class Prices:
     source: str
 
     def cost(self, values: Mapping[str, str], count: int | None = None) -> str:
-        """The cost of an endpoint with these parameters, in one sentence."""
+        """Return the cost of an endpoint with these parameters as a sentence."""
         if values["ServerlessMemory"] != "0":
             gib = int(values["ServerlessMemory"]) / 1024
             second = gib * data()["serverless_usd_per_gib_second"]
@@ -110,7 +110,7 @@ def prices(account: Account) -> Prices:
 
 
 def typical(models: Sequence[Needs], wanted: int) -> Needs:
-    """The mean weights of the `wanted` largest models, and the longest row."""
+    """Return the mean weights of the `wanted` largest models, and their largest row."""
     largest = sorted(models, key=lambda model: model.weights, reverse=True)[:wanted]
     weights = sum(model.weights for model in largest) // len(largest)
     return Needs(weights, max(model.row for model in largest))

@@ -1,4 +1,4 @@
-"""What a model in S3 is and takes of the engine's memory, by the beginning of its archive."""
+"""Estimates a model's kind and engine memory from the beginning of its archive in S3."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ if TYPE_CHECKING:
     from engine.artifacts.config import GPT2Config
 
 CONFIG = "config.json"
-# Of an archive: in those that kogpt2 package writes, config.json stands before the weights.
+# Bytes read of an archive; kogpt2 package writes config.json before the weights.
 HEAD_BYTES = 256 << 10
-ADAPTER_BYTES = 64 << 20  # a larger archive of an adapter counts like a model of its own
+ADAPTER_BYTES = 64 << 20  # a larger archive of an adapter counts as a whole model
 READS_AT_ONCE = 10  # boto3's connections
-MOST_READ = 20  # archives, in search of a text model
+MOST_READ = 20  # archives read in search of a text model
 # Bytes of weights per byte of archive, for models that are not the engine's: gzip takes 8% off.
 UNPACKED = 1.1
 
@@ -42,7 +42,7 @@ class Needs:
 def all_needs(
     account: Account, location: Location, artifacts: list[Artifact], precision: str
 ) -> list[Needs]:
-    """What each model takes in this precision, as the engine counts it."""
+    """Estimate the bytes that each model needs in this precision, as the engine counts them."""
 
     def needs(artifact: Artifact) -> Needs:
         files = first_files(begin(account, location, artifact))
@@ -59,8 +59,8 @@ def all_needs(
 
 
 def text_model(account: Account, location: Location, models: list[Artifact]) -> Artifact | None:
-    """A small model that answers prompts by itself, without a script or a base, if one is found."""
-    callable_ones = [model for model in models if model.name.isascii()]  # see kogpt2 upload
+    """Return a small model that answers prompts and has no script or base; None if not found."""
+    callable_ones = [model for model in models if model.name.isascii()]  # others cannot be called
     for artifact in sorted(callable_ones, key=lambda model: model.size_bytes)[:MOST_READ]:
         files = first_files(begin(account, location, artifact))
         weights = CONFIG in files or any(name.endswith(PARAMS) for name in files)
@@ -72,7 +72,7 @@ def text_model(account: Account, location: Location, models: list[Artifact]) -> 
 def begin(
     account: Account, location: Location, artifact: Artifact, most: int = HEAD_BYTES
 ) -> bytes:
-    """The first bytes of an archive."""
+    """Read the first bytes of an archive in S3, at most `most`."""
     if not artifact.size_bytes:  # S3 refuses a range of nothing
         return b""
     answer = account.client("s3").get_object(
@@ -83,7 +83,7 @@ def begin(
 
 
 def first_files(archive: bytes) -> dict[str, bytes]:
-    """The files in the beginning of a `.tar.gz`, with the contents of those that say its sizes."""
+    """List the files in the beginning of a `.tar.gz`; only those with sizes have contents."""
     files = {}
     cut_off = (tarfile.TarError, EOFError, OSError, zlib.error)
     with (
@@ -99,21 +99,21 @@ def first_files(archive: bytes) -> dict[str, bytes]:
 
 
 def of_model(files: Mapping[str, bytes], archive_bytes: int, precision: str) -> Needs:
-    """What a whole model takes, by the files in the beginning of its archive."""
+    """Estimate the bytes that a whole model needs from the first files of its archive."""
     from engine import backends
     from engine.artifacts.config import KOGPT2
 
     config = _config(files.get(CONFIG, b""))
     if config is None and (ADAPTER in files or any(name.endswith(PARAMS) for name in files)):
         config = KOGPT2  # the release for MXNet has no config.json
-    if config is None:  # tensors or a script: a process of their own holds the weights as they are
+    if config is None:  # tensors or a script: a worker process holds the weights as they are
         return Needs(int(archive_bytes * UNPACKED), 0)
     weights = backends.weight_bytes(config, precision, "cpu")
     return Needs(weights, backends.row_bytes(config, precision))
 
 
 def _config(content: bytes) -> GPT2Config | None:
-    """The sizes in a `config.json`, KoGPT2's or Hugging Face's; None without them."""
+    """Parse the sizes in KoGPT2's or Hugging Face's `config.json`; None if any is missing."""
     from common.errors import ArtifactError
     from engine.artifacts.artifact import SIZE_NAMES, ConfigFile
     from engine.artifacts.config import GPT2Config
@@ -132,7 +132,7 @@ def _config(content: bytes) -> GPT2Config | None:
 
 
 def _of_adapter(files: Mapping[str, bytes], precision: str) -> Needs | None:
-    """What the matrices of an adapter take; None where it takes as much as a model."""
+    """Return the bytes of an adapter's matrices; None if it needs as much as a whole model."""
     from common.errors import ArtifactError
     from engine import backends
     from engine.artifacts import adapter as adapters
@@ -146,6 +146,6 @@ def _of_adapter(files: Mapping[str, bytes], precision: str) -> Needs | None:
             adapter = adapters.read(Path(folder))
         except ArtifactError:
             return None
-        if not adapter.is_thin:  # it is merged into a copy of its base
+        if not adapter.is_thin:  # the engine merges it into a copy of its base
             return None
         return Needs(num_bytes(adapter, precision), backends.row_bytes(KOGPT2, precision))

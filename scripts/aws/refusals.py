@@ -17,12 +17,12 @@ MULTI_MODEL = "Supported algorithms, frameworks, and instances for multi-model e
 
 
 def refuse(values: Values) -> None:
-    """Raises `Problem` for the first rule that applies."""
+    """Raises `Problem` for the first rule of SageMaker that the parameters break."""
     template.refuse(values)
     many, scaled = values["Models"], values["MaxInstances"] != "0"
     instance = values["InstanceType"] if values["ServerlessMemory"] == "0" else ""
     triton = "triton" in values["Image"].lower()
-    # NVMe in the instance, which its own hardware encrypts
+    # Instances with NVMe disks, which their own hardware encrypts
     local_disk = re.match(r"ml\.([a-z]\d[a-z]*d[a-z]*|g\d\w*|p[45]\w*)\.", instance)
     rules = (
         (many and has_gpu(instance) and not triton,

@@ -19,7 +19,7 @@ def is_busy(stack: dict[str, Any]) -> bool:
 
 
 class Stack:
-    """`description` is the stack as AWS describes it, None where there is none."""
+    """A CloudFormation stack; `description` is AWS's, None if the stack does not exist."""
 
     def __init__(self, account: Account, name: str) -> None:
         self.name = name
@@ -32,12 +32,12 @@ class Stack:
 
     @property
     def is_new(self) -> bool:
-        """Whether none of its resources has been created."""
+        """Whether no resource of the stack has been created."""
         return self.description is None or self.description["StackStatus"] == "REVIEW_IN_PROGRESS"
 
     @property
     def values(self) -> dict[str, str]:
-        """The values of its parameters, by name."""
+        """The values of the stack's parameters, by name."""
         result = (self.description or {}).get("Parameters", [])
         return {item["ParameterKey"]: item["ParameterValue"] for item in result}
 
@@ -60,7 +60,7 @@ class Stack:
             Capabilities=["CAPABILITY_IAM"],
             **({"OnStackFailure": "DELETE"} if self.is_new else {}),
         )
-        with contextlib.suppress(WaiterError):  # it failed; its reason is below
+        with contextlib.suppress(WaiterError):  # the change set has failed; its status tells why
             self._client.get_waiter("change_set_create_complete").wait(
                 ChangeSetName=made["Id"], WaiterConfig={"Delay": 1, "MaxAttempts": 600}
             )

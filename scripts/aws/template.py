@@ -38,7 +38,7 @@ def template() -> dict[str, Any]:
 
 
 def body(environment: Mapping[str, str]) -> str:
-    """Returns the template with a container's environment, which is no parameter."""
+    """Returns the template's text with a container's environment, which is no parameter."""
     text = FILE.read_text("utf-8")
     assert text.count(EMPTY) == 1
     return text.replace(EMPTY, f"Environment: {json.dumps(dict(environment))}")

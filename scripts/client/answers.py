@@ -22,7 +22,7 @@ from scripts.client.targets import EVENTS, LINES, Answer, message_of
 class Completion:
     """The content of an answer.
 
-    tokens: generated ones; None if the answer has no count
+    tokens: number of generated tokens; None if the answer has none
     server_s: the model's time as the server reports it
     first_at: `time.monotonic()` at the first token of a stream; None for a whole answer
     value: the JSON of a whole answer; None for a stream
@@ -88,7 +88,7 @@ def _whole(value: Any, completion: Completion) -> None:
 
 
 def _sequences(value: Any) -> list[dict[str, Any]]:
-    """The sequences of this server's answer; [] for another kind of answer."""
+    """Return the sequences of this server's answer, or [] for another kind of answer."""
     if not isinstance(value, dict) or not isinstance(value.get("generated_text"), str):
         return []
     sequences = value.get("sequences") or [value]
@@ -177,7 +177,7 @@ def _lines(chunks: Iterator[bytes]) -> Iterator[str]:
 @dataclass(frozen=True)
 class _Part:
     text: str
-    index: int = 0  # of the sequence
+    index: int = 0  # number of the sequence
     tokens: int = 0
     finish_reason: str | None = None
 

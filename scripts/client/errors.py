@@ -1,4 +1,4 @@
-"""What can go wrong with a call."""
+"""Errors of calls to a server or an endpoint."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from command.errors import Failed
 
 
 class CallFailed(Failed):
-    """A call got an error or no answer. `status` is the server's, 0 where none came."""
+    """A call got an error or no answer. `status` is the HTTP status, 0 without an answer."""
 
     def __init__(self, message: str, status: int = 0, kind: str = "") -> None:
         super().__init__(message)

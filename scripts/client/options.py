@@ -77,7 +77,7 @@ class Sampling:
     )
 
     def parameters_given(self) -> dict[str, Any]:
-        """The parameters that were set. Raises `Problem`."""
+        """Return the parameters that were set. Raises `Problem` if --parameters is malformed."""
         names = [field.name for field in fields(Sampling) if field.name != "parameters"]
         given = {name: value for name in names if (value := getattr(self, name)) is not None}
         given = {name: value for name, value in given.items() if value is not False and value != []}

@@ -29,7 +29,7 @@ class Prompt(Target, Sampling):
 
 
 def read_prompt(text: str | None) -> str:
-    """`text`, or standard input if it is None. Raises `Problem` if it is empty or no UTF-8."""
+    """Return `text`, or standard input if it is None. Raises `Problem` if empty or no UTF-8."""
     source = "the prompt"
     if text is None:
         if sys.stdin.isatty():
@@ -71,7 +71,7 @@ def send(options: Prompt, model: str | None, text: str | None, *, stream: bool) 
 
 
 def show(options: Prompt, target: Any, call: Any, prefix: str) -> None:
-    """Prints the answer of one attempt; `prefix` stands before streams, which have no prompt."""
+    """Prints one attempt's answer. Streams lack the prompt, so `prefix` precedes them."""
     from scripts.client import answers
 
     completion = answers.Completion()

@@ -38,34 +38,34 @@ class Call:
 
     @property
     def accept(self) -> str:
-        """Prefers a stream and accepts a whole answer, or accepts that alone."""
+        """The Accept header: a stream is preferred to a whole answer, or not accepted."""
         return f"{EVENTS}, {LINES[0]};q=0.9, {JSON};q=0.5" if self.stream else JSON
 
 
 @dataclass(frozen=True)
 class Answer:
-    """`chunks` yields the body's bytes as they arrive."""
+    """A response; `chunks` yields the body's bytes as they arrive."""
 
     content_type: str
     chunks: Iterator[bytes]
 
 
 class Target(Protocol):
-    """Errors are `CallFailed`."""
+    """A server or an endpoint. Calls raise `CallFailed`, or `Problem` for wrong options."""
 
     def call(self, call: Call) -> contextlib.AbstractContextManager[Answer]: ...
     def describe(self, call: Call) -> str: ...
 
 
 def open_target(options: Options) -> Target:
-    """Raises `Problem`."""
+    """Returns the server or endpoint that the options name. Raises `Problem`."""
     if options.endpoint is not None:
         return SageMaker(options.endpoint, options.region, options.profile, options.timeout)
     return Local(str(options.url), options.timeout, os.environ.get("INFERENCE_TOKEN"))
 
 
 def session(url: str, token: str | None = "") -> requests.Session:
-    """A session for `url`, which uses no proxy to this machine."""
+    """Return an HTTP session for `url`, which uses no proxy to this machine."""
     session = requests.Session()
     session.trust_env = urlsplit(url).hostname not in THIS_MACHINE
     if token:
@@ -204,7 +204,7 @@ def _failed(error: botocore.exceptions.ClientError) -> CallFailed:
 
 
 def message_of(body: bytes) -> str:
-    """The error message of a body: its `message`, or the text itself."""
+    """Return the error message in a response's body: its `message`, or the text itself."""
     text = body.decode("utf-8", "replace").strip()
     with contextlib.suppress(ValueError, RecursionError):
         value = json.loads(text)
@@ -218,7 +218,7 @@ def message_of(body: bytes) -> str:
 
 
 def kind_of(answer: requests.Response) -> str:
-    """The status and the error's type, under which errors are counted."""
+    """Return an error's status and type, under which reports count it."""
     with contextlib.suppress(ValueError, RecursionError):
         body = answer.json()
         if isinstance(body, dict) and isinstance(body.get("type"), str):
@@ -227,7 +227,7 @@ def kind_of(answer: requests.Response) -> str:
 
 
 def _root(error: BaseException) -> str:
-    """The operating system's message in a chain of wrapped errors."""
+    """Return the operating system's message from a chain of wrapped errors."""
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, OSError) and cause.strerror:

@@ -10,7 +10,7 @@ from command.errors import Problem
 from command.tables import ms, plain, table
 from scripts.traffic.samples import lookup
 
-# (label, path in the results, unit is milliseconds); None: a count
+# (label, path in the results, whether it is a time, or None for a count)
 ROWS = (
     ("requests/s", ("all", "requests_per_s"), False),
     ("tokens/s", ("all", "tokens_per_s"), False),
@@ -24,7 +24,7 @@ ROWS = (
 
 
 def read(path: Path) -> dict[str, Any]:
-    """A report's JSON. Raises `Problem`."""
+    """Read the JSON report of a load test. Raises `Problem`."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:

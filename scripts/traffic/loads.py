@@ -25,14 +25,14 @@ SUMS = ("kogpt2_model_fetch_seconds_sum", "kogpt2_model_load_seconds_sum")
 
 
 class Prometheus:
-    """The difference of a server's `/metrics` between now and `end`."""
+    """Counts a server's loads, from its creation until `end`, by the server's `/metrics`."""
 
     def __init__(self, url: str) -> None:
         self._url = url.rstrip("/") + "/metrics"
         self._before = self._read()
 
     def _read(self) -> dict[str, tuple[float, float]] | str:
-        """Loads and their seconds by model, or the reason why they are unknown."""
+        """Return (loads, their seconds) by model, or the reason why they are unknown."""
         try:
             with session(self._url) as calls:
                 answer = calls.get(self._url, timeout=METRICS_S)
@@ -129,7 +129,7 @@ def not_counted() -> dict[str, Any]:
 
 
 def models_of(url: str) -> tuple[str, ...]:
-    """The models in a server's store. Raises `Problem`."""
+    """Return the names of the models in a server's store. Raises `Problem`."""
     try:
         with session(url, os.environ.get("INFERENCE_TOKEN")) as calls:
             answer = calls.get(f"{url.rstrip('/')}/models?available=true", timeout=30)

@@ -24,7 +24,7 @@ PROMPTS = (
 
 @dataclass(frozen=True)
 class Plan:
-    """What is called, by how many clients, and for how long.
+    """The models, load and duration of a load test.
 
     models: the most popular first
     zipf: the k-th model is called in proportion to 1/k^zipf; 0: all alike

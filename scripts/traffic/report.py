@@ -13,7 +13,7 @@ COLUMNS = [f"p{p}" for p in PERCENTILES]
 
 
 def lines(results: dict[str, Any]) -> list[str]:
-    """Formats the report."""
+    """Formats the results of a load test as tables and sentences."""
     output = [f"{sentence(results)}", ""]
     head = [
         "",
@@ -72,7 +72,7 @@ def _first_token(part: dict[str, Any], streamed: bool) -> list[str]:
 
 
 def sentence(results: dict[str, Any]) -> str:
-    """One sentence on the plan."""
+    """Formats the plan of a load test in one sentence."""
     plan = results["plan"]
     how = rate(plan["users"], plan["rate"])
     models = f"{len(plan['models'])} models (Zipf {plan['zipf']:g})"

@@ -29,7 +29,7 @@ UNFINISHED = "unfinished"
 
 
 def run(plan: Plan, target: Target, loads: Loads, web: int | None = None) -> dict[str, Any]:
-    """Returns the report. Takes warm-up, `plan.seconds` and `plan.timeout_s` at most.
+    """Runs a load test; returns its report after warm-up, `seconds` and at most `timeout_s`.
 
     `web` is the port of Locust's page during the run. Raises `Problem`.
     """
@@ -75,7 +75,7 @@ def run(plan: Plan, target: Target, loads: Loads, web: int | None = None) -> dic
 
 
 def check_free(port: int) -> None:
-    """Raises `Problem` if another program listens there."""
+    """Raises `Problem` if another program listens on the port."""
     with socket.socket() as probe:
         try:
             probe.bind(("127.0.0.1", port))

@@ -53,7 +53,7 @@ def summary(samples: Sequence[Sample], seconds: float) -> dict[str, Any]:
         "requests_per_s": len(good) / seconds,
         "seconds": distribution(s.seconds for s in good),
         "first_token_s": distribution(s.first_token_s for s in good if s.first_token_s is not None),
-        # Queues, cold starts and the network.
+        # Time in queues, in cold starts and in the network.
         "outside_model_s": distribution(
             max(s.seconds - s.server_s, 0) for s in good if s.server_s is not None
         ),
@@ -63,7 +63,7 @@ def summary(samples: Sequence[Sample], seconds: float) -> dict[str, Any]:
 
 
 def first_calls(samples: Iterable[Sample]) -> dict[str, float]:
-    """The latency of each model's first answer."""
+    """Return the latency in seconds of each model's first answer."""
     first: dict[str, float] = {}
     for sample in sorted(samples, key=lambda s: s.at_s):
         if sample.error is None:

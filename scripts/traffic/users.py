@@ -22,7 +22,7 @@ MAX_IN_FLIGHT = 1000
 
 @dataclass
 class Load:
-    """The state of a run: counting starts at `begun`, and no request after `stopped`."""
+    """The state of a run: requests count from `begun` on; none starts after `stopped`."""
 
     plan: Plan
     target: Target
@@ -35,7 +35,7 @@ class Load:
     over: bool = False
 
     def end(self) -> None:
-        """Ends the run, by Ctrl-C, after which a report follows, or by a problem."""
+        """Ends the run early: on Ctrl-C, after which a report follows, or on a problem."""
         self.over = self.stopped = True
 
     def chooser(self) -> Chooser:
@@ -93,10 +93,10 @@ class Load:
 
 
 def user_class(load: Load) -> type[User]:
-    """For `Environment(user_classes=[...])`: one user for all arrivals, or a user a client."""
+    """Return Locust's class of users: one user for all arrivals, or a user per client."""
 
     class Client(User):  # type: ignore[misc]
-        """Sends the next request after the answer."""
+        """A client that sends its next request after the answer."""
 
         wait_time = constant(0)
 
@@ -112,7 +112,7 @@ def user_class(load: Load) -> type[User]:
             load.send(self.environment, model, body, time.monotonic())
 
     class Arrivals(User):  # type: ignore[misc]
-        """Sends at a rate, independent of answers."""
+        """A single user that sends requests at a rate, independent of answers."""
 
         wait_time = constant(0)
 
