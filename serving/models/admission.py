@@ -114,7 +114,9 @@ class Admission:
         full = Unavailable("too many requests are waiting", retry_after_s=longest.wait_s())
         if len(longest.waiting) <= len(newcomer.waiting) + 1:
             raise full
-        longest.waiting.pop().turn.set_exception(full)
+        waiter = longest.waiting.pop()
+        if not waiter.turn.done():  # else it was cancelled, and its task has yet to run
+            waiter.turn.set_exception(full)
 
     def _leave(self, line: Line) -> None:
         line.running -= 1

@@ -159,6 +159,23 @@ async def test_no_model_takes_the_places_of_another() -> None:
     assert (busy.running, other.running) == (0, 0)
 
 
+async def test_a_newcomer_takes_the_place_of_a_request_cancelled_in_the_same_turn() -> None:
+    world = World(max_waiting=3)
+    busy, other = Line(), Line()
+    crowd = [await world.ask(busy, ("소월", number)) for number in range(4)]
+    await world.ask(other, "동주")
+    # After it the next request runs, and only then the cancelled one, which leaves the queue.
+    asyncio.get_running_loop().call_soon(crowd[3].cancel)
+    waits = await world.ask(other, "동주, too")
+    assert not waits.done()
+    assert crowd[3].cancelled()
+    assert [len(busy.waiting), len(other.waiting)] == [2, 1]
+    await world.answer("동주", "동주, too")
+    for number in range(3):
+        await world.answer(("소월", number))
+    assert (busy.running, other.running) == (0, 0)
+
+
 async def test_more_places_are_taken_when_there_are_more() -> None:
     world, line = World(), Line()
     for number in range(4):
