@@ -238,7 +238,8 @@ def _token(where: str, entry: Any, usages: Mapping[str, Usage]) -> tuple[str, To
     token = Token(
         name=name,
         models=frozenset(normal_name(m) for m in models if not m.endswith("*")),
-        prefixes=tuple(normal_name(m[:-1]) for m in models if m.endswith("*")),
+        # In NFC only: without its suffix, `team.mar*` would allow `teammates`, too.
+        prefixes=tuple(unicodedata.normalize("NFC", m[:-1]) for m in models if m.endswith("*")),
         load=load,
         requests_per_minute=entry.get("requests_per_minute"),
         concurrency=entry.get("concurrency"),

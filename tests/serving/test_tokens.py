@@ -114,6 +114,13 @@ def test_patterns_are_matched_in_normal_form_with_case(tmp_path: Path) -> None:
     assert token(tmp_path, models=["*"]).may_call("나팀/봄")
 
 
+@pytest.mark.parametrize("suffix", [".mar", ".tar.gz"])
+def test_a_suffix_before_the_star_is_part_of_the_prefix(tmp_path: Path, suffix: str) -> None:
+    found = token(tmp_path, models=[unicodedata.normalize("NFD", f"가팀{suffix}*")])
+    assert found.may_call(f"가팀{suffix}-2")
+    assert not found.may_call("가팀원")
+
+
 def test_what_a_token_may_not_is_403_and_counted(tmp_path: Path) -> None:
     found = token(tmp_path)
     with pytest.raises(Forbidden, match="나팀/봄"):
