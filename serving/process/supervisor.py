@@ -87,18 +87,26 @@ class Supervisor:
 
     def run(self) -> int:
         """Runs the children. Returns the exit status: 0 after a signal, otherwise 1, with a log."""
-        for child in self.children:
-            self._start(child)
         try:
+            for child in self.children:
+                self._start(child)
             return self._watch()
         finally:
             self._stop()
 
     def _start(self, child: Child) -> None:
+        """Starts a child, or plans another attempt if there are too few processes or memory."""
         files = [listener.fileno() for listener in child.listeners]
-        child.pid = self.processes.start(child.command, child.environment, files)
         child.started_at = self.processes.now()
         child.restart_at = child.worked_at = None
+        try:
+            child.pid = self.processes.start(child.command, child.environment, files)
+        except OSError as error:
+            delay_s = child.plan_restart(child.started_at)
+            logger.error(
+                "%s cannot be started: %s; it is tried again in %.1f s",
+                child.name, error.strerror, delay_s,
+            )  # fmt: skip
 
     def _watch(self) -> int:
         processes = self.processes

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
+import os
 import signal
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -34,6 +37,7 @@ class FakeProcesses:
         self.time = 0.0
         self.all: dict[int, Process] = {}
         self.on_term: dict[str, float | None] = {}
+        self.refused: Counter[str] = Counter()  # next starts that fail, by command
         self.events: list[tuple[float, Callable[[], None]]] = []
         self.signals: list[tuple[str, int]] = []
         self._pids = itertools.count(100)
@@ -55,6 +59,9 @@ class FakeProcesses:
     def start(
         self, command: Sequence[str], environment: Mapping[str, str], files: Sequence[int]
     ) -> int:
+        if self.refused[command[0]]:
+            self.refused[command[0]] -= 1
+            raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
         pid = next(self._pids)
         self.all[pid] = Process(command[0], self.time)
         return pid
@@ -170,6 +177,29 @@ def test_a_child_that_had_worked_is_started_again_at_once_however_often_it_ends(
     started = server.processes.starts("mms")
     assert len(started) == 1 + len(ends)
     assert all(at < end + 1.5 for at, end in zip(started[1:], ends, strict=True))
+
+
+def test_a_start_that_the_system_refuses_is_tried_again_ever_later() -> None:
+    server = Server()
+    processes = server.processes
+    processes.refused["mms"] = 4
+    processes.at(100, lambda: processes.refused.update(engine=3))
+    processes.at(100, lambda: processes.end("engine", 1))
+    assert server.run(until=150) == 0
+    (mms,) = processes.starts("mms")
+    assert 3.5 <= mms < 6  # 0, 0.5, 1 and 2 s after one another
+    _, again = processes.starts("engine")
+    assert 103.5 <= again < 106
+    assert server.restarted == ["the engine"]
+
+
+def test_what_was_started_is_stopped_when_another_cannot_be_started() -> None:
+    server = Server()
+    server.processes.events.clear()
+    server.processes.refused["gateway"] = 1_000_000
+    assert server.run() == 1
+    assert server.processes.count("mms") == 1
+    assert not any(map(server.processes.session, server.processes.all))
 
 
 def test_it_gives_up_when_it_has_not_started_in_time() -> None:
