@@ -276,6 +276,8 @@ class Registry:
         except BaseException:
             del self._models[model.name]
             model.set()
+            if model.fetched is not None:  # it is the base that was not fetched
+                await self.fetches.release(model.fetched)
             raise
         model.starts += 1
         model.set(State.READY)

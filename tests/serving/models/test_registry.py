@@ -4,14 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from pathlib import Path
 
 import pytest
 
 from common.errors import ArtifactError
-from serving.errors import BadRequest, Conflict, LoadCancelled, ModelNotFound, Timeout, WorkerLost
+from serving.errors import (
+    BadRequest,
+    Conflict,
+    LoadCancelled,
+    ModelNotFound,
+    ModelNotInStore,
+    Timeout,
+    WorkerLost,
+)
 from serving.models.model import Model, State
 from serving.models.model_settings import ModelSettings
+from serving.store import Fetched, StoredModel
 from tests.serving.fakes import Parts, stored
 
 pytestmark = pytest.mark.virtual_time
@@ -154,6 +164,24 @@ async def test_adopting_overwrites_nothing(parts: Parts) -> None:
     with pytest.raises(Conflict):
         await parts.registry.adopt(Model("a", "a", "old-2", stored("a"), {}))
     assert parts.registry.get("a") is old
+
+
+async def test_an_adapter_whose_base_is_gone_is_not_adopted_and_may_be_evicted(
+    parts: Parts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    acquire = parts.cache.acquire
+
+    def without_base(model: StoredModel, given_up: threading.Event) -> Fetched:
+        if model.name == "소월":
+            raise ModelNotInStore("there is no model 소월")
+        return acquire(model, given_up)
+
+    monkeypatch.setattr(parts.cache, "acquire", without_base)
+    old = Model("봄", "봄", "old-1", stored("봄"), {}, stored_base=stored("소월"))
+    with pytest.raises(ModelNotInStore):
+        await parts.registry.adopt(old)
+    assert parts.registry.all() == []
+    assert parts.cache.in_use == {"봄": 0}
 
 
 async def test_a_full_disk_fails_nothing_that_is_loaded(parts: Parts, tmp_path: Path) -> None:
