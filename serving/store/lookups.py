@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import time
+from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
@@ -22,7 +24,7 @@ LISTED_S = 1.0  # time for which the listing of a remote store is cached
 LOOKUP_LIMIT_S, LISTING_LIMIT_S = 15.0, 60.0  # longer ones end with 503
 # Two pools, so that lookups in a hanging remote store take no threads of those on the local disk.
 THREADS, THREADS_HERE = 64, 8
-MAX_WAITING = 256  # lookups; one more gets 503
+MAX_WAITING = 256  # lookups in a pool; one more gets 503
 
 T = TypeVar("T")
 Key = tuple[str, ...]
@@ -43,7 +45,7 @@ class Lookups:
         self._running: dict[Key, asyncio.Future[StoredModel]] = {}
         # Cached errors and the times until which they are valid, the oldest first.
         self._missing: dict[Key, tuple[float, ModelNotInStore | NotAModel]] = {}
-        self._waiting = 0
+        self._waiting = Counter[ThreadPoolExecutor]()
         self._listing: asyncio.Future[list[StoredModel]] | None = None
         self._listed_until = 0.0
 
@@ -119,25 +121,25 @@ class Lookups:
 
     async def _call(self, function: Callable[[], T], here: bool, limit_s: float) -> T:
         """Runs `function` on a thread. Raises `StoreUnavailable` after `limit_s`."""
-        if self._waiting >= MAX_WAITING:
-            raise Unavailable(f"{MAX_WAITING} lookups in the store are waiting, which is the limit")
         stop, threads = Stop(), self._threads_here if here else self._threads
+        if self._waiting[threads] >= MAX_WAITING:
+            raise Unavailable(f"{MAX_WAITING} lookups in the store are waiting, which is the limit")
 
         def call() -> T:
             with stop.covers():
                 return function()
 
-        self._waiting += 1
+        self._waiting[threads] += 1
         answer = asyncio.get_running_loop().run_in_executor(threads, call)
-        answer.add_done_callback(self._answered)
+        answer.add_done_callback(functools.partial(self._answered, threads))
         try:
             return await asyncio.wait_for(asyncio.shield(answer), limit_s)
         except asyncio.TimeoutError:
             stop.set()
             raise StoreUnavailable(f"the store did not answer within {limit_s:g} s") from None
 
-    def _answered(self, answer: asyncio.Future[T]) -> None:
-        self._waiting -= 1
+    def _answered(self, threads: ThreadPoolExecutor, answer: asyncio.Future[T]) -> None:
+        self._waiting[threads] -= 1
         if not answer.cancelled():
             answer.exception()  # after a timeout: else asyncio logs that it was never retrieved
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from serving.errors import ModelNotInStore, StoreUnavailable, Unavailable
+from serving.errors import ModelNotInStore, StoreUnavailable, Unavailable, UrlNotAllowed
 from serving.store import Lookups, StoredModel, lookups
 from serving.store.folder import FolderStore
 from tests.serving.store.s3 import settings
@@ -144,6 +144,8 @@ async def test_a_store_that_hangs_holds_up_nothing_else(
     with pytest.raises(Unavailable, match="256 lookups in the store are waiting") as raised:
         await asked.find("one more")
     assert raised.value.retry_after_s == 1
+    with pytest.raises(UrlNotAllowed):  # the answer of a lookup on this machine's disk
+        await asked.locate("/없다/소월")
     assert sum(store.asked.values()) == lookups.THREADS
     store.answers.set()
     assert not any(await asyncio.gather(*tasks))
