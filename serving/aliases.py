@@ -166,7 +166,7 @@ class Aliases:
                 aliases[name] = before
             elif before is not None:
                 alias.requests |= {m: n for m, n in before.requests.items() if m in alias.weights}
-        self._aliases, self._checked, self._of = aliases, False, {}
+        self._aliases, self._checked, self._of = aliases, not aliases, {}
         for name, alias in aliases.items():
             for model in alias.models:
                 self._of.setdefault(model, []).append(name)
@@ -175,20 +175,23 @@ class Aliases:
         """Warns, once per file, of models that the store lacks; they may be loaded by their url."""
         if self._checked or self._lookups is None:
             return
-        with contextlib.suppress(ServingError):
+        self._checked = True
+        try:
             stored = {model.name for model in await self._lookups.models()}
-            self._checked = True
-            unknown = [
-                f"{model} ({alias.name})"
-                for alias in self._aliases.values()
-                for model in alias.models
-                if model not in stored
-            ]
-            if unknown:
-                logger.warning(
-                    "%s names %d models that the store does not have: %s",
-                    FILE, len(unknown), ", ".join(unknown[:MAX_SHOWN]),
-                )  # fmt: skip
+        except ServingError as error:  # a server that may not list its bucket needs no list
+            logger.warning("the models of %s are not checked: %s", FILE, error.message)
+            return
+        unknown = [
+            f"{model} ({alias.name})"
+            for alias in self._aliases.values()
+            for model in alias.models
+            if model not in stored
+        ]
+        if unknown:
+            logger.warning(
+                "%s names %d models that the store does not have: %s",
+                FILE, len(unknown), ", ".join(unknown[:MAX_SHOWN]),
+            )  # fmt: skip
 
 
 class _Pairs(list[tuple[str, Any]]):

@@ -14,7 +14,7 @@ from common.errors import SettingError
 from serving import aliases
 from serving.aliases import Alias, Aliases, parse
 from serving.errors import StoreAccessDenied, StoreUnavailable
-from serving.store import Lookups
+from serving.store import Lookups, StoredModel
 from serving.store.folder import FolderStore
 from tests.serving.store.archives import touch
 from tests.serving.store.s3 import settings
@@ -97,12 +97,19 @@ class FakeStore(FolderStore):
     """A folder that may answer with an error."""
 
     error: Exception | None = None
-    reads = 0
+    listing_error: Exception | None = None
+    reads = listings = 0
 
     def file(self, path: str) -> object:  # type: ignore[override]
         if self.error is not None:
             raise self.error
         return super().file(path)
+
+    def models(self) -> list[StoredModel]:
+        self.listings += 1
+        if self.listing_error is not None:
+            raise self.listing_error
+        return super().models()
 
     def read(self, file: object, start: int, stop: int) -> object:  # type: ignore[override]
         self.reads += 1
@@ -214,3 +221,19 @@ async def test_a_model_that_the_store_does_not_have_is_told(
     watching.cancel()
     (said,) = (r.getMessage() for r in caplog.records if r.levelname == "WARNING")
     assert said == "aliases.json names 1 models that the store does not have: 없음 (시)"
+
+
+async def test_a_store_that_may_not_be_listed_is_listed_once_for_each_file(
+    at: Setup, caplog: pytest.LogCaptureFixture
+) -> None:
+    at.store.listing_error = StoreAccessDenied("s3:ListBucket is denied")
+    await at.read("{}")
+    await at.aliases._warn_of_unknown()
+    assert at.store.listings == 0  # there is no model to look for
+    for listings in (1, 2):
+        await at.read(json.dumps({"시": f"소월-{listings}"}))
+        for _ in range(3):
+            await at.aliases._warn_of_unknown()
+        assert at.store.listings == listings
+    warnings = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
+    assert warnings == ["the models of aliases.json are not checked: s3:ListBucket is denied"] * 2
