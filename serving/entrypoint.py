@@ -201,12 +201,12 @@ def _run_dir(settings: Settings) -> Iterator[Path]:
         run_dir.mkdir(mode=0o700, exist_ok=True)  # an existing folder keeps its mode
     else:
         run_dir = Path(tempfile.mkdtemp(prefix="kogpt2-"))
-    if len(os.fsencode(run_dir / LONGEST_SOCKET)) > MAX_SOCKET_PATH:
-        raise StartError(
-            f"RUN_DIR is {run_dir}, too long for a unix socket's path: at most"
-            f" {MAX_SOCKET_PATH - len(LONGEST_SOCKET) - 1} bytes"
-        )
     try:
+        if len(os.fsencode(run_dir / LONGEST_SOCKET)) > MAX_SOCKET_PATH:
+            raise StartError(
+                f"RUN_DIR is {run_dir}, too long for a unix socket's path: at most"
+                f" {MAX_SOCKET_PATH - len(LONGEST_SOCKET) - 1} bytes"
+            )
         with open(run_dir / "lock", "w") as lock:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
