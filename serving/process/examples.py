@@ -31,7 +31,9 @@ def text(settings: Settings) -> str:
     if not names:
         return f"The model store {settings.model_store} is empty."
     name = "sowol" if "sowol" in names else names[0]
-    host = "localhost" if settings.host in ("0.0.0.0", "127.0.0.1") else settings.host  # noqa: S104
+    host = f"[{settings.host}]" if ":" in settings.host else settings.host
+    if settings.host in ("0.0.0.0", "::", "127.0.0.1"):  # noqa: S104
+        host = "localhost"
     return TEMPLATE.format(
         names=", ".join(names[:MAX_NAMES]) + (", ..." if len(names) > MAX_NAMES else ""),
         name=name,
