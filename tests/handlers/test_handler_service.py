@@ -152,6 +152,7 @@ def test_unusual_answers_reach_the_client(worker: Worker, code: str, expected: s
         ("context.set_response_header(0, 'x', 'a\\r\\ny: 1')\nreturn 'x'", 500, "header x is"),
         ("context.set_response_header(0, 'x', 'a' * 9000)\nreturn 'x'", 500, "at most 6000"),
         (
+            "import ast\nast.literal_eval('나 보기가')",
             500,
             "raised SyntaxError: invalid syntax",
         ),
