@@ -173,8 +173,12 @@ class Host:
             accepted, _ = model.listener.accept()
         except BlockingIOError:  # the client has disconnected
             return True
-        except OSError:  # `_drop` has closed it
-            return False
+        except OSError as error:
+            with self._lock:
+                if model not in self._models:  # `_drop` has closed the listener
+                    return False
+            _log_refused("a connection of Multi Model Server", error)
+            return True
         accepted.setblocking(True)
         connection = Connection(accepted, model.loaded)
         with self._lock:

@@ -242,6 +242,19 @@ def test_a_host_without_descriptors_keeps_its_models_and_takes_others_later(star
     assert model.answers(connection, "봄")
 
 
+def test_a_model_without_descriptors_is_reached_once_there_are_some(start: Start) -> None:
+    processes = start()
+    model = processes.own("a")
+    (connection,) = model.loaded()
+    with no_files_in(processes.host.pid):
+        later = model.connect()
+        assert processes.host.stdout is not None
+        assert any("a connection of Multi" in line for line in processes.host.stdout)
+        assert model.answers(connection, "봄")
+    model.load(later)
+    assert model.answers(later, "봄")
+
+
 def test_a_host_may_open_as_many_files_as_the_hard_limit(start: Start) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, 256), hard))
