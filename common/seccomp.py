@@ -100,8 +100,21 @@ OTHERS = {  # calls with effects outside of the process
     "process_vm_writev": (311, 271),
     "process_madvise": (440, 440),
     "setpriority": (141, 140),
+    "ioprio_set": (251, 30),
+    "migrate_pages": (256, 238),
+    "move_pages": (279, 239),
     "setrlimit": (160, 164),
 }
+SCHEDULING = {  # their first argument is a thread of any process, 0 for the calling thread
+    "sched_setparam": (142, 118),
+    "sched_setscheduler": (144, 119),
+    "sched_setaffinity": (203, 122),
+    "sched_setattr": (314, 274),
+}
+# Commands that choose whom the kernel signals, and with what, when a file becomes ready: SIGKILL
+# for any process of the user.
+FCNTL, OWNER_FCNTLS = (72, 25), (8, 10, 15)  # F_SETOWN, F_SETSIG, F_SETOWN_EX
+IOCTL, OWNER_IOCTLS = (16, 29), (0x8901, 0x8902)  # FIOSETOWN, SIOCSPGRP
 WRITES = {
     "creat": (85, -1),
     "truncate": (76, 45),
@@ -212,6 +225,11 @@ def _computing(may_write: bool) -> Iterator[Rule]:
     # New threads are allowed, new processes are not.
     yield CLONE, [argument(0), (JSET, 1, 0, CLONE_THREAD), refused(), ALLOWED]
     yield TGKILL, [argument(0), (JEQ, 1, 0, os.getpid()), refused(), ALLOWED]  # for abort()
+    for call in SCHEDULING.values():
+        yield call, [argument(0), (JEQ, 1, 0, 0), refused(), ALLOWED]
+    for call, commands in ((FCNTL, OWNER_FCNTLS), (IOCTL, OWNER_IOCTLS)):
+        checks = (step for command in commands for step in ((JEQ, 0, 1, command), refused()))
+        yield call, [argument(1), *checks, ALLOWED]
     if not may_write:
         yield from refuse(WRITES.values())
         yield from refuse([OPENAT2], ENOSYS)

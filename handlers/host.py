@@ -13,9 +13,11 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import resource
 import select
 import socket
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -97,8 +99,12 @@ class Host:
             self._start_threads(MAX_IDLE_THREADS)
         self._listener.settimeout(POLL_INTERVAL_S)
         while True:
-            with contextlib.suppress(TimeoutError):
+            try:
                 self._accept_owner(self._listener.accept()[0])
+            except TimeoutError:
+                pass
+            except OSError as error:  # such as EMFILE; the owner waits in the backlog
+                _log_refused("a model's owner", error)
             with self._lock:
                 self._start_threads(MIN_IDLE_THREADS)
                 abandoned = [model for model in self._models if model.connections.have_ended()]
@@ -167,8 +173,12 @@ class Host:
             accepted, _ = model.listener.accept()
         except BlockingIOError:  # the client has disconnected
             return True
-        except OSError:  # `_drop` has closed it
-            return False
+        except OSError as error:
+            with self._lock:
+                if model not in self._models:  # `_drop` has closed the listener
+                    return False
+            _log_refused("a connection of Multi Model Server", error)
+            return True
         accepted.setblocking(True)
         connection = Connection(accepted, model.loaded)
         with self._lock:
@@ -213,8 +223,16 @@ class Host:
         return False
 
 
+def _log_refused(what: str, error: OSError) -> None:
+    """Logs why `accept` failed, such as EMFILE, and waits: the socket stays readable."""
+    logger.error("%s waits: %s; raise RLIMIT_NOFILE", what, error.strerror)
+    time.sleep(POLL_INTERVAL_S)
+
+
 def main() -> None:
     log_as_json("worker")
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     expendable(SERVER)
     for clause in unenforced():
         logger.warning("models' scripts and graphs are not isolated on this machine: %s", clause)

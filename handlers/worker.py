@@ -57,6 +57,10 @@ class Worker:
                 accepted, _ = listener.accept()
             except TimeoutError:
                 continue
+            except OSError as error:  # such as EMFILE; the connection waits in the backlog
+                logging.error("a connection waits: %s; raise RLIMIT_NOFILE", error.strerror)
+                time.sleep(POLL_INTERVAL_S)
+                continue
             accepted.setblocking(True)
             connection = Connection(accepted, self._model)
             with self._lock:

@@ -144,6 +144,17 @@ def no_thread_starts() -> Iterator[threading.Event]:
 
 
 @contextmanager
+def no_files_in(pid: int) -> Iterator[None]:
+    """Block in which the process gets no further descriptor."""
+    soft, hard = resource.prlimit(pid, resource.RLIMIT_NOFILE)
+    resource.prlimit(pid, resource.RLIMIT_NOFILE, (0, hard))
+    try:
+        yield
+    finally:
+        resource.prlimit(pid, resource.RLIMIT_NOFILE, (soft, hard))
+
+
+@contextmanager
 def nothing_starts_in(pid: int) -> Iterator[None]:
     """Neither a thread nor a process: its user has as many as it may have."""
     user = psutil.Process(pid).uids().real

@@ -24,7 +24,8 @@ def to_script_error(error: BaseException) -> EngineError:
         return out_of_memory("the model's script ran out of memory")
     if isinstance(error, SystemExit):
         return ScriptError(f"the model's script called sys.exit({error.code!r:.100})")
-    if isinstance(error, SyntaxError):
+    # Not of a text that the script parses, such as a client's: its name is "<unknown>".
+    if isinstance(error, SyntaxError) and os.path.isfile(error.filename or ""):
         where = f"{os.path.basename(error.filename or '')}, line {error.lineno}"
         return ScriptError(f"the model's script is not Python: {error.msg} ({where})")
     text = ""

@@ -17,6 +17,7 @@ from common.errors import EngineError, cut, named
 
 MAX_MESSAGE_BYTES = 1 << 30  # limit for the JSON, and for each body
 MAX_BODIES = 100_000  # per message
+MAX_RETRY_AFTER_S = 31_536_000  # a longer one, or one that is no number, is dropped
 # Names and values of an answer's headers, in total; Multi Model Server and gateway accept 8192.
 MAX_HEADER_CHARACTERS = 6000
 
@@ -162,5 +163,7 @@ def error_row(error: EngineError) -> dict[str, Any]:
 def error_from(row: dict[str, Any]) -> EngineError:
     """Create the error of an `error_row`: of its class in `common.errors`, or a `ScriptError`."""
     kind, message, retry_after_s = str(row["type"]), row["message"], row.get("retry_after_s")
+    if not isinstance(retry_after_s, float | int) or not 0 <= retry_after_s <= MAX_RETRY_AFTER_S:
+        retry_after_s = None  # a script may set anything
     error = named(kind, message, retry_after_s)
     return error or ScriptError(message, int(row["status"]), kind, retry_after_s)

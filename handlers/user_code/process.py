@@ -119,7 +119,9 @@ class ScriptProcess:
             with self._killed_after(left_s):
                 messages.send_requests(self._connection, requests, left_s)
                 answers = messages.answers_from(*receive(self._connection))
-        except (EOFError, OSError, ValueError, KeyError, TypeError, StopIteration):
+        except ScriptError:  # nothing was sent
+            raise
+        except Exception:  # the process has ended, or its message is malformed
             error = self._ended("while it answered", timeout_s)
             with contextlib.suppress(ScriptError):
                 self.start()  # so that the next request need not wait

@@ -22,6 +22,7 @@ logger = logging.getLogger(__name__)
 
 PACKAGES, TEMPORARY = "packages", "temporary"
 DONE = "packages.installed"
+MAX_LOG_BYTES = 65_536  # of pip's output, from its end: a package's build may print any amount
 PROGRAM = Path(__file__).with_name("pip_child.py")
 
 
@@ -79,7 +80,7 @@ def _pip(
             ) from None
         finally:
             descendants.end(process)
-        output.seek(0)
+        output.seek(max(output.seek(0, os.SEEK_END) - MAX_LOG_BYTES, 0))
         log = output.read().decode("utf-8", "replace")
     if process.returncode != 0:
         lines = [line.strip() for line in log.splitlines() if line.strip()]

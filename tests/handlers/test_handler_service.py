@@ -17,6 +17,7 @@ from tests.e2e.scripts import script
 
 SOURCE = """
 import json
+from common.errors import Overloaded
 from sagemaker_inference.errors import BaseInferenceToolkitError
 
 class 오류(BaseInferenceToolkitError):
@@ -150,6 +151,13 @@ def test_unusual_answers_reach_the_client(worker: Worker, code: str, expected: s
         ("context.set_response_header(0, 'x', '봄')\nreturn 'x'", 500, "header x is '봄'"),
         ("context.set_response_header(0, 'x', 'a\\r\\ny: 1')\nreturn 'x'", 500, "header x is"),
         ("context.set_response_header(0, 'x', 'a' * 9000)\nreturn 'x'", 500, "at most 6000"),
+        (
+            "import ast\nast.literal_eval('나 보기가')",
+            500,
+            "raised SyntaxError: invalid syntax",
+        ),
+        ("raise Overloaded('붐빔', retry_after_s='곧')", 503, "붐빔"),
+        ("raise Overloaded('붐빔', retry_after_s=10 ** 400)", 503, "붐빔"),
         ("raise Exception('첫째 줄\\n둘째 줄')", 500, "raised Exception: 첫째 줄 둘째 줄"),
         ("raise KeyboardInterrupt", 500, "raised KeyboardInterrupt"),
         ("def f(): f()\nf()", 500, "RecursionError"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -20,7 +21,7 @@ from serving.entrypoint import host_accepts
 from serving.mms.launcher import MMS_HOME
 from tests.e2e.server import REPOSITORY, eventually
 from tests.handlers.messages import ask, load_message, request_message, worker_arguments
-from tests.processes import has_ended, nothing_starts_in
+from tests.processes import has_ended, no_files_in, nothing_starts_in
 
 # A handler service that logs its calls in a file.
 ECHO = """
@@ -226,6 +227,44 @@ def test_more_requests_than_threads_can_start_are_answered_once_they_can(start: 
         assert any("can't start new thread" in line for line in processes.host.stdout)
     eventually(lambda: host.num_threads() > len(connections))  # also without another message
     assert answers_the_rest(connections)
+
+
+def test_a_host_without_descriptors_keeps_its_models_and_takes_others_later(start: Start) -> None:
+    processes = start()
+    model = processes.own("a")
+    (connection,) = model.loaded()
+    with no_files_in(processes.host.pid):
+        owner = processes.begin("b")
+        assert processes.host.stdout is not None
+        assert any("a model's owner waits: Too many" in line for line in processes.host.stdout)
+        assert model.answers(connection, "봄")
+    owner.loaded()
+    assert model.answers(connection, "봄")
+
+
+def test_a_model_without_descriptors_is_reached_once_there_are_some(start: Start) -> None:
+    processes = start()
+    model = processes.own("a")
+    (connection,) = model.loaded()
+    with no_files_in(processes.host.pid):
+        later = model.connect()
+        assert processes.host.stdout is not None
+        assert any("a connection of Multi" in line for line in processes.host.stdout)
+        assert model.answers(connection, "봄")
+    model.load(later)
+    assert model.answers(later, "봄")
+
+
+def test_a_host_may_open_as_many_files_as_the_hard_limit(start: Start) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, 256), hard))
+    try:
+        processes = start()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    processes.own("a").loaded()
+    host = processes.host.pid
+    assert resource.prlimit(host, resource.RLIMIT_NOFILE) == (hard, hard)
 
 
 def test_messages_are_answered_however_they_arrive(start: Start) -> None:

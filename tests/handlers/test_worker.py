@@ -18,7 +18,7 @@ from handlers.user_code.confinement import landlock
 from handlers.user_code.confinement.rules import UIDS, may_change_user
 from tests.e2e.server import REPOSITORY, eventually
 from tests.handlers.messages import ask, load_message, request_message, worker_arguments
-from tests.processes import has_ended, nothing_starts_in
+from tests.processes import has_ended, no_files_in, nothing_starts_in
 
 PROGRAM = """
 import sys
@@ -112,6 +112,20 @@ def test_a_thread_or_process_that_does_not_start_is_tried_again(
         child.kill()
         assert any("does not start" in line for line in worker.output)
     eventually(worker.children)
+
+
+def test_a_connection_without_a_descriptor_is_accepted_later(tmp_path: Path, start: Start) -> None:
+    worker = start(tmp_path)
+    (child,) = eventually(worker.children)
+    load = load_message("글", tmp_path, "handlers.handler_service")
+    with worker.connect() as first:
+        assert b"loaded model" in ask(first, load)
+        with no_files_in(child.pid):
+            later = worker.connect()
+            assert any("a connection waits: Too many" in line for line in worker.output)
+        with later:
+            assert b"loaded model" in ask(later, load)
+    assert worker.children() == [child]
 
 
 @pytest.mark.parametrize("user", [0, A_USER])

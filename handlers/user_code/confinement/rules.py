@@ -21,6 +21,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
+from common.errors import EngineError
 from common.oom import SCRIPT, expendable
 from handlers.user_code.confinement import capabilities, landlock, seccomp
 
@@ -150,7 +151,10 @@ def pip_environment(temporary: str, given: Mapping[str, str] = os.environ) -> di
 
 
 def allocate_user(run_dir: str) -> int | None:
-    """Reserve a uid for a model until this process ends; None if not root or all are in use."""
+    """Reserve a uid for a model until this process ends; None if this process is not root.
+
+    Raises `EngineError` if all are in use: the model's program would run as root.
+    """
     if not may_change_user():
         return None
     folder = Path(run_dir) / "users"
@@ -162,7 +166,9 @@ def allocate_user(run_dir: str) -> int | None:
             return uid
         except BlockingIOError:
             os.close(lock)
-    return None
+    raise EngineError(
+        f"all {len(UIDS)} users for models' programs are in use; unload a model that has a program"
+    )
 
 
 def may_change_user() -> bool:

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import logging
 import os
+import platform
 import signal
 import socket
+import struct
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from common import seccomp
 from common.errors import PromptTooLong
+from handlers.user_code.confinement.capabilities import call
 
 
 def echo(value: Any) -> Any:
@@ -99,11 +104,30 @@ def _errno(attempt: Callable[[], Any]) -> int:
 def attempts(folder: str, pid: int) -> dict[str, int]:
     """What it may not do, with the error number that it got, 0 where it could."""
     file, new = Path(folder) / "file", Path(folder) / "new"
+    reader, _ = os.pipe()
+    column = list(seccomp.ARCHITECTURES).index(platform.machine())
+
+    def syscall(name: str, *arguments: int) -> Callable[[], Any]:
+        number = seccomp.OTHERS[name][column]
+        return lambda: call("syscall", number, *map(ctypes.c_long, arguments))
+
     return {
         "socket": _errno(socket.socket),
         "execve": _errno(lambda: os.execv("/bin/true", ["true"])),  # noqa: S606
         "fork": _errno(os.fork),
         "kill": _errno(lambda: os.kill(pid, 0)),
+        "F_SETOWN": _errno(lambda: fcntl.fcntl(reader, fcntl.F_SETOWN, pid)),
+        "F_SETSIG": _errno(lambda: fcntl.fcntl(reader, fcntl.F_SETSIG, signal.SIGKILL)),
+        "F_SETOWN_EX": _errno(lambda: fcntl.fcntl(reader, 15, struct.pack("ii", 1, pid))),
+        "FIOSETOWN": _errno(lambda: fcntl.ioctl(reader, 0x8901, struct.pack("i", pid))),
+        "SIOCSPGRP": _errno(lambda: fcntl.ioctl(reader, 0x8902, struct.pack("i", pid))),
+        "affinity": _errno(lambda: os.sched_setaffinity(pid, os.sched_getaffinity(pid))),
+        "scheduler": _errno(lambda: os.sched_setscheduler(pid, os.SCHED_OTHER, os.sched_param(0))),
+        "sched_param": _errno(lambda: os.sched_setparam(pid, os.sched_param(0))),
+        "ioprio_set": _errno(syscall("ioprio_set", 1, pid, 0)),
+        "migrate_pages": _errno(syscall("migrate_pages", pid, 0, 0, 0)),
+        "move_pages": _errno(syscall("move_pages", pid, 0, 0, 0, 0, 0)),
+        "own affinity": _errno(lambda: os.sched_setaffinity(0, os.sched_getaffinity(0))),
         "open to write": _errno(lambda: file.open("r+")),
         "truncate": _errno(lambda: os.truncate(file, 0)),
         "create": _errno(lambda: new.write_text("x")),

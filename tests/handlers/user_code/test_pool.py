@@ -24,14 +24,22 @@ from tests.e2e.server import eventually
 from tests.processes import no_thread_starts
 
 WIDE_S = 60.0
-# Answers with its pid; "함께" once two processes are at it.
+# Answers with its pid; "함께" once two processes are at it. Sends JSON as its own error's row, past
+# the server's code, as only a hostile script does.
 SCRIPT = """
-import os, pathlib, time
+import json, os, pathlib, time
+
+def forge(error):
+    from handlers.user_code import messages
+    messages.error_row = lambda _: json.loads(error)
+    raise ValueError
 
 def model_fn(model_dir):
     return pathlib.Path(model_dir)
 
 def transform_fn(model, body, content_type, accept):
+    if body.startswith("{"):
+        forge(body)
     if body == "함께":
         (model / f"{os.getpid()}.pid").touch()
         while len(list(model.glob("*.pid"))) < 2:
@@ -93,6 +101,20 @@ def test_without_a_thread_for_its_timeout_a_request_is_503(scripts: ScriptPool) 
         ask(scripts, "나는")
     assert (refused.value.status, refused.value.retry_after_s) == (503, 1)
     assert ask(scripts, "나는") == before
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        '{"type": "오류", "status": 500, "message": 3}',
+        '{"type": "오류", "status": Infinity, "message": "봄"}',
+    ],
+)
+def test_a_process_with_a_malformed_message_is_replaced(scripts: ScriptPool, sent: str) -> None:
+    before = ask(scripts, "나는")
+    with pytest.raises(ScriptError, match="closed its connection while it answered"):
+        ask(scripts, sent)
+    assert ask(scripts, "나는") != before
 
 
 def test_processes_of_an_ended_script_are_killed_while_requests_go_on(

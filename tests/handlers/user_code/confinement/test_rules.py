@@ -14,7 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from handlers.user_code.confinement import landlock, seccomp
+from common.errors import EngineError
+from handlers.user_code.confinement import landlock, rules, seccomp
 from handlers.user_code.confinement.rules import environment, may_change_user, unenforced
 from tests.e2e.server import REPOSITORY
 from tests.handlers.user_code.confinement import confined
@@ -91,6 +92,16 @@ def test_what_this_machine_cannot_keep_is_said(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.undo()
     if landlock.abi() >= landlock.SCOPES_ABI:
         assert not unenforced()
+
+
+def test_a_model_without_a_user_left_for_it_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rules, "may_change_user", lambda: True)
+    monkeypatch.setattr(rules, "UIDS", range(60578, 60580))
+    assert [rules.allocate_user(str(tmp_path)) for _ in range(2)] == [60578, 60579]
+    with pytest.raises(EngineError, match="all 2 users for models' programs are in use"):
+        rules.allocate_user(str(tmp_path))
 
 
 def test_a_script_gets_no_variables_of_the_server() -> None:

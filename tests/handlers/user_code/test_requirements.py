@@ -1,0 +1,42 @@
+"""Packages of a model's own, by pip."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+
+from common.errors import ArtifactError
+from handlers.user_code.requirements import MAX_LOG_BYTES, _pip
+
+BACKEND = """
+def build_wheel(*arguments, **more):
+    for _ in range(100_000):
+        print("만드는 중")
+    raise SystemExit("없습니다")
+"""
+
+
+def test_of_a_build_that_prints_a_lot_the_end_is_logged(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    source = tmp_path / "source"
+    source.mkdir()
+    (source / "backend.py").write_text(BACKEND, encoding="utf-8")
+    (source / "pyproject.toml").write_text(
+        "[project]\nname = 'prints'\nversion = '1'\n"
+        "[build-system]\nrequires = []\nbuild-backend = 'backend'\nbackend-path = ['.']\n"
+    )
+    file = tmp_path / "requirements.txt"
+    file.write_text("--no-index\n./source\n")
+    (tmp_path / "packages").mkdir()
+    (tmp_path / "temporary").mkdir()
+    with (
+        caplog.at_level(logging.ERROR),
+        pytest.raises(ArtifactError, match=r"requirements\.txt could not be installed"),
+    ):
+        _pip(file, file.name, tmp_path / "packages", 300.0, None)
+    messages = [record.getMessage() for record in caplog.records]
+    assert "pip: 없습니다" in messages
+    assert len("".join(messages).encode()) < 3 * MAX_LOG_BYTES  # the prefix "pip: " for each line
