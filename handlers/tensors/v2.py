@@ -86,7 +86,12 @@ def _reshaped(array: Array, shape: list[int], spec: TensorSpec) -> Array:
         raise InvalidRequest(
             f"{spec.name} has {array.size} values, but shape {shape} needs {math.prod(shape)}"
         )
-    return array.reshape(shape)
+    try:
+        return array.reshape(shape)
+    except ValueError as error:  # of an array without values, whose other sizes may be any
+        raise InvalidRequest(
+            f"{spec.name} has shape {shape}, a shape that no array has: {error}"
+        ) from None
 
 
 def _from_bytes(data: bytes, shape: list[int], spec: TensorSpec) -> Array:
@@ -99,7 +104,7 @@ def _from_bytes(data: bytes, shape: list[int], spec: TensorSpec) -> Array:
         )
     if spec.datatype == "BOOL" and data.strip(b"\0\1"):
         raise InvalidRequest(f"{spec.name} holds bytes other than 0 and 1, must be {spec}")
-    return np.frombuffer(data, spec.dtype).reshape(shape)
+    return _reshaped(np.frombuffer(data, spec.dtype), shape, spec)
 
 
 def answer(

@@ -207,6 +207,7 @@ def request(**more: Any) -> dict[str, Any]:
         (request(shape=[1, 3]), "2 values, but shape [1, 3] needs 3"),
         (request(shape=[2, 1], data=[[1, 2]]), "is [1, 2], but shape is [2, 1]"),
         (request(shape=[2**40, 2**40]), "2 values, but shape"),
+        (request(shape=[0, 2**70], data=[]), "a shape that no array has"),
         (request(data=None), "must be a list, flat or nested"),
         (request(data=[1, "둘"]), "no numbers"),
         (request(data=[1, [2]]), "rows of different lengths"),
@@ -244,6 +245,14 @@ def test_binary_data_must_be_just_as_long_as_announced(size: int, message: str) 
     value = request(parameters={"binary_data_size": 16})
     with pytest.raises(InvalidRequest, match=message):
         v2.parse(value, bytes(size), METADATA)
+
+
+def test_a_binary_tensor_of_no_values_may_still_have_too_large_a_shape() -> None:
+    for spec in (IDS, TensorSpec("input_ids", "BYTES", IDS.shape)):
+        given = {"shape": [2**70, 0], "datatype": spec.datatype, "data": None}
+        value = request(**given, parameters={"binary_data_size": 0})
+        with pytest.raises(InvalidRequest, match=r"input_ids has shape .* a shape that no array"):
+            v2.parse(value, b"", v2.Metadata("m", "test", [spec], []))
 
 
 @pytest.mark.parametrize("data", [b"\1\0\0", b"\2\0\0\0a", b"\1\0\0\0\xff", b"\1\0\0\0ab"])
