@@ -78,7 +78,7 @@ class TensorSpec:
 
 def listed(specs: Sequence[TensorSpec]) -> str:
     """List names and types for messages: `input_ids INT64 [batch, sequence], ...`."""
-    return ", ".join(f"{spec.name} {spec}" for spec in specs)
+    return ", ".join(f"{spec.name} {spec}" for spec in specs) or "no inputs"
 
 
 # From values

@@ -52,6 +52,12 @@ def parse(
 
 def raw_request(data: bytes, metadata: Metadata) -> tuple[dict[str, Any], bytes]:
     """Convert a raw request; the number of bytes gives the shape. Raises `InvalidRequest`."""
+    wrong = InvalidRequest(
+        f"{len(data)} bytes without JSON must be one text, or one tensor with at most one"
+        f" dimension of any size; the model takes {listed(metadata.inputs)}"
+    )
+    if len(metadata.inputs) != 1:
+        raise wrong
     spec = metadata.inputs[0]
     fixed = math.prod(size for size in spec.v2_shape if size >= 0)
     if spec.datatype == "BYTES":
@@ -59,11 +65,8 @@ def raw_request(data: bytes, metadata: Metadata) -> tuple[dict[str, Any], bytes]
     else:
         free, rest = divmod(len(data), max(fixed * spec.dtype.itemsize, 1))
         fits = spec.v2_shape.count(-1) <= 1 and not rest
-    if len(metadata.inputs) > 1 or not fits:
-        raise InvalidRequest(
-            f"{len(data)} bytes without JSON must be one text, or one tensor with at most one"
-            f" dimension of any size; the model takes {listed(metadata.inputs)}"
-        )
+    if not fits:
+        raise wrong
     shape = [size if size >= 0 else free for size in spec.v2_shape]
     return v2.raw_request(spec.name, spec.datatype, shape, data)
 

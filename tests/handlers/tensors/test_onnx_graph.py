@@ -14,7 +14,7 @@ import pytest
 from onnx import TensorProto, helper
 
 from common.errors import ArtifactError, DeadlineExceeded, InvalidRequest, NeverFits, OutOfMemory
-from common.media_types import JSON
+from common.media_types import BINARY, HEADER_SIZE, JSON
 from common.memory import Memory
 from handlers.dispatch import handler_for
 from handlers.tensors import admission, onnx_graph
@@ -179,6 +179,16 @@ def test_a_tensor_may_have_a_dimension_of_zero(tmp_path: Path) -> None:
     model = onnx_graph.model_fn(str(tmp_path))
     x = {"name": "x", "shape": [1, 0, 2], "datatype": "FP32", "data": []}
     assert ask(model, {"inputs": [x]})["outputs"] == [{**x, "name": "y"}]
+
+
+def test_a_graph_without_inputs_takes_an_empty_object(tmp_path: Path) -> None:
+    node = helper.make_node("Constant", [], ["y"], value_floats=[1.0, 2.0])
+    save_graph(tmp_path / "model.onnx", [node], [], [("y", F, [2])])
+    model = onnx_graph.model_fn(str(tmp_path))
+    assert ask(model, {}) == [1.0, 2.0]
+    for kind in ("text/csv", f"{BINARY};{HEADER_SIZE}=0", "image/png"):
+        with pytest.raises(InvalidRequest, match="the model takes no inputs"):
+            onnx_graph.transform_fn(model, "봄".encode(), kind, None, 10)
 
 
 def counting(path: Path) -> Path:
