@@ -5,6 +5,7 @@ import json
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,7 @@ from common.errors import ArtifactError, DeadlineExceeded, InvalidRequest, Never
 from common.media_types import BINARY, HEADER_SIZE, JSON
 from common.memory import Memory
 from handlers.dispatch import handler_for
-from handlers.tensors import admission, onnx_graph
+from handlers.tensors import admission, onnx_graph, tensor_model
 from tests.handlers.tensors.graphs import TinyLM, identity, save_graph
 from tests.processes import no_thread_starts
 
@@ -216,6 +217,33 @@ def test_a_run_is_ended_at_its_timeout(tmp_path: Path) -> None:
     with pytest.raises(DeadlineExceeded):  # it would go on for years; `run` returns when it ends
         onnx_graph.transform_fn(model, b"9000000000000000000", JSON, None, 0.5)
     assert ask(model, 1000) == 1000
+
+
+def test_a_wait_for_a_slot_shortens_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    identity(tmp_path / "model.onnx", F, [1])
+    model = onnx_graph.model_fn(str(tmp_path))
+    now_s, timeouts_s = 100.0, []
+    clock = SimpleNamespace(monotonic=lambda: now_s)
+
+    class Taken(threading.Semaphore):
+        def acquire(self, blocking: bool = True, timeout: float | None = None) -> bool:
+            nonlocal now_s
+            now_s += 8
+            return super().acquire(blocking, timeout)
+
+    class Timer(threading.Timer):
+        def __init__(self, interval: float, *arguments: Any) -> None:
+            timeouts_s.append(interval)
+            super().__init__(interval, *arguments)
+
+    monkeypatch.setattr(model, "_slots", Taken())
+    for module in (onnx_graph, tensor_model):
+        monkeypatch.setattr(module, "time", clock)
+    monkeypatch.setattr(threading, "Timer", Timer)
+    assert ask(model, [1]) == [1.0]
+    assert timeouts_s == [10 - 8]
 
 
 def test_concurrent_requests_get_their_own_answers_and_a_run_starts_no_thread(
