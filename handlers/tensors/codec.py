@@ -219,7 +219,7 @@ def _cell(cell: str, line: int, column: int, spec: TensorSpec) -> int | float | 
         return cell
     try:
         value = int(cell) if spec.dtype.kind in "iub" else float(cell)
-        if math.isfinite(value):
+        if math.isfinite(value) and "_" not in cell:  # Python reads 1_000 as 1000
             return value
     except (ValueError, OverflowError):
         pass
