@@ -188,6 +188,9 @@ def _checked(given: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
             continue
         checked = CHECKS[own](f"{prefix}{name}", value)
         if own in forms.CHECKS:
+            if checked is None:  # an empty choice
+                values.setdefault("form", None)
+                continue
             if form:
                 raise InvalidRequest(
                     f"{prefix}{form} and {prefix}{name} are given; an answer is held to one of"

@@ -75,6 +75,8 @@ def test_a_requests_form_replaces_the_models_own() -> None:
     assert Parameters.parse({}, own).form == Form("choice", ("긍정", "부정"))
     assert Parameters.parse({"regex": "a"}, own).form == Form("regex", ("a",))
     assert Parameters.parse({"choice": []}, own).form is None
+    for given in ({"choice": [], "regex": "가+"}, {"regex": "가+", "choice": []}):
+        assert Parameters.parse(given, own).form == Form("regex", ("가+",))
     assert Parameters.parse({"choice": None}, own).form is not None
 
 
