@@ -197,5 +197,11 @@ def _checked(given: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
                     f" {', '.join(forms.CHECKS)}"
                 )
             form, own = name, "form"
+        elif own in values and values[own] != checked:
+            alias = next(alias for alias, name in ALIASES.items() if name == own)
+            raise InvalidRequest(
+                f"{prefix}{alias} and {prefix}{own} are two names of one parameter, but differ;"
+                " send one of them"
+            )
         values[own] = checked
     return values
