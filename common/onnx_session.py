@@ -54,7 +54,7 @@ def open_graph(path: Path) -> Any:
 
     Raises onnxruntime's errors, `OutOfMemory`, and `ValueError` for tensors outside of its folder.
     """
-    if VERSION < "1.24":
+    if tuple(map(int, VERSION.split(".")[:2])) < (1, 24):
         _check_places(path)
     with out_of_memory(path.name):
         return onnxruntime.InferenceSession(

@@ -188,11 +188,20 @@ def _checked(given: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
             continue
         checked = CHECKS[own](f"{prefix}{name}", value)
         if own in forms.CHECKS:
+            if checked is None:  # an empty choice
+                values.setdefault("form", None)
+                continue
             if form:
                 raise InvalidRequest(
                     f"{prefix}{form} and {prefix}{name} are given; an answer is held to one of"
                     f" {', '.join(forms.CHECKS)}"
                 )
             form, own = name, "form"
+        elif own in values and values[own] != checked:
+            alias = next(alias for alias, name in ALIASES.items() if name == own)
+            raise InvalidRequest(
+                f"{prefix}{alias} and {prefix}{own} are two names of one parameter, but differ;"
+                " send one of them"
+            )
         values[own] = checked
     return values

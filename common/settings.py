@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import field, fields
@@ -43,13 +44,13 @@ def _parsed(variable: str, text: str, kind: Any) -> Any:
     try:
         if kind == "int" and text.isdecimal():
             return int(text)
-        if kind == "float":
-            return float(text)
+        if kind == "float" and 0 <= (number := float(text)) < math.inf:
+            return number
         if kind == "bool":
             return {"true": True, "false": False}[text.lower()]
         if kind == "str":
             return text
     except (ValueError, KeyError):
         pass
-    known = {"int": "a whole number", "float": "a number", "bool": "true or false"}
+    known = {"int": "a whole number", "float": "a number from 0 on", "bool": "true or false"}
     raise SettingError(f"{variable} is {text!r}, must be {known[kind]}")

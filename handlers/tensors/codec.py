@@ -78,7 +78,7 @@ class TensorSpec:
 
 def listed(specs: Sequence[TensorSpec]) -> str:
     """List names and types for messages: `input_ids INT64 [batch, sequence], ...`."""
-    return ", ".join(f"{spec.name} {spec}" for spec in specs)
+    return ", ".join(f"{spec.name} {spec}" for spec in specs) or "no inputs"
 
 
 # From values
@@ -219,7 +219,7 @@ def _cell(cell: str, line: int, column: int, spec: TensorSpec) -> int | float | 
         return cell
     try:
         value = int(cell) if spec.dtype.kind in "iub" else float(cell)
-        if math.isfinite(value):
+        if math.isfinite(value) and "_" not in cell:  # Python reads 1_000 as 1000
             return value
     except (ValueError, OverflowError):
         pass

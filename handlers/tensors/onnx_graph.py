@@ -88,11 +88,12 @@ class OnnxModel:
     def run(
         self, inputs: Mapping[str, Array], outputs: Sequence[str], timeout_s: float
     ) -> dict[str, Array]:
+        end = time.monotonic() + timeout_s
         options = self._runtime.run_options()
         try:
             with (
-                slot(self._slots, time.monotonic() + timeout_s),
-                _cancelled_after(timeout_s, options),
+                slot(self._slots, end),
+                _cancelled_after(end - time.monotonic(), options),
                 self._runtime.out_of_memory("the answer"),
             ):
                 values = self._session.run(list(outputs), dict(inputs), options)

@@ -98,10 +98,11 @@ def _answer_plain(
 
 def _only_input(model: TensorModel, body: bytes, kind: str) -> dict[str, Array]:
     specs = model.metadata.inputs
-    if len(specs) != 1 and kind in codec.MEDIA_TYPES:
+    if not specs or (len(specs) > 1 and kind in codec.MEDIA_TYPES):
+        example = f'"{specs[0].name}": [...], ...' if specs else ""
         raise InvalidRequest(
             f"{kind} holds one tensor, but the model takes {codec.listed(specs)};"
-            f' {JSON} holds them all: {{"{specs[0].name}": [...], ...}}'
+            f" {JSON} holds them all: {{{example}}}"
         )
     return {specs[0].name: codec.decode(body, kind, specs[0])}
 

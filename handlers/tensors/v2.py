@@ -52,6 +52,12 @@ def parse(
 
 def raw_request(data: bytes, metadata: Metadata) -> tuple[dict[str, Any], bytes]:
     """Convert a raw request; the number of bytes gives the shape. Raises `InvalidRequest`."""
+    wrong = InvalidRequest(
+        f"{len(data)} bytes without JSON must be one text, or one tensor with at most one"
+        f" dimension of any size; the model takes {listed(metadata.inputs)}"
+    )
+    if len(metadata.inputs) != 1:
+        raise wrong
     spec = metadata.inputs[0]
     fixed = math.prod(size for size in spec.v2_shape if size >= 0)
     if spec.datatype == "BYTES":
@@ -59,11 +65,8 @@ def raw_request(data: bytes, metadata: Metadata) -> tuple[dict[str, Any], bytes]
     else:
         free, rest = divmod(len(data), max(fixed * spec.dtype.itemsize, 1))
         fits = spec.v2_shape.count(-1) <= 1 and not rest
-    if len(metadata.inputs) > 1 or not fits:
-        raise InvalidRequest(
-            f"{len(data)} bytes without JSON must be one text, or one tensor with at most one"
-            f" dimension of any size; the model takes {listed(metadata.inputs)}"
-        )
+    if not fits:
+        raise wrong
     shape = [size if size >= 0 else free for size in spec.v2_shape]
     return v2.raw_request(spec.name, spec.datatype, shape, data)
 
@@ -86,7 +89,12 @@ def _reshaped(array: Array, shape: list[int], spec: TensorSpec) -> Array:
         raise InvalidRequest(
             f"{spec.name} has {array.size} values, but shape {shape} needs {math.prod(shape)}"
         )
-    return array.reshape(shape)
+    try:
+        return array.reshape(shape)
+    except ValueError as error:  # of an array without values, whose other sizes may be any
+        raise InvalidRequest(
+            f"{spec.name} has shape {shape}, a shape that no array has: {error}"
+        ) from None
 
 
 def _from_bytes(data: bytes, shape: list[int], spec: TensorSpec) -> Array:
@@ -99,7 +107,7 @@ def _from_bytes(data: bytes, shape: list[int], spec: TensorSpec) -> Array:
         )
     if spec.datatype == "BOOL" and data.strip(b"\0\1"):
         raise InvalidRequest(f"{spec.name} holds bytes other than 0 and 1, must be {spec}")
-    return np.frombuffer(data, spec.dtype).reshape(shape)
+    return _reshaped(np.frombuffer(data, spec.dtype), shape, spec)
 
 
 def answer(

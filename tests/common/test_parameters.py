@@ -75,6 +75,8 @@ def test_a_requests_form_replaces_the_models_own() -> None:
     assert Parameters.parse({}, own).form == Form("choice", ("긍정", "부정"))
     assert Parameters.parse({"regex": "a"}, own).form == Form("regex", ("a",))
     assert Parameters.parse({"choice": []}, own).form is None
+    for given in ({"choice": [], "regex": "가+"}, {"regex": "가+", "choice": []}):
+        assert Parameters.parse(given, own).form == Form("regex", ("가+",))
     assert Parameters.parse({"choice": None}, own).form is not None
 
 
@@ -230,3 +232,16 @@ def test_names_of_other_servers_are_known() -> None:
     assert Parameters.parse({"stop_words": "", "bad_words": ""}) == Parameters()
     assert "parameters.repeat_penalty must be" in refused({"repeat_penalty": 0})
     assert "parameters.min_tokens must be" in refused({"min_tokens": -1})
+
+
+def test_two_names_of_one_parameter_must_agree() -> None:
+    for given in ({"stop": ["끝"], "stop_words": ["봄"]}, {"stop_words": ["봄"], "stop": ["끝"]}):
+        message = refused(given)
+        assert message == (
+            "parameters.stop_words and parameters.stop are two names of one parameter, but differ;"
+            " send one of them"
+        )
+    assert "repeat_penalty" in refused({"repeat_penalty": 1.2, "repetition_penalty": 1})
+    given = {"stop": "끝", "stop_words": ["끝"], "min_tokens": 2, "min_new_tokens": 2.0}
+    assert Parameters.parse(given) == Parameters(stop=("끝",), min_new_tokens=2)
+    assert Parameters.parse({"stop": "끝", "stop_words": []}).stop == ("끝",)

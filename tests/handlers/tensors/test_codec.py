@@ -88,6 +88,8 @@ def test_csv_has_a_line_for_each_row_also_of_an_empty_array(
         (b"1,2\n3,", CSV, ROWS, "line 2, value 2 is '', must be a number"),
         ("1,둘".encode(), CSV, ROWS, "line 1, value 2 is '둘', must be a number"),
         (b"1,2,3", CSV, ROWS, "3 values, must be a multiple of 2"),
+        (b"1,2_0", CSV, ROWS, "line 1, value 2 is '2_0', must be a number"),
+        (b"1_000", CSV, IDS, "line 1, value 1 is '1_000', must be an integer"),
         (b"1,2.5", CSV, IDS, "'2.5', must be an integer"),
         (b"1,2\n3", CSV, IDS, "rows of different lengths"),
         (b"\xff", CSV, ROWS, "not CSV in UTF-8"),
@@ -207,6 +209,7 @@ def request(**more: Any) -> dict[str, Any]:
         (request(shape=[1, 3]), "2 values, but shape [1, 3] needs 3"),
         (request(shape=[2, 1], data=[[1, 2]]), "is [1, 2], but shape is [2, 1]"),
         (request(shape=[2**40, 2**40]), "2 values, but shape"),
+        (request(shape=[0, 2**70], data=[]), "a shape that no array has"),
         (request(data=None), "must be a list, flat or nested"),
         (request(data=[1, "둘"]), "no numbers"),
         (request(data=[1, [2]]), "rows of different lengths"),
@@ -244,6 +247,14 @@ def test_binary_data_must_be_just_as_long_as_announced(size: int, message: str) 
     value = request(parameters={"binary_data_size": 16})
     with pytest.raises(InvalidRequest, match=message):
         v2.parse(value, bytes(size), METADATA)
+
+
+def test_a_binary_tensor_of_no_values_may_still_have_too_large_a_shape() -> None:
+    for spec in (IDS, TensorSpec("input_ids", "BYTES", IDS.shape)):
+        given = {"shape": [2**70, 0], "datatype": spec.datatype, "data": None}
+        value = request(**given, parameters={"binary_data_size": 0})
+        with pytest.raises(InvalidRequest, match=r"input_ids has shape .* a shape that no array"):
+            v2.parse(value, b"", v2.Metadata("m", "test", [spec], []))
 
 
 @pytest.mark.parametrize("data", [b"\1\0\0", b"\2\0\0\0a", b"\1\0\0\0\xff", b"\1\0\0\0ab"])

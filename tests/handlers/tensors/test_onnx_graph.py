@@ -5,6 +5,7 @@ import json
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,10 +15,10 @@ import pytest
 from onnx import TensorProto, helper
 
 from common.errors import ArtifactError, DeadlineExceeded, InvalidRequest, NeverFits, OutOfMemory
-from common.media_types import JSON
+from common.media_types import BINARY, HEADER_SIZE, JSON
 from common.memory import Memory
 from handlers.dispatch import handler_for
-from handlers.tensors import admission, onnx_graph
+from handlers.tensors import admission, onnx_graph, tensor_model
 from tests.handlers.tensors.graphs import TinyLM, identity, save_graph
 from tests.processes import no_thread_starts
 
@@ -181,6 +182,16 @@ def test_a_tensor_may_have_a_dimension_of_zero(tmp_path: Path) -> None:
     assert ask(model, {"inputs": [x]})["outputs"] == [{**x, "name": "y"}]
 
 
+def test_a_graph_without_inputs_takes_an_empty_object(tmp_path: Path) -> None:
+    node = helper.make_node("Constant", [], ["y"], value_floats=[1.0, 2.0])
+    save_graph(tmp_path / "model.onnx", [node], [], [("y", F, [2])])
+    model = onnx_graph.model_fn(str(tmp_path))
+    assert ask(model, {}) == [1.0, 2.0]
+    for kind in ("text/csv", f"{BINARY};{HEADER_SIZE}=0", "image/png"):
+        with pytest.raises(InvalidRequest, match="the model takes no inputs"):
+            onnx_graph.transform_fn(model, "봄".encode(), kind, None, 10)
+
+
 def counting(path: Path) -> Path:
     """A graph that counts to `x`, one step after the other."""
     i64 = helper.make_tensor_value_info
@@ -206,6 +217,33 @@ def test_a_run_is_ended_at_its_timeout(tmp_path: Path) -> None:
     with pytest.raises(DeadlineExceeded):  # it would go on for years; `run` returns when it ends
         onnx_graph.transform_fn(model, b"9000000000000000000", JSON, None, 0.5)
     assert ask(model, 1000) == 1000
+
+
+def test_a_wait_for_a_slot_shortens_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    identity(tmp_path / "model.onnx", F, [1])
+    model = onnx_graph.model_fn(str(tmp_path))
+    now_s, timeouts_s = 100.0, []
+    clock = SimpleNamespace(monotonic=lambda: now_s)
+
+    class Taken(threading.Semaphore):
+        def acquire(self, blocking: bool = True, timeout: float | None = None) -> bool:
+            nonlocal now_s
+            now_s += 8
+            return super().acquire(blocking, timeout)
+
+    class Timer(threading.Timer):
+        def __init__(self, interval: float, *arguments: Any) -> None:
+            timeouts_s.append(interval)
+            super().__init__(interval, *arguments)
+
+    monkeypatch.setattr(model, "_slots", Taken())
+    for module in (onnx_graph, tensor_model):
+        monkeypatch.setattr(module, "time", clock)
+    monkeypatch.setattr(threading, "Timer", Timer)
+    assert ask(model, [1]) == [1.0]
+    assert timeouts_s == [10 - 8]
 
 
 def test_concurrent_requests_get_their_own_answers_and_a_run_starts_no_thread(
