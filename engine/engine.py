@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import logging
 import os
@@ -371,7 +372,8 @@ class Engine:
         with self._changed:
             self._closed = True
         for name in list(self._models):
-            self.unload(name)
+            with contextlib.suppress(ModelNotFound):  # another thread has unloaded it
+                self.unload(name)
         self._loop.close()
         self._residency.close()
         self._loader.close()
