@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import logging
 import os
@@ -106,7 +107,7 @@ class Engine:
             except Cancelled:
                 continue  # the load that did the work was cancelled
         try:
-            model = self._loader.load(wanted, reading)
+            model = self._loader.load(wanted, reading, self._discard)
         except BaseException as error:
             with self._changed:
                 del self._loading[name]
@@ -119,8 +120,10 @@ class Engine:
                 self._models[name] = model
         if lost:
             fault = EngineError(f"a step failed while {name} was loaded")
-            self._loader.free(model, self._cores.remove(model), fault)
-            future.set_exception(fault)
+            try:
+                self._discard(model, fault)
+            finally:
+                future.set_exception(fault)
             raise fault
         future.set_result(model)
         logger.info("loaded %s from %s in %.2f s", name, model.path, model.load_s)
@@ -177,9 +180,7 @@ class Engine:
             freed.wait()
             raise ModelNotFound(f"model {name} is not loaded")
         try:
-            if last:
-                self._residency.dequeue(model.core)
-            self._loop.call(lambda: self._free(model, last, ModelNotFound(f"{name} was unloaded")))
+            self._free_between_turns(model, last, ModelNotFound(f"{name} was unloaded"))
         finally:
             with self._changed:
                 if self._unloading.get(name) is done:
@@ -201,6 +202,16 @@ class Engine:
                 self._free(model, last[model], EngineError(f"a step of {model.name} failed"))
             except Exception:
                 logger.exception("%s could not be freed", model.name)
+
+    def _discard(self, model: Model, reason: EngineError) -> None:
+        """Free a model that was opened, but whose load has failed."""
+        self._free_between_turns(model, self._cores.remove(model), reason)
+
+    def _free_between_turns(self, model: Model, last: bool, reason: EngineError) -> None:
+        """Free a model that was removed from its core, while no step is computed."""
+        if last:
+            self._residency.dequeue(model.core)
+        self._loop.call(lambda: self._free(model, last, reason))
 
     def _free(self, model: Model, last: bool, reason: EngineError) -> None:
         batch = model.batch
@@ -361,7 +372,8 @@ class Engine:
         with self._changed:
             self._closed = True
         for name in list(self._models):
-            self.unload(name)
+            with contextlib.suppress(ModelNotFound):  # another thread has unloaded it
+                self.unload(name)
         self._loop.close()
         self._residency.close()
         self._loader.close()

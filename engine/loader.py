@@ -126,8 +126,16 @@ class Loader:
         weights = backends.weight_bytes(config, precision, self._settings.device)
         return weights, backends.row_bytes(config, precision)
 
-    def load(self, request: Request, reading: Reading) -> Model:
-        """Load a model; if that fails, undo all of it. Raises `EngineError`."""
+    def load(
+        self,
+        request: Request,
+        reading: Reading,
+        discard: Callable[[Model, EngineError], object],
+    ) -> Model:
+        """Load a model; if that fails, undo all of it. Raises `EngineError`.
+
+        `discard` removes a model from its core and frees it while no step of the core is computed.
+        """
         started = time.monotonic()
         source = self._source(request, reading)
         artifact = source.artifact
@@ -174,8 +182,7 @@ class Loader:
             if self._cache_dir is not None:
                 prune(self._cache_dir, self._settings.cache_max_mib * MIB)
         except BaseException:
-            reason = ModelNotFound(f"{request.name} was not loaded")
-            self.free(model, self._cores.remove(model), reason)
+            discard(model, ModelNotFound(f"{request.name} was not loaded"))
             raise
         model.load_s = time.monotonic() - started
         return model

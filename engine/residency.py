@@ -215,7 +215,8 @@ class Residency:
                 and now - core.resident_since >= MIN_RESIDENCE_FACTOR * core.opening_s
             ):
                 core.batch.admits = False
-                self._draining.append(core)
+                if core not in self._draining:
+                    self._draining.append(core)
                 missing -= core.held_bytes
 
     def _evict_for_kv(self, missing: int) -> None:

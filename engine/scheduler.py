@@ -205,7 +205,7 @@ class Batch:
                     self._rows[sequence] = self._open_row(sequence)
                 except EngineError as error:
                     sequence.fail(error)
-                    self.close_finished()
+                    self._close_finished_sequences()  # the pass needs the rows of labels
                     continue
                 return sequence
             problem = self._budget.kv_problem(self._kv_bytes([sequence]), self._weight_bytes)
@@ -262,6 +262,9 @@ class Batch:
         """Close the rows of scored labels, and close or cache those of finished sequences."""
         while self._label_rows:
             self.model.close_row(self._label_rows.pop())
+        self._close_finished_sequences()
+
+    def _close_finished_sequences(self) -> None:
         unfinished = [s for s in self.running if s.state is not State.FINISHED]
         if len(unfinished) == len(self.running):
             return

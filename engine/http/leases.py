@@ -34,6 +34,7 @@ class Leases:
         self._grace_s = grace_s
         self._counts: collections.Counter[str] = collections.Counter()
         self._unloads: dict[str, asyncio.Task[None]] = {}
+        self._held: set[str] = set()  # models that a lease has kept loaded
 
     def take(self, name: str) -> None:
         """Count a new lease of a model, before the model is loaded."""
@@ -41,10 +42,15 @@ class Leases:
         if name in self._unloads:
             self._unloads[name].cancel()
 
-    def release(self, name: str) -> None:
+    def release(self, name: str, *, loaded: bool = True) -> None:
+        """End a lease. If its load failed, a model loaded without a lease stays."""
         self._counts[name] -= 1
-        if not self._is_leased(name):
-            del self._counts[name]
+        if loaded:
+            self._held.add(name)
+        if self._is_leased(name):
+            return
+        del self._counts[name]
+        if name in self._held:
             unload = asyncio.get_running_loop().create_task(self._unload(name))
             self._unloads[name] = unload
             unload.add_done_callback(functools.partial(self._forget, name))
@@ -69,4 +75,5 @@ class Leases:
                     unless=lambda model: self._is_leased(name) or not model.answered,
                 )
             except ModelNotFound:
-                return
+                unloaded = True
+        self._held.discard(name)

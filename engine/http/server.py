@@ -111,7 +111,7 @@ class EngineApp:
             loaded = self._engine.describe(model)
         except BaseException:
             if lease:
-                self._leases.release(name)
+                self._leases.release(name, loaded=False)
             raise
         if not lease:
             return JSONResponse(loaded)

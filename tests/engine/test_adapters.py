@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -21,12 +22,14 @@ from engine.native.adapter import NativeAdapter, load_adapter
 from engine.native.model import NativeModel
 from engine.native.prepared import prepared
 from engine.prepared.manifest import Manifests
+from engine.text.texts import Texts
 from tests.engine.adapters import make_adapter, merged
 from tests.engine.backends.running import logits_of
 from tests.engine.conftest import NewEngine
-from tests.engine.engines import Pause, Request, make_talkative
+from tests.engine.engines import Gate, Pause, Request, make_talkative
 from tests.engine.hugging_face import make_hugging_face
 from tests.engine.sentences import SENTENCES
+from tests.processes import eventually
 
 PROMPT = "오늘은 날씨가"
 NEW = 24
@@ -225,6 +228,34 @@ def test_an_unload_ends_the_requests_of_its_adapter_alone(
         ask(loaded, "all")
     loaded.load("all", str(adapters["all"]), base=str(base))
     assert len(ask(loaded, "all").wait().ids()) == NEW
+
+
+def test_a_load_that_fails_as_the_last_on_its_base_waits_for_the_step(
+    native: Engine, base: Path, adapters: Paths, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another adapter's unload has begun, but its rows are still computed."""
+    core = native.load("all", str(adapters["all"]), base=str(base)).core
+    gate = Gate()
+
+    def fail(texts: Texts) -> None:
+        gate()
+        raise ArtifactError("the tokenizer is unusable")
+
+    monkeypatch.setattr(Texts, "ready", fail)
+    with ThreadPoolExecutor() as pool, Pause(native) as pause:
+        failing = pool.submit(native.load, "biases", str(adapters["biases"]), base=str(base))
+        gate.reached()
+        unloading = pool.submit(native.unload, "all")
+        eventually(lambda: native._unloading and native._loop._commands)
+        gate.open()
+        eventually(lambda: failing.done() or len(native._loop._commands) == 2)
+        assert core.compute is not None
+        pause.go_on()
+        with pytest.raises(ArtifactError, match="unusable"):
+            failing.result()
+        assert unloading.result()
+    assert core.compute is None
+    assert (native.budget.declared_bytes, native.budget.weight_bytes) == (0, 0)
 
 
 def test_prefixes_are_shared_among_the_rows_of_one_adapter_only(loaded: Engine) -> None:

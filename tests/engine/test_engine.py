@@ -367,3 +367,18 @@ def test_closing_ends_running_requests(engine: Engine, model: Model) -> None:
         closed.result(WAIT_S)
     assert isinstance(running.wait().error, ModelNotFound)
     assert (engine.budget.weight_bytes, engine.budget.kv_bytes) == (0, 0)
+
+
+def test_closing_goes_on_when_a_model_is_unloaded_by_another_thread(
+    engine: Engine, model: Model
+) -> None:
+    engine.load("둘째", str(model.path))
+    with ThreadPoolExecutor() as pool, Pause(engine) as pause:
+        closed = pool.submit(engine.close)
+        eventually(lambda: "m" in engine._unloading)
+        unloaded = pool.submit(engine.unload, "둘째")
+        eventually(lambda: "둘째" in engine._unloading)
+        pause.go_on()
+        closed.result(WAIT_S)
+        assert unloaded.result(WAIT_S)
+    assert not engine._loop.health()["thread_alive"]

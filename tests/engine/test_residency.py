@@ -210,3 +210,13 @@ def test_a_cancelled_load_leaves_the_queue(engine: Engine) -> None:
     with pytest.raises(Cancelled):
         engine._residency.open_new(engine._models["m0"].core, reading)
     assert not engine._residency._queue
+
+
+def test_a_core_that_drains_is_listed_once(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(residency, "MIN_RESIDENCE_FACTOR", 0)
+    fit(engine, 1)
+    ask(engine, "m0")
+    for _ in range(3):  # as each turn does while another core is queued
+        engine._residency._drain(engine.budget.weight_bytes)
+    assert {core.name for core in engine._residency._draining} == set(resident(engine))
+    assert len(engine._residency._draining) == len(resident(engine))

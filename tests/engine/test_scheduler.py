@@ -13,6 +13,7 @@ from common.errors import DeadlineExceeded, EngineError, OutOfMemory
 from common.parameters import Parameters
 from engine.artifacts.open import open_artifact
 from engine.budget import Budget
+from engine.labels import Labels, Way
 from engine.native.model import NativeModel
 from engine.native.prepared import prepared
 from engine.prefixes import Prefixes
@@ -253,3 +254,28 @@ def test_a_batch_has_work_while_it_needs_its_model(
     bench.batch.close_finished()
     assert had_work == [True, True]
     assert not bench.batch.has_work
+
+
+def test_a_prompt_that_gets_no_row_leaves_those_of_the_labels_in_the_pass(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ways = [Way(0, [10, 11, 12]), Way(1, [20, 21, 22]), Way(2, [30, 31, 32])]
+    labels = Labels(("긍정", "부정", "중립"), ways)
+    scored = bench.queue(20, labels=labels)
+    bench.model.run([part.piece for part in bench.batch.schedule(TURN)])
+    bench.batch.close_finished()
+    without = bench.queue(5, seed=1)
+    open_row = bench.model.open_row
+
+    def short(source: Any = None, length: int = 0) -> Any:
+        if not length:
+            raise OutOfMemory("no memory for a row")
+        return open_row(source, length)
+
+    monkeypatch.setattr(bench.model, "open_row", short)
+    scheduled = bench.batch.schedule(TURN)
+    assert isinstance(emitted(without)[-1], OutOfMemory)
+    assert [part.sequence for part in scheduled] == [scored] * 3
+    assert [part.piece.row.length for part in scheduled] == [19] * 3
+    bench.batch.close_finished()
+    assert not bench.batch._label_rows

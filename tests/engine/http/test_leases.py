@@ -55,6 +55,21 @@ async def test_a_new_lease_calls_the_unload_off(engine: Engine) -> None:
     assert not leases._unloads
 
 
+async def test_a_lease_whose_load_failed_unloads_no_model_that_had_none(engine: Engine) -> None:
+    leases = Leases(engine, asyncio.Event(), grace_s=0)
+    leases.take(NAME)
+    leases.release(NAME, loaded=False)
+    await finished(leases)
+    assert engine.models()
+    leases.take(NAME)
+    leases.take(NAME)
+    leases.release(NAME)
+    leases.release(NAME, loaded=False)  # the other lease kept the model loaded
+    await finished(leases)
+    assert not engine.models()
+    assert not leases._held
+
+
 async def test_a_lease_taken_while_the_unload_begins_keeps_the_model(
     engine: Engine, model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
