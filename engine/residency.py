@@ -133,6 +133,8 @@ class Residency:
                 if core.moving:
                     return
                 missing = self._missing_bytes(core)
+                if missing > 0 and self._closing_bytes() > 0:
+                    return  # the end of the close calls this method again
                 victims = self._choose_victims(missing)
                 if victims is None:
                     if self._clock() - since >= DRAIN_AFTER_S:
@@ -182,6 +184,10 @@ class Residency:
             missing = max(missing, min(shortage, sum(other.held_bytes for other in resident)))
         return missing
 
+    def _closing_bytes(self) -> int:
+        """Return the bytes that the budget counts only until closes under way have ended."""
+        return sum(core.held_bytes for core in self._cores.values() if core.closing)
+
     def _choose_victims(self, missing: int) -> list[Core] | None:
         """Mark idle cores with `missing` bytes as evicted; return them, or None if too few."""
         held = {
@@ -222,6 +228,7 @@ class Residency:
     def _evict_for_kv(self, missing: int) -> None:
         """Evict idle cores to free `missing` bytes for keys and values."""
         with self._changed:
+            missing -= self._closing_bytes()
             for core in self._choose_victims(missing) or []:
                 self._pool.submit(self._close, core)
 

@@ -133,6 +133,10 @@ class DenseModel(BackendModel):
             check_ids(self.config, piece.ids, piece.row.length + len(piece.ids))
         parts: dict[int, Logits] = {}
         steps = [i for i, piece in enumerate(pieces) if len(piece.ids) == 1 and piece.num_logits]
+        steps.sort(key=lambda i: _index(pieces[i].row))
+        if len(self._rows) == self._cache.shape_for(len(self._rows), 1)[0]:
+            # A swap needs a free row, for which the cache would grow.
+            steps = [i for j, i in enumerate(steps) if _index(pieces[i].row) == j]
         if len(steps) > 1:
             self._bring_to_front([pieces[i].row for i in steps])
             logits = self.decode(np.array([pieces[i].ids[0] for i in steps]))
@@ -173,3 +177,8 @@ class DenseModel(BackendModel):
     @property
     def kv_bytes(self) -> int:
         return self._cache.num_bytes
+
+
+def _index(row: Row) -> int:
+    assert isinstance(row, DenseRow)
+    return row.index

@@ -14,9 +14,11 @@ from common.errors import ArtifactError, Cancelled, OutOfMemory
 from common.memory import Memory
 from engine import residency
 from engine.engine import Engine
+from engine.model import Core
+from engine.native.model import NativeModel
 from engine.sandbox.reading import Reading
 from tests.engine.conftest import NewEngine
-from tests.engine.engines import Pause, Request, make_talkative, settle
+from tests.engine.engines import Gate, Pause, Request, make_talkative, settle
 from tests.processes import eventually
 
 CONTEXT = 128
@@ -220,3 +222,28 @@ def test_a_core_that_drains_is_listed_once(engine: Engine, monkeypatch: pytest.M
         engine._residency._drain(engine.budget.weight_bytes)
     assert {core.name for core in engine._residency._draining} == set(resident(engine))
     assert len(engine._residency._draining) == len(resident(engine))
+
+
+def test_memory_that_a_close_will_free_is_not_freed_once_more(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU, whose memory is free only after the close."""
+    monkeypatch.setattr(Core, "is_mapped", False)
+    fit(engine, 3)
+    for name in ("m0", "m1", "m2"):
+        ask(engine, name)
+    assert resident(engine) == ["m0", "m1", "m2"]
+    gate, close = Gate(), NativeModel.close
+    monkeypatch.setattr(NativeModel, "close", lambda model: gate() and close(model))
+    core = engine._models["m3"].core
+    try:
+        for _ in range(2):  # a reservation is tried again every few milliseconds
+            engine._residency._evict_for_kv(1)
+            gate.reached()
+        assert len(resident(engine)) == 2
+        engine._residency.request(core)
+        assert (len(resident(engine)), core.opening) == (2, False)
+    finally:
+        gate.open()
+    eventually(lambda: core.can_step)
+    assert len(resident(engine)) == 3

@@ -14,7 +14,7 @@ from common.errors import ArtifactError
 from engine import backends
 from engine.artifacts.artifact import EMBEDDING, OUTPUT, Artifact
 from engine.artifacts.open import open_artifact
-from engine.backends.interface import BackendModel
+from engine.backends.interface import BackendModel, Piece
 from engine.backends.onnx import gpu
 from engine.backends.onnx.device import CPU, buffers
 from engine.backends.onnx.gpu import OnnxGpuModel
@@ -100,6 +100,25 @@ def test_the_cache_takes_what_admission_counted(model: OnnxGpuModel) -> None:
         for row in rows:
             model.close_row(row)
         assert model.kv_bytes == model.kv_bytes_for([]) == 0
+
+
+@pytest.mark.parametrize("order", [[3, 2, 1, 0], [3, 1, 2]])
+def test_no_order_of_the_rows_takes_more_than_admission_counted(
+    model: OnnxGpuModel, order: list[int]
+) -> None:
+    """Where all rows of the cache are taken, none is free to swap two others."""
+    texts = [some_ids(9 + i, seed=i) for i in range(4)]
+    expected = [single(model, [ids[:-1], ids[-1:]])[-1] for ids in texts]
+    rows = [model.open_row() for _ in texts]
+    for row, ids in zip(rows, texts, strict=True):
+        append(model, row, ids[:-1])
+    needed = model.kv_bytes_for([len(ids) for ids in texts])
+    logits = model.run([Piece(rows[i], texts[i][-1:]) for i in order])
+    assert model.kv_bytes == needed == model.kv_bytes_for([64] * 4)
+    for i, found in zip(order, logits, strict=True):
+        np.testing.assert_allclose(found, expected[i], atol=5e-3, rtol=0)
+    for row in rows:
+        model.close_row(row)
 
 
 def test_buffers_grow_from_the_corner_and_are_zero_elsewhere() -> None:
