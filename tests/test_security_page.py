@@ -72,8 +72,7 @@ TESTS = {
         "test_what_the_engine_trusts_cannot_be_brought"
     ),
     "A refused one leaves nothing.": (
-        "test_a_refused_archive_leaves_nothing_and_is_told_by_its_size "
-        "test_no_leftover_stops_a_start"
+        "test_what_cannot_be_unpacked_or_is_too_large_leaves_nothing test_no_leftover_stops_a_start"
     ),
     "No pickle runs code.": (
         "test_a_pickle_that_would_call_something_is_refused test_npy_is_never_unpickled"
@@ -101,7 +100,8 @@ TESTS = {
     "Bodies, headers and gRPC messages are": (
         "test_a_body_that_is_too_large_is_413 "
         "test_an_announced_length_is_refused_before_the_body_comes "
-        "test_huge_and_many_headers_are_refused test_a_message_that_is_too_large_is_not_taken "
+        "test_huge_and_many_headers_are_refused "
+        "test_a_taken_port_ends_the_start_and_a_large_message_its_call "
         "test_a_client_that_does_not_speak_the_protocol_is_hung_up_on "
         "test_odd_headers_cannot_hurt_a_worker "
         "test_what_ends_in_two_ways_is_refused_with_all_behind_it "
@@ -175,11 +175,16 @@ TESTS = {
     ),
     "*Not prevented*: root and other": "test_others_of_the_same_user_cannot_read_the_environment",
     "An allow-list, because a password can have": (
-        "test_secrets_of_any_name_are_not test_workers_know_no_credentials"
+        "test_scripts_get_what_they_read_and_a_secret_only_if_it_is_named "
+        "test_workers_know_no_credentials"
     ),
     "Passed are `PATH`, `HOME`, `USER`, `LANG`,": "test_what_it_says_is_passed_is_passed",
-    "Of these, names with `TOKEN`, `SECRET`,": "test_secrets_of_any_name_are_not",
-    "`WORKER_VARIABLES=TOP_K,POEM_*` passes": "test_more_are_passed_by_name_or_pattern",
+    "Of these, names with `TOKEN`, `SECRET`,": (
+        "test_scripts_get_what_they_read_and_a_secret_only_if_it_is_named"
+    ),
+    "`WORKER_VARIABLES=TOP_K,POEM_*` passes": (
+        "test_scripts_get_what_they_read_and_a_secret_only_if_it_is_named"
+    ),
     "Scripts get neither `PIP_*` nor the": (
         "test_a_script_gets_no_variables_of_the_server "
         "test_isolation_can_be_turned_off_and_pip_finds_only_what_it_needs"

@@ -11,10 +11,10 @@ from typing import Any
 
 import requests
 
-from tests.e2e.server import REPOSITORY, eventually, free_port
+from tests.e2e.server import REPOSITORY, START, START_S, eventually, free_port
 
 IMAGE = os.environ.get("TEST_IMAGE", "kogpt2-serving:test")
-START_S = 120.0
+
 BUILD_S = 600
 # Also as a user that the image does not know.
 HARDENED = [
@@ -82,7 +82,7 @@ class Container:
         inside = environment.get("SAGEMAKER_BIND_TO_PORT", "8080")
         run = ["run", "-d", "-p", f"127.0.0.1:{self.port}:{inside}"]
         run += ["-p", f"127.0.0.1:{self.management_port}:8081", *options]
-        for name, value in environment.items():
+        for name, value in {**START, **environment}.items():
             run += ["-e", f"{name}={value}"]
         self.id = docker(*run, image, *command).split()[-1]
 

@@ -21,7 +21,8 @@ from tests.processes import eventually as eventually
 from tests.processes import has_ended
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-START_S = 120.0
+START_S = 300.0
+START = {"START_TIMEOUT_S": f"{START_S:.0f}"}  # of a server on a crowded machine: only a net
 STOP_S = 60.0
 
 
@@ -63,7 +64,13 @@ class Server:
             self.process = subprocess.Popen(
                 command,
                 cwd=REPOSITORY,
-                env={**os.environ, "RUN_DIR": str(self.run_dir), **ports, **(environment or {})},
+                env={
+                    **os.environ,
+                    **START,
+                    "RUN_DIR": str(self.run_dir),
+                    **ports,
+                    **(environment or {}),
+                },
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 stdin=subprocess.DEVNULL,

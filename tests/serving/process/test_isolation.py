@@ -48,7 +48,7 @@ def test_every_setting_of_the_engine_and_the_workers_is_passed_or_set(settings: 
     assert names - set(passed(dict.fromkeys(names, "1"))) <= set_by_serve
 
 
-def test_what_scripts_are_known_to_read_is_passed_and_no_secret_unless_it_is_named() -> None:
+def test_scripts_get_what_they_read_and_a_secret_only_if_it_is_named() -> None:
     known = {"LANG": "ko_KR.UTF-8", "TZ": "Asia/Seoul"}
     known |= {"SM_NUM_GPUS": "1", "SAGEMAKER_PROGRAM": "x"}
     known |= {"OMP_NUM_THREADS": "2", "CUDA_VISIBLE_DEVICES": "0", "TOKENIZERS_PARALLELISM": "true"}

@@ -174,6 +174,13 @@ def test_other_hosts_and_redirects_to_them_are_refused(host: str, tmp_path: Path
     assert "secret" not in raised.value.message
 
 
+def test_an_https_host_that_is_not_there_is_an_error_without_the_query(tmp_path: Path) -> None:
+    own = settings(tmp_path, https_hosts=("127.0.0.1:1",))
+    with pytest.raises(StoreUnavailable, match="cannot be read") as raised:
+        locate("http://127.0.0.1:1/a.tar.gz?key=secret", None, own)
+    assert "secret" not in raised.value.message
+
+
 def test_no_error_and_no_log_has_the_query_of_an_address(
     host: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -292,9 +292,7 @@ async def test_health_is_told_and_told_again_when_it_changes() -> None:
         assert (await watch.read()).status == SERVING
 
 
-async def test_a_port_that_is_taken_is_an_error_of_the_start_and_a_large_message_of_its_call() -> (
-    None
-):
+async def test_a_taken_port_ends_the_start_and_a_large_message_its_call() -> None:
     async with served(streaming(), max_request_bytes=1000) as (client, world):
         with pytest.raises(StartError, match="GRPC_PORT"):
             async with grpc_port(world.gateway, world.app, 1):
