@@ -64,11 +64,14 @@ class Arena:
         """Return the memory of free pages to the operating system."""
         with self._lock:
             self._free.sort(reverse=True)  # the next rows take the first pages
-            while self._free and self._free[0] == self._used - 1:
-                self._free.pop(0)
+            last = 0  # of the free pages, how many are the last that were used
+            while last < len(self._free) and self._free[last] == self._used - 1:
+                last += 1
                 self._used -= 1
+            del self._free[:last]
             begin = -(-self._used * self.page_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
-            self._memory.madvise(mmap.MADV_DONTNEED, begin)
+            if begin < len(self._memory):
+                self._memory.madvise(mmap.MADV_DONTNEED, begin)
             for page in self._free:
                 begin = -(-page * self.page_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
                 end = (page + 1) * self.page_bytes // mmap.PAGESIZE * mmap.PAGESIZE

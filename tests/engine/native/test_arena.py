@@ -76,6 +76,15 @@ def test_memory_of_free_pages_goes_back_to_the_system() -> None:
     assert not content(arena, again.pages[0]).any()
 
 
+def test_memory_can_be_trimmed_while_all_pages_are_in_use() -> None:
+    arena = Arena(1 << 30)
+    pages = arena.take(arena._count)
+    arena.trim()
+    arena.release(pages)
+    arena.trim()
+    assert arena.take(2) == [0, 1]
+
+
 def test_more_pages_than_there_are_addresses_for_are_refused() -> None:
     arena = Arena(1 << 30)
     with pytest.raises(OutOfMemory, match="pages of keys and values are in use"):
