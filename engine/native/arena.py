@@ -55,9 +55,10 @@ class Arena:
 
     def copy(self, page: int) -> int:
         """Take a free page and copy another into it."""
-        [new] = self.take(1)
         size = self.page_bytes
-        self._memory[new * size : (new + 1) * size] = self._memory[page * size : (page + 1) * size]
+        content = self._memory[page * size : (page + 1) * size]  # may raise MemoryError
+        [new] = self.take(1)
+        self._memory[new * size : (new + 1) * size] = content
         return new
 
     def trim(self) -> None:
