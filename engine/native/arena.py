@@ -55,20 +55,24 @@ class Arena:
 
     def copy(self, page: int) -> int:
         """Take a free page and copy another into it."""
-        [new] = self.take(1)
         size = self.page_bytes
-        self._memory[new * size : (new + 1) * size] = self._memory[page * size : (page + 1) * size]
+        content = self._memory[page * size : (page + 1) * size]  # may raise MemoryError
+        [new] = self.take(1)
+        self._memory[new * size : (new + 1) * size] = content
         return new
 
     def trim(self) -> None:
         """Return the memory of free pages to the operating system."""
         with self._lock:
             self._free.sort(reverse=True)  # the next rows take the first pages
-            while self._free and self._free[0] == self._used - 1:
-                self._free.pop(0)
+            last = 0  # of the free pages, how many are the last that were used
+            while last < len(self._free) and self._free[last] == self._used - 1:
+                last += 1
                 self._used -= 1
+            del self._free[:last]
             begin = -(-self._used * self.page_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
-            self._memory.madvise(mmap.MADV_DONTNEED, begin)
+            if begin < len(self._memory):
+                self._memory.madvise(mmap.MADV_DONTNEED, begin)
             for page in self._free:
                 begin = -(-page * self.page_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
                 end = (page + 1) * self.page_bytes // mmap.PAGESIZE * mmap.PAGESIZE

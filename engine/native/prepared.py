@@ -292,13 +292,13 @@ def write(
         with folders.written_whole(Path(file)) as path, path.open("w+b") as opened:
             # on a full disk this fails; a later write would raise a signal
             os.posix_fallocate(opened.fileno(), 0, begin + at)
-            with mmap.mmap(opened.fileno(), begin + at) as memory:
-                data = np.frombuffer(memory, np.uint8)
-                fill(data[begin:])
-                header["__metadata__"]["blake3"] = _digest(data[begin:])
-                text = json.dumps(header).encode().ljust(begin - 8)
-                data[:begin] = np.frombuffer((begin - 8).to_bytes(8, "little") + text, np.uint8)
-                del data
+            # The mapping ends with its last array: an error's traceback may still hold one.
+            data = np.frombuffer(mmap.mmap(opened.fileno(), begin + at), np.uint8)
+            fill(data[begin:])
+            header["__metadata__"]["blake3"] = _digest(data[begin:])
+            text = json.dumps(header).encode().ljust(begin - 8)
+            data[:begin] = np.frombuffer((begin - 8).to_bytes(8, "little") + text, np.uint8)
+            del data
             path.chmod(0o644)
     except OSError as error:
         return str(error)

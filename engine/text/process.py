@@ -39,9 +39,10 @@ class About:
     @classmethod
     def from_json(cls, value: Any, file: str) -> About:
         try:
-            stop_ids = frozenset(map(int, value["stop_ids"]))
-            special_ids = stop_ids.union(map(int, value["special_ids"]))
             table = Table.from_json(value["table"])
+            # An artifact may name end tokens that its model lacks, such as GPT-2's 50256.
+            stop_ids = frozenset(i for i in map(int, value["stop_ids"]) if 0 <= i < len(table))
+            special_ids = stop_ids.union(map(int, value["special_ids"]))
             return cls(stop_ids, special_ids, table, Vocabulary(table, stop_ids))
         except (KeyError, TypeError, ValueError, OverflowError):
             raise ArtifactError(f"{file} cannot be used: its process gave no table") from None

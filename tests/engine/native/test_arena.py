@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import resource
+
 import numpy as np
 import pytest
 
@@ -74,6 +76,28 @@ def test_memory_of_free_pages_goes_back_to_the_system() -> None:
     again = row_of(arena, 64 * PAGE_TOKENS)
     assert max(again.pages) < 8 * 64
     assert not content(arena, again.pages[0]).any()
+
+
+def test_memory_can_be_trimmed_while_all_pages_are_in_use() -> None:
+    arena = Arena(1 << 30)
+    pages = arena.take(arena._count)
+    arena.trim()
+    arena.release(pages)
+    arena.trim()
+    assert arena.take(2) == [0, 1]
+
+
+def test_a_page_that_cannot_be_copied_takes_none() -> None:
+    arena = Arena(1 << 30)
+    [page] = arena.take(1)
+    limits = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (status_bytes("VmSize") + (64 << 20), limits[1]))
+    try:
+        with pytest.raises(MemoryError):
+            arena.copy(page)
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, limits)
+    assert used(arena) == 1
 
 
 def test_more_pages_than_there_are_addresses_for_are_refused() -> None:

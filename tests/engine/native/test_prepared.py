@@ -13,10 +13,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from common.errors import ArtifactError
 from engine.artifacts.artifact import Artifact
 from engine.native import prepared as module
 from engine.native.model import NativeModel
-from engine.native.prepared import Prepared, num_bytes, prepared
+from engine.native.prepared import Prepared, Stored, num_bytes, prepared, write
 from engine.prepared import folder as folders
 from engine.prepared.folder import prune
 from engine.prepared.manifest import Manifests
@@ -118,6 +119,16 @@ def test_a_disk_without_space_is_no_end_of_the_process(
     assert np.isfinite(logits(prepared(artifact, "int8", None, Counted()))).all()
     assert "cannot keep a prepared model" in caplog.text
     assert [file.suffixes for file in full.iterdir()] == [[".source", ".json"]]
+
+
+def test_an_error_of_what_fills_a_file_is_passed_on(tmp_path: Path) -> None:
+    def fill(data: np.ndarray) -> None:
+        raise ArtifactError(f"한국어 모델: {len(data)} bytes")
+
+    entries = [Stored("positions", (2, 3), "F32")]
+    with pytest.raises(ArtifactError, match="한국어 모델: 24 bytes"):
+        write(str(tmp_path / "m.safetensors"), entries, "", fill)
+    assert not list(tmp_path.iterdir())
 
 
 def test_the_least_recently_loaded_models_are_removed(tmp_path: Path) -> None:

@@ -29,6 +29,7 @@ from common.errors import (
     Overloaded,
     PromptTooLong,
 )
+from common.form import Form
 from engine.engine import Engine
 from engine.sequence import Sequence
 from engine.text.process import About, TextProcesses, Turns
@@ -235,6 +236,15 @@ def test_a_process_that_gives_no_table_is_refused() -> None:
     for change in changes:
         with pytest.raises(ArtifactError, match="t cannot be used: its process gave no table"):
             About.from_json({**about, "table": table | change}, "t")
+
+
+def test_end_tokens_that_a_table_lacks_are_left_out() -> None:
+    """transformers writes GPT-2's 50256 for smaller vocabularies, too."""
+    table = Table(RUNS, [b"<s>", b"</s>", "가".encode()], {0, 1}).to_json()
+    value = {"stop_ids": [-1, 1, 3, 50256], "special_ids": [0], "table": table}
+    about = About.from_json(value, "t")
+    assert about.stop_ids == {1}
+    assert about.vocabulary.constrain(Form("choice", ("가",))).forced == 2
 
 
 # Faults cost one model
