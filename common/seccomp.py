@@ -111,7 +111,7 @@ SCHEDULING = {  # their first argument is a thread of any process, 0 for the cal
     "sched_setaffinity": (203, 122),
     "sched_setattr": (314, 274),
 }
-# Commands that choose whom the kernel signals, and with what, when a file becomes ready: SIGKILL
+# Commands that choose which process gets which signal when a file becomes ready, such as SIGKILL
 # for any process of the user.
 FCNTL, OWNER_FCNTLS = (72, 25), (8, 10, 15)  # F_SETOWN, F_SETSIG, F_SETOWN_EX
 IOCTL, OWNER_IOCTLS = (16, 29), (0x8901, 0x8902)  # FIOSETOWN, SIOCSPGRP
