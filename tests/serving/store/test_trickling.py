@@ -69,7 +69,7 @@ async def test_a_thread_whose_question_is_given_up_is_free(
     with pytest.raises(StoreUnavailable):
         await asked.locate(name)
     await asyncio.to_thread(store.wait_until, 0)
-    while asked._waiting:
+    while asked._waiting.total():
         await asyncio.sleep(0.01)
     asked.close()
 
