@@ -16,12 +16,13 @@ from anyio import CancelScope
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from common.errors import DeadlineExceeded, EngineError, InvalidRequest
+from common.errors import DeadlineExceeded, EngineError, InvalidRequest, ServiceError
 from common.media_types import JSON
 from serving.api.answer_form import GivenForm, named_by_request
 from serving.api.engine_calls import Begun, EngineCall, Item
 from serving.api.gateway import Gateway
 from serving.api.routing import EVENTS
+from serving.errors import Unavailable
 from serving.models.model import Model
 
 # Log-probabilities in one answer, over all prompts, sequences and tokens; these take some 30 MB.
@@ -89,7 +90,7 @@ class Renderer:
     def end(self) -> bytes:
         return b""
 
-    def broken(self, error: EngineError) -> bytes:
+    def broken(self, error: ServiceError) -> bytes:
         """Return the last piece of a stream that ends with an error."""
         raise NotImplementedError
 
@@ -177,6 +178,8 @@ async def _pieces(
             yield sent
     except EngineError as error:
         yield renderer.broken(named_by_request(error, request.form))
+    except Unavailable as error:  # a later prompt found the model lost
+        yield renderer.broken(error)
 
 
 class TokenStream(StreamingResponse):

@@ -15,7 +15,7 @@ from collections import defaultdict
 from collections.abc import Mapping
 from contextlib import suppress
 
-from common.errors import EngineError, NotAcceptable
+from common.errors import EngineError, NotAcceptable, ServiceError
 from common.media_types import JSON, ranges
 from handlers.payload import GenerateRequest, parse
 from serving.api.answering import Renderer
@@ -57,7 +57,7 @@ class Stream(Renderer):
             sent += self._encode({**end, "index": item["index"]})
         return sent
 
-    def broken(self, error: EngineError) -> bytes:
+    def broken(self, error: ServiceError) -> bytes:
         return self._encode({"error": error.to_body()})
 
     def _encode(self, item: Item) -> bytes:

@@ -24,7 +24,7 @@ from typing import Any
 import orjson
 
 from common import fields
-from common.errors import EngineError, InvalidRequest, ServiceError
+from common.errors import InvalidRequest, ServiceError
 from common.form import KINDS
 from common.parameters import MAX_LOGPROBS, Parameters
 from serving.api import answer_form
@@ -157,7 +157,7 @@ class Text(Renderer):
         self._prompt_tokens = item.get("prompt_tokens", self._prompt_tokens)
         return event(self.add(item))
 
-    def broken(self, error: EngineError) -> bytes:
+    def broken(self, error: ServiceError) -> bytes:
         return event(error_body(error))
 
     def add(self, item: Item) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from typing import Any
 
 import orjson
 
-from common.errors import EngineError
+from common.errors import ServiceError
 from serving.api.answering import Renderer, event
 from serving.api.engine_calls import choice_logprobs
 from serving.api.openai.errors import error_body
@@ -139,7 +139,7 @@ class Answer(Renderer):
     def choices(self, prompt: Any, first: int) -> Choices:
         return Choices(self, self._parsed, prompt, first)
 
-    def broken(self, error: EngineError) -> bytes:
+    def broken(self, error: ServiceError) -> bytes:
         return event(error_body(error))
 
     def chunk(self, choices: Sequence[Mapping[str, Any]], usage: Any = None) -> bytes:

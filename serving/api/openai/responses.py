@@ -15,7 +15,7 @@ from typing import Any
 import orjson
 
 from common import fields
-from common.errors import EngineError
+from common.errors import ServiceError
 from common.parameters import MAX_LOGPROBS
 from serving.api import answer_form
 from serving.api.answer_form import GivenForm
@@ -195,7 +195,7 @@ class Response(Renderer):
             + self._lifecycle(self._status, self._status, [done])
         )
 
-    def broken(self, error: EngineError) -> bytes:
+    def broken(self, error: ServiceError) -> bytes:
         failure = {"code": "server_error", "message": error_body(error)["error"]["message"]}
         return self._lifecycle("failed", "failed", error=failure)
 

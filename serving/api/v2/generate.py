@@ -23,7 +23,7 @@ import orjson
 from starlette.requests import Request
 from starlette.responses import Response
 
-from common.errors import EngineError
+from common.errors import ServiceError
 from common.hints import HINTS, timeout_s
 from common.media_types import JSON
 from common.parameters import Parameters
@@ -113,7 +113,7 @@ class Text(Renderer):
         self._begun = True
         return event({**self._head, "text_output": before + item["text"]})
 
-    def broken(self, error: EngineError) -> bytes:
+    def broken(self, error: ServiceError) -> bytes:
         return event({"error": error.message})
 
 

@@ -14,7 +14,7 @@ import orjson
 import pytest
 from openai.types import CompletionUsage
 
-from common.errors import EngineError, EngineUnavailable, Overloaded
+from common.errors import EngineError, EngineUnavailable, ModelNotFound, Overloaded
 from serving.api import answering
 from serving.api.openai.answers import Answer
 from serving.api.openai.errors import Refused
@@ -126,6 +126,18 @@ async def test_a_stream_that_breaks_off_is_an_error_of_the_clients() -> None:
         world.engine.fails.append(EngineError("a step failed"))  # before the first token
         with pytest.raises(openai.InternalServerError):
             await client.completions.create(**ASKED, stream=True)
+
+
+async def test_a_stream_ends_with_an_error_if_the_model_is_lost_before_a_later_prompt() -> None:
+    def streamed(name: str, prompt: str, *_: Any) -> list[Any]:
+        return [FIRST] if prompt == "나 보기가" else [ModelNotFound("model 봄 is not loaded")]
+
+    prompts: Any = {"prompt": ["나 보기가", "산에는"]}
+    async with served(FakeEngine(streamed=streamed), max_retries=0) as (client, _):
+        chunks = await client.completions.create(**ASKED | prompts, stream=True)
+        assert (await anext(aiter(chunks))).choices[0].text == TEXT
+        with pytest.raises(openai.APIError, match="Model 봄 is being loaded again"):
+            await anext(aiter(chunks))
 
 
 def guesses(usage: CompletionUsage) -> tuple[int | None, int | None]:
