@@ -203,10 +203,17 @@ class TokenStream(StreamingResponse):
         self.frame: Callable[[bytes], bytes] = bytes  # what the protocol puts around each piece
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        ended = False
+
+        async def send_until_end(message: Any) -> None:
+            nonlocal ended
+            await send(message)
+            ended = message["type"] == "http.response.body" and not message.get("more_body")
+
         async with self._resources:
             with CancelScope(deadline=self._end) as work:
-                await super().__call__(scope, receive, send)
-            if work.cancelled_caught:
+                await super().__call__(scope, receive, send_until_end)
+            if work.cancelled_caught and not ended:  # the end may be sent at the deadline itself
                 with CancelScope(deadline=self._end + UNREAD_S):
                     last = {"type": "http.response.body", "body": self.frame(self._late())}
                     await send(last)
