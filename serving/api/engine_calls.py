@@ -120,16 +120,20 @@ def left_s(end: float) -> float:
 async def while_restored(
     gateway: Gateway, model: Model, end: float, call: Callable[[], Awaitable[T]]
 ) -> T:
-    """Return the result of `call`, repeated for at most `RESTORE_S` while the engine restarts.
+    """Return the result of `call`, repeated while the engine restarts.
 
+    It is repeated for at most `RESTORE_S` after its first failure, however long it ran before.
     Raises `EngineUnavailable` or `Unavailable` if the engine or the model is not back by then.
     """
-    restored = min(end, time.monotonic() + RESTORE_S)
+    restored: float | None = None
     while True:
         try:
             return await call()
         except (EngineUnavailable, ModelNotFound) as error:
-            if time.monotonic() > restored:
+            now = time.monotonic()
+            if restored is None:
+                restored = min(end, now + RESTORE_S)
+            if now > restored:
                 if isinstance(error, EngineUnavailable) or (
                     gateway.registry.find(model.name) is not model
                 ):
