@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, aclosing, suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -48,7 +48,8 @@ class EngineCall:
         """Start a stream; return its further tokens and its first. Closing `resources` ends it."""
 
         async def stream() -> Begun:
-            items = await resources.enter_async_context(aclosing(self._stream(prompt)))
+            items = self._stream(prompt, counted=True)
+            await resources.enter_async_context(aclosing(items))
             return items, await anext(items)
 
         return await while_restored(self.gateway, self.model, self.end, stream)
@@ -60,9 +61,7 @@ class EngineCall:
             name, left = self.model.engine_name, left_s(self.end)
             given = name, prompt, self.parameters, left, self.kind
             result = await self.gateway.engine.generate(*given)
-            if (token := current.get()) is not None:
-                made = sum(completion["tokens"] for completion in result["completions"])
-                token.usage.count(result["prompt_tokens"], made)
+            _count(result["prompt_tokens"], result["completions"])
             return result
 
         return await while_restored(self.gateway, self.model, self.end, generate)
@@ -76,7 +75,7 @@ class EngineCall:
         async def collect() -> dict[str, Any]:
             result: dict[str, Any] = {}
             completions: dict[int, Item] = {}
-            async with aclosing(self._stream(prompt)) as items:
+            async with aclosing(self._stream(prompt, counted=False)) as items:
                 async for item in items:
                     completion = completions.setdefault(item["index"], {"texts": []})
                     completion["texts"].append(item["text"])
@@ -93,12 +92,14 @@ class EngineCall:
             for completion in completions.values():
                 texts = completion["texts"]
                 completion |= {"text": "".join(texts), "tokens": len(texts)}
+            _count(result.get("prompt_tokens", 0), completions.values())
             return {**result, "completions": [completions[i] for i in sorted(completions)]}
 
         return await while_restored(self.gateway, self.model, self.end, collect)
 
-    async def _stream(self, prompt: Any) -> AsyncGenerator[Item, None]:
-        token = current.get()
+    async def _stream(self, prompt: Any, *, counted: bool) -> AsyncGenerator[Item, None]:
+        # A call that may be repeated after its first token counts its whole answer at the end.
+        token = current.get() if counted else None
         name, left = self.model.engine_name, left_s(self.end)
         given = name, prompt, self.parameters, left, self.kind
         async with aclosing(self.gateway.engine.stream(*given)) as items:
@@ -106,6 +107,12 @@ class EngineCall:
                 if token is not None:
                     token.usage.count(item.get("prompt_tokens", 0), 1)
                 yield item
+
+
+def _count(prompt_tokens: int, completions: Iterable[Mapping[str, Any]]) -> None:
+    """Count a whole answer for the request's token of TOKENS_FILE."""
+    if (token := current.get()) is not None:
+        token.usage.count(prompt_tokens, sum(completion["tokens"] for completion in completions))
 
 
 def choice_logprobs(answer: Mapping[str, Any]) -> dict[str, Any]:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from common.errors import EngineUnavailable
 from serving.api.engine_calls import RESTORE_S
-from tests.serving.api.gateways import SAID, FakeEngine, World
+from tests.serving.api.gateways import BEARER, SAID, FakeEngine, World, with_token
 
 pytestmark = pytest.mark.virtual_time
 
@@ -34,3 +35,23 @@ async def test_a_long_call_is_repeated_when_the_engine_has_ended_under_it() -> N
     status, _, body = await world.call("POST", PATH, json.dumps(ASKED).encode())
     assert (status, json.loads(body)["choices"][0]["text"]) == (200, SAID)
     assert len(world.engine.asked) == 2
+
+
+async def test_a_scored_answer_whose_call_is_repeated_counts_once(tmp_path: Path) -> None:
+    def streamed(*_: Any) -> list[Any]:
+        first = {"prompt_tokens": 3, "cached_tokens": 0, **item("가실 ")}
+        if len(world.engine.asked) == 1:
+            return [first, EngineUnavailable("the engine has ended")]
+        return [first, {**item("때에는"), "finish_reason": "stop"}]
+
+    world = await with_token(World(engine=FakeEngine(streamed=streamed)), tmp_path)
+    asked = json.dumps({**ASKED, "logprobs": 0}).encode()
+    status, _, body = await world.call("POST", PATH, asked, authorization=BEARER)
+    assert (status, json.loads(body)["choices"][0]["text"]) == (200, "가실 때에는")
+    (usage,) = (token.usage for token in world.gateway.tokens.all())
+    assert (usage.prompt_tokens, usage.completion_tokens) == (3, 2)
+
+
+def item(text: str) -> dict[str, Any]:
+    score = {"token": 7, "text": text, "logprob": -0.1, "top": []}
+    return {"index": 0, "token": 7, "text": text, "logprobs": score}
