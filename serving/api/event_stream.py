@@ -10,11 +10,18 @@ from zlib import crc32
 
 EVENT_STREAM = "application/vnd.amazon.eventstream"
 STRING = 7  # the type of a header's value
+MAX_PAYLOAD_BYTES = 1 << 20  # of one event; botocore refuses more than 24 MiB
 
 
 def payload_part(payload: bytes | str | memoryview) -> bytes:
-    """Encode a `PayloadPart` event: lengths, their checksum, headers, payload, checksum of all."""
+    """Encode a payload as `PayloadPart` events: one, or more if it is too long for one."""
     content = payload.encode("utf-8") if isinstance(payload, str) else bytes(payload)
+    starts = range(0, max(len(content), 1), MAX_PAYLOAD_BYTES)
+    return b"".join(_event(content[start : start + MAX_PAYLOAD_BYTES]) for start in starts)
+
+
+def _event(content: bytes) -> bytes:
+    """Encode one event: lengths, their checksum, headers, payload, checksum of all."""
     headers = b"".join(
         struct.pack("!B", len(name)) + name + struct.pack("!BH", STRING, len(value)) + value
         for name, value in (

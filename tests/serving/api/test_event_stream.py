@@ -28,3 +28,10 @@ def test_botocore_reads_each_part_however_the_bytes_are_cut(
     ]
     assert all(part["headers"][":event-type"] == "PayloadPart" for part in parts)
     assert all(part["status_code"] == 200 for part in parts)
+
+
+def test_botocore_reads_an_answer_that_is_longer_than_one_event_may_be() -> None:
+    payload = "나 보기가".encode() * (2 << 20)  # 26 MiB
+    buffer = EventStreamBuffer()
+    buffer.add_data(payload_part(payload))
+    assert b"".join(event.payload for event in buffer) == payload
