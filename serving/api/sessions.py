@@ -12,9 +12,7 @@ answers: the container's prefix cache is what its requests gain.
 from __future__ import annotations
 
 import asyncio
-import itertools
 import json
-import operator
 import os
 import re
 import time
@@ -50,10 +48,12 @@ class Sessions:
     def __init__(self, folder: Path, life_s: int, clock: Callable[[], float] = time.time) -> None:
         self._folder, self._life_s, self._clock = folder, life_s, clock
         folder.mkdir(mode=0o700, exist_ok=True)
+        for cut_off in folder.glob("*.new"):  # a crash came before `keep` could replace the file
+            if UUID.fullmatch(cut_off.stem):
+                cut_off.unlink(missing_ok=True)
         files = [path for path in folder.iterdir() if UUID.fullmatch(path.name)]
-        ends = {path.name: int(path.stat().st_mtime) for path in files}
-        # Ends of sessions by id, in seconds since 1970, the earliest first.
-        self._ends = dict(sorted(ends.items(), key=operator.itemgetter(1)))
+        # Ends of sessions by id, in seconds since 1970.
+        self._ends = {path.name: int(path.stat().st_mtime) for path in files}
         self._models = {path.name: _models(path) for path in files}
 
     async def open(self) -> tuple[str, int]:
@@ -63,12 +63,13 @@ class Sessions:
         written.
         """
         now = self._clock()
-        ended = list(itertools.takewhile(lambda id: self._ends[id] <= now, self._ends))
+        # They are not in the order of their ends: a restart may have changed `life_s`.
+        ended = [id for id, end in self._ends.items() if end <= now]
         for id in ended:
             del self._ends[id]
             self._models.pop(id, None)
         if len(self._ends) >= MAX_SESSIONS:
-            first_end = next(iter(self._ends.values()))
+            first_end = min(self._ends.values())
             raise TooManyRequests(
                 f"{MAX_SESSIONS} sessions are open: close one", retry_after_s=first_end - now
             )

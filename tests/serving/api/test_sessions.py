@@ -135,6 +135,29 @@ async def test_more_sessions_than_may_be_open_are_told_when_one_ends(
     refusal(await endpoint.invoke(id=first))
 
 
+async def test_ended_sessions_do_not_count_behind_one_of_a_longer_life(
+    endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sessions, "MAX_SESSIONS", 2)
+    long = await endpoint.open()
+    shorter = Sessions(endpoint.folder, 60, lambda: endpoint.now)
+    endpoint.world.gateway.sessions = shorter
+    await endpoint.open()
+    endpoint.now += 60
+    later = await endpoint.open()
+    assert endpoint.files() == sorted([long, later])
+    status, headers, _ = await endpoint.invoke(OPEN)
+    assert (status, headers["retry-after"]) == (429, "60")
+
+
+async def test_a_file_whose_writing_was_cut_off_is_removed(endpoint: Endpoint) -> None:
+    id = await endpoint.open()
+    (endpoint.folder / f"{id}.new").write_text('{"계절": "봄', encoding="utf-8")
+    endpoint.restart()
+    assert endpoint.files() == [id]
+    assert (await endpoint.invoke(id=id))[0] == 200
+
+
 async def test_a_session_that_cannot_be_kept_is_not_opened(endpoint: Endpoint) -> None:
     endpoint.folder.rmdir()
     status, headers, body = await endpoint.invoke(OPEN)
