@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from command.documents import read_text
 from command.errors import Problem
 from command.options import argument, option
 
@@ -107,7 +108,7 @@ def _convert_adapter(options: Convert, source: Path, base: Artifact) -> list[str
 
 
 def _texts(options: Convert) -> list[str]:
-    return options.text.read_text(encoding="utf-8").splitlines() if options.text else []
+    return read_text(options.text).splitlines() if options.text else []
 
 
 @contextmanager

@@ -86,6 +86,11 @@ def run(options: Deploy) -> None:
         raise Problem("give --models, --model or --image")
     if not given.keys() & {"Models", "Model", "InstanceType", "ServerlessMemory"}:
         raise Problem("without --models and --model, give --instance-type")
+    for chosen in sorted(given.keys() & {"InstanceType", "ServerlessMemory"}):
+        for limit in ("budget", "models_in_memory", "memory_per_model"):
+            if getattr(options, limit) is not None:
+                size, what = option_name(chosen).replace("_", "-"), limit.replace("_", "-")
+                raise Problem(f"--{what} picks the instance type: leave out --{size}, or it")
     refuse(with_defaults(given))
     account = Account(options)
     given |= {key: str(locations.parse(given[key])) for key in BUCKETS if given.get(key)}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from command.errors import Problem
 from command.options import argument, option, pair
 from scripts.client.management import Management, call
 
@@ -25,4 +26,7 @@ def run(options: Load) -> None:
     kogpt2 load spring poems/2026/spring --setting backend=native --setting precision=int8
     """
     query = {"model_name": options.name, "url": options.artifact or options.name}
-    print(call(options, "POST", "/models", **query, **dict(options.setting))["status"])
+    settings = dict(options.setting)
+    for name in query.keys() & settings.keys():
+        raise Problem(f"--setting {name}: give it as an argument, NAME or ARTIFACT")
+    print(call(options, "POST", "/models", query | settings)["status"])

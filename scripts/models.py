@@ -34,16 +34,16 @@ def run(options: Models) -> None:
         [name, loaded.get(name, {}).get("residency", "loaded" if name in loaded else "")]
         for name in names
     ]
-    aliases = call(options, "GET", "/models", limit="1").get("aliases", {})
+    aliases = call(options, "GET", "/models", {"limit": "1"}).get("aliases", {})
     rows += [[name, f"alias of {', '.join(of)}"] for name, of in aliases.items()]
     print(table(["model", "loaded"], rows))
 
 
 def pages(options: Management, **query: str) -> list[dict[str, Any]]:
     """Return the models of all pages of a server's list."""
-    answer = call(options, "GET", "/models", **query)
+    answer = call(options, "GET", "/models", query)
     models: list[dict[str, Any]] = answer["models"]
     while token := answer.get("nextPageToken"):
-        answer = call(options, "GET", "/models", **query, next_page_token=token)
+        answer = call(options, "GET", "/models", {**query, "next_page_token": token})
         models += answer["models"]
     return models

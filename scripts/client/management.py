@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +20,9 @@ class Management:
     )
 
 
-def call(options: Management, method: str, path: str, **query: str) -> Any:
+def call(
+    options: Management, method: str, path: str, query: Mapping[str, str] | None = None
+) -> Any:
     """Returns the answer's JSON. Raises `Failed` with the server's error message."""
     import requests
 

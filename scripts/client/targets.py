@@ -15,6 +15,7 @@ import botocore.exceptions
 import requests
 from botocore.config import Config
 from requests.adapters import HTTPAdapter
+from urllib3.exceptions import ReadTimeoutError
 
 from command.errors import Problem
 from scripts.client.errors import CallFailed, NotReady
@@ -114,6 +115,10 @@ class Local:
                 f"{self._url} gave no answer within {self._timeouts[1]:g} s", kind="timeout"
             ) from None
         except requests.ConnectionError as error:
+            if any(isinstance(cause, ReadTimeoutError) for cause in error.args):
+                raise CallFailed(
+                    f"{self._url} stopped in its answer for {self._timeouts[1]:g} s", kind="timeout"
+                ) from None
             raise CallFailed(
                 f"{self._url} is not there: {_root(error)}", kind="no answer"
             ) from None

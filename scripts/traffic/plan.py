@@ -92,7 +92,7 @@ def read_models(text: str) -> tuple[str, ...]:
     """Parses `a,b,c`, or `@FILE` with one name a line. Raises `Problem`."""
     names: Sequence[str] = text.split(",")
     if text.startswith("@"):
-        names = read_prompts(Path(text[1:]))
+        names = read_text(Path(text[1:])).splitlines()
     unique = tuple(dict.fromkeys(name.strip() for name in names if name.strip()))
     if not unique:
         raise Problem(f"--models {text} names no model")

@@ -117,6 +117,20 @@ def test_models_are_loaded_listed_called_and_unloaded(run: Run, served: Server) 
     assert (again.returncode, "m1" in again.stderr) == (1, True)
 
 
+@pytest.mark.parametrize("name", ["path", "method", "options", "설정"])
+def test_a_setting_of_any_name_reaches_the_server(run: Run, served: Server, name: str) -> None:
+    load = ("load", "m1", "--url", served.management(""), "--setting", f"{name}=값")
+    said = refusal(run(*load), 1)
+    assert name in said
+    assert "(status 400)" in said
+
+
+@pytest.mark.parametrize("name", ["url", "model_name"])
+def test_a_setting_is_not_what_an_argument_gives(run: Run, name: str) -> None:
+    said = refusal(run("load", "m1", "--url", "http://127.0.0.1:9", "--setting", f"{name}=봄"), 2)
+    assert said == f"load: --setting {name}: give it as an argument, NAME or ARTIFACT\n"
+
+
 def test_a_server_that_is_not_there_is_a_failure(run: Run) -> None:
     for command in (["models"], ["ask", "시", "가"]):
         said = refusal(run(*command, "--url", "http://127.0.0.1:9"), 1)

@@ -132,6 +132,16 @@ def test_an_adapter_is_compared_without_a_text_of_two_tokens(tmp_path: Path) -> 
 # Refusals
 
 
+def test_lines_that_are_not_utf_8_are_refused(tmp_path: Path) -> None:
+    lines = tmp_path / "문장.txt"
+    lines.write_text("나는 오늘\n", encoding="cp949")
+    message = refused(
+        make_artifact(tmp_path / "v1"), tmp_path / "hf", "--to", "hf", "--text", lines
+    )
+    assert "문장.txt is not UTF-8" in message
+    assert "iconv -f cp949" in message
+
+
 def test_a_model_that_v1_cannot_express_is_refused(tmp_path: Path) -> None:
     folder = make_hugging_face(tmp_path / "m")
     assert "--spiece" in refused(folder, tmp_path / "v1", "--to", "v1")

@@ -218,6 +218,12 @@ def test_a_wrong_call_is_refused_before_anything_is_sent(
     assert message in refusal(alone(*options), 2)
 
 
+def test_a_file_without_models_is_refused_as_such(alone: Run, tmp_path: Path) -> None:
+    names = tmp_path / "모델.txt"
+    names.write_text("\n", encoding="utf-8")
+    assert f"--models @{names} names no model" in refusal(alone("--models", f"@{names}"), 2)
+
+
 def test_a_server_that_is_not_there_is_one_line(run: Run) -> None:
     message = "does not answer: start the server with ./scripts/serve"
     assert message in refusal(run("load-test", "--url", "http://127.0.0.1:9"), 2)

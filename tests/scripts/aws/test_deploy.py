@@ -124,6 +124,19 @@ def test_the_cheapest_instance_that_holds_the_models(aws: Cloud) -> None:
     assert said.startswith("--env: ENGINE_PRECISION is 'int4', must be one of")
 
 
+@pytest.mark.parametrize(
+    "size", [("--instance-type", "ml.m5.large"), ("--serverless-memory", "4096")]
+)
+@pytest.mark.parametrize(
+    "limit", [("--budget", "0.01"), ("--models-in-memory", "8"), ("--memory-per-model", "700")]
+)
+def test_what_picks_an_instance_is_refused_beside_one(
+    ready: Cloud, size: tuple[str, str], limit: tuple[str, str]
+) -> None:
+    said = ready.run("deploy", "poems", "--models", MODELS, "--dry-run", *size, *limit, code=2)
+    assert said.startswith(f"{limit[0]} picks the instance type: leave out {size[0]}, or it")
+
+
 @pytest.fixture
 def price_list() -> Iterator[str]:
     """AWS's Pricing API, of two instances of which one is not in our file."""
