@@ -66,7 +66,7 @@ def test_a_container_that_ended_starts_again(own: Container, end: tuple[str, ...
 def test_a_stop_lets_requests_in_flight_finish(start: Start, tmp_path: Path) -> None:
     slow(tmp_path / "store" / "slow")
     options = mount(tmp_path / "store", "/models")
-    container = start(*options, MODEL_STORE="/models", **FAST)
+    container = start(*options, MODEL_STORE="/models", DRAIN_S="110", **FAST)
     assert container.predict("slow", SHORT).ok
     with ThreadPoolExecutor(4) as pool:
         asked = [pool.submit(container.predict, "slow", LONG) for _ in range(4)]
