@@ -198,10 +198,10 @@ def _checked(given: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
                 )
             form, own = name, "form"
         elif own in values and values[own] != checked:
-            alias = next(alias for alias, name in ALIASES.items() if name == own)
+            names = sorted((n for n in given if ALIASES.get(n, n) == own), key=own.__eq__)
             raise InvalidRequest(
-                f"{prefix}{alias} and {prefix}{own} are two names of one parameter, but differ;"
-                " send one of them"
+                f"{' and '.join(prefix + n for n in names)} are two names of one parameter, but"
+                " differ; send one of them"
             )
         values[own] = checked
     return values

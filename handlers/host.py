@@ -13,18 +13,17 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import resource
 import select
 import socket
 import threading
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from common.logs import log_as_json
 from common.oom import SERVER, expendable
-from handlers.mms_connection import Connection, Connections, LoadedModel, listen
+from common.open_files import raise_open_files_limit
+from handlers.mms_connection import Connection, Connections, LoadedModel, accept_failed, listen
 from handlers.user_code.confinement.rules import unenforced
 
 # Each request in flight and each load takes a thread; further messages wait.
@@ -103,8 +102,8 @@ class Host:
                 self._accept_owner(self._listener.accept()[0])
             except TimeoutError:
                 pass
-            except OSError as error:  # such as EMFILE; the owner waits in the backlog
-                _log_refused("a model's owner", error)
+            except OSError as error:
+                accept_failed("a model's owner", error)
             with self._lock:
                 self._start_threads(MIN_IDLE_THREADS)
                 abandoned = [model for model in self._models if model.connections.have_ended()]
@@ -177,7 +176,7 @@ class Host:
             with self._lock:
                 if model not in self._models:  # `_drop` has closed the listener
                     return False
-            _log_refused("a connection of Multi Model Server", error)
+            accept_failed("a connection of Multi Model Server", error)
             return True
         accepted.setblocking(True)
         connection = Connection(accepted, model.loaded)
@@ -223,16 +222,9 @@ class Host:
         return False
 
 
-def _log_refused(what: str, error: OSError) -> None:
-    """Logs why `accept` failed, such as EMFILE, and waits: the socket stays readable."""
-    logger.error("%s waits: %s; raise RLIMIT_NOFILE", what, error.strerror)
-    time.sleep(POLL_INTERVAL_S)
-
-
 def main() -> None:
     log_as_json("worker")
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    raise_open_files_limit()
     expendable(SERVER)
     for clause in unenforced():
         logger.warning("models' scripts and graphs are not isolated on this machine: %s", clause)

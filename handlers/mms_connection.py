@@ -7,12 +7,15 @@ and its threads end at once; threads that read pipes would leak whenever MMS rec
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
 import threading
 import time
 from pathlib import Path
 from typing import Any
+
+logger = logging.getLogger(__name__)
 
 LOAD = b"L"
 READ_BYTES = 65_536
@@ -22,6 +25,7 @@ DISCONNECTED_TIMEOUT_S = 5.0
 # The timeout before the first connection. It must exceed MMS's back-off after a crash.
 FIRST_CONNECTION_TIMEOUT_S = 120.0
 LISTEN_BACKLOG = 128
+ACCEPT_RETRY_S = 0.25
 
 
 def listen(path: Path) -> socket.socket:
@@ -31,6 +35,12 @@ def listen(path: Path) -> socket.socket:
     listener.bind(str(path))
     listener.listen(LISTEN_BACKLOG)
     return listener
+
+
+def accept_failed(what: str, error: OSError) -> None:
+    """Logs why `accept` failed, such as EMFILE, and waits: the connection is in the backlog."""
+    logger.error("%s waits: %s; raise RLIMIT_NOFILE", what, error.strerror)
+    time.sleep(ACCEPT_RETRY_S)
 
 
 class Connections:

@@ -28,7 +28,7 @@ from pathlib import Path
 from common.oom import WORKER, expendable
 from common.settings import read_settings
 from handlers.dispatch import computes_tensors
-from handlers.mms_connection import Connection, Connections, LoadedModel, listen
+from handlers.mms_connection import Connection, Connections, LoadedModel, accept_failed, listen
 from handlers.model_spec import ModelSpec
 from handlers.settings import Settings
 from handlers.user_code.confinement.rules import Confinement, allocate_user
@@ -57,9 +57,8 @@ class Worker:
                 accepted, _ = listener.accept()
             except TimeoutError:
                 continue
-            except OSError as error:  # such as EMFILE; the connection waits in the backlog
-                logging.error("a connection waits: %s; raise RLIMIT_NOFILE", error.strerror)
-                time.sleep(POLL_INTERVAL_S)
+            except OSError as error:
+                accept_failed("a connection", error)
                 continue
             accepted.setblocking(True)
             connection = Connection(accepted, self._model)

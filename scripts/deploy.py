@@ -90,7 +90,7 @@ def run(options: Deploy) -> None:
         for limit in ("budget", "models_in_memory", "memory_per_model"):
             if getattr(options, limit) is not None:
                 size, what = option_name(chosen).replace("_", "-"), limit.replace("_", "-")
-                raise Problem(f"--{what} picks the instance type: leave out --{size}, or it")
+                raise Problem(f"--{what} picks the instance type: leave out --{what} or --{size}")
     refuse(with_defaults(given))
     account = Account(options)
     given |= {key: str(locations.parse(given[key])) for key in BUCKETS if given.get(key)}

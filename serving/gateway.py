@@ -12,7 +12,6 @@ import asyncio
 import contextlib
 import logging
 import os
-import resource
 import signal
 import socket
 import sys
@@ -30,6 +29,7 @@ from starlette.types import ASGIApp
 from common.errors import ServiceError
 from common.logs import log_as_json
 from common.oom import SERVER, expendable
+from common.open_files import raise_open_files_limit
 from common.settings import comma_separated
 from engine.http.async_client import AsyncEngineClient
 from serving.aliases import FILE as ALIASES_FILE
@@ -169,7 +169,7 @@ async def serve(settings: Settings, run_dir: Path, secret: str) -> None:
         listener.set_inheritable(False)
     # Each port may use an equal share of the open files; one more share is for internal requests.
     shares = len(settings.ports) + bool(settings.grpc_port) + 1
-    HTTPProtocol.max_connections = min(settings.max_connections, _open_files() // shares)
+    HTTPProtocol.max_connections = min(settings.max_connections, raise_open_files_limit() // shares)
     async with (
         _gateway(settings, run_dir, secret) as gateway,
         _traced(gateway, App(gateway)) as app,
@@ -227,13 +227,6 @@ def _traced(gateway: Gateway, app: ASGIApp) -> contextlib.AbstractAsyncContextMa
             " requirements/tracing.txt, scripts/build --tracing for an image, or unset it"
         ) from None
     return traced(gateway, app)
-
-
-def _open_files() -> int:
-    """Raises the soft limit of open files to the hard limit, and returns that limit."""
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-    return most
 
 
 async def _run() -> None:

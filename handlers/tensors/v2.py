@@ -52,23 +52,21 @@ def parse(
 
 def raw_request(data: bytes, metadata: Metadata) -> tuple[dict[str, Any], bytes]:
     """Convert a raw request; the number of bytes gives the shape. Raises `InvalidRequest`."""
-    wrong = InvalidRequest(
+    if len(metadata.inputs) == 1:
+        spec = metadata.inputs[0]
+        fixed = math.prod(size for size in spec.v2_shape if size >= 0)
+        if spec.datatype == "BYTES":
+            free, fits = 1, fixed == 1
+        else:
+            free, rest = divmod(len(data), max(fixed * spec.dtype.itemsize, 1))
+            fits = spec.v2_shape.count(-1) <= 1 and not rest
+        if fits:
+            shape = [size if size >= 0 else free for size in spec.v2_shape]
+            return v2.raw_request(spec.name, spec.datatype, shape, data)
+    raise InvalidRequest(
         f"{len(data)} bytes without JSON must be one text, or one tensor with at most one"
         f" dimension of any size; the model takes {listed(metadata.inputs)}"
     )
-    if len(metadata.inputs) != 1:
-        raise wrong
-    spec = metadata.inputs[0]
-    fixed = math.prod(size for size in spec.v2_shape if size >= 0)
-    if spec.datatype == "BYTES":
-        free, fits = 1, fixed == 1
-    else:
-        free, rest = divmod(len(data), max(fixed * spec.dtype.itemsize, 1))
-        fits = spec.v2_shape.count(-1) <= 1 and not rest
-    if not fits:
-        raise wrong
-    shape = [size if size >= 0 else free for size in spec.v2_shape]
-    return v2.raw_request(spec.name, spec.datatype, shape, data)
 
 
 def _array(tensor: v2.Tensor, spec: TensorSpec) -> Array:

@@ -85,7 +85,7 @@ class Account:
 
 
 def confirm(options: Change, question: str) -> bool:
-    """Asks on the terminal. Raises `Problem` if standard input is not a terminal."""
+    """Prompts for a yes or no on the terminal. Raises `Problem` if there is no terminal."""
     if options.yes:
         return True
     if not sys.stdin.isatty():

@@ -60,7 +60,7 @@ class Stack:
             Capabilities=["CAPABILITY_IAM"],
             **({"OnStackFailure": "DELETE"} if self.is_new else {}),
         )
-        with contextlib.suppress(WaiterError):  # the change set has failed; its status tells why
+        with contextlib.suppress(WaiterError):  # raised for a failed change set, too
             self._client.get_waiter("change_set_create_complete").wait(
                 ChangeSetName=made["Id"], WaiterConfig={"Delay": 1, "MaxAttempts": 600}
             )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -63,6 +64,15 @@ def test_a_folder_that_is_none_is_refused(folder: Path, tmp_path: Path) -> None:
     assert "cannot be read" in refused(tmp_path / ("x" * 300))
     (tmp_path / "empty").mkdir()
     assert "found: nothing" in refused(tmp_path / "empty")
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
+def test_a_folder_that_may_not_be_read_is_refused(folder: Path) -> None:
+    folder.chmod(0)
+    try:
+        refused(folder)
+    finally:
+        folder.chmod(0o700)
 
 
 @pytest.mark.parametrize("suffix", [".params", ".spiece"])

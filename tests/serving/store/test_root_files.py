@@ -79,6 +79,7 @@ def as_a_user(settings: StoreSettings, function: Callable[[Cache], Any]) -> Any:
     return in_a_fork(user)
 
 
+@needs_root
 def test_a_closed_model_is_copied_once_and_an_open_one_used_in_place(
     models: Path, settings: StoreSettings
 ) -> None:
