@@ -1,8 +1,8 @@
 """System call filters for processes that read untrusted data or run untrusted programs.
 
 They are classic BPF, see the kernel's Documentation/userspace-api/seccomp_filter.rst. `install` is
-for a process that only computes: no network, no other process, no program, and, unless it may
-write, no change of any file. It can still read files that its user may read, but send nothing
+for a process that only computes: no network, no other process, no program, no change of any file
+but by descriptors that it has. It can still read files that its user may read, but send nothing
 except its answers. `handlers.user_code.confinement.seccomp` is for a model's own program.
 """
 
@@ -153,9 +153,9 @@ TGKILL, PRLIMIT64 = (234, 131), (302, 261)
 OPEN, OPENAT, OPENAT2 = (2, -1), (257, 56), (437, 437)
 
 
-def install(libc: Any, may_write: bool) -> bool:
+def install(libc: Any) -> bool:
     """Permanently filter this process and its children; returns False if the kernel cannot."""
-    return load(libc, _computing(may_write))
+    return load(libc, _computing())
 
 
 def load(libc: Any, rules: Iterable[Rule]) -> bool:
@@ -219,9 +219,12 @@ def refuse(calls: Iterable[Numbers], error: int = EPERM) -> Iterator[Rule]:
         yield numbers, [refused(error)]
 
 
-def _computing(may_write: bool) -> Iterator[Rule]:
+def _computing() -> Iterator[Rule]:
     yield from always()
-    yield from refuse(OTHERS.values())
+    yield from refuse([*OTHERS.values(), *WRITES.values()])
+    yield from refuse([OPENAT2], ENOSYS)
+    for call, flags in ((OPEN, 1), (OPENAT, 2)):
+        yield call, [argument(flags), (JSET, 0, 1, OPENS_TO_WRITE), refused(), ALLOWED]
     # New threads are allowed, new processes are not.
     yield CLONE, [argument(0), (JSET, 1, 0, CLONE_THREAD), refused(), ALLOWED]
     yield TGKILL, [argument(0), (JEQ, 1, 0, os.getpid()), refused(), ALLOWED]  # for abort()
@@ -230,8 +233,3 @@ def _computing(may_write: bool) -> Iterator[Rule]:
     for call, commands in ((FCNTL, OWNER_FCNTLS), (IOCTL, OWNER_IOCTLS)):
         checks = (step for command in commands for step in ((JEQ, 0, 1, command), refused()))
         yield call, [argument(1), *checks, ALLOWED]
-    if not may_write:
-        yield from refuse(WRITES.values())
-        yield from refuse([OPENAT2], ENOSYS)
-        for call, flags in ((OPEN, 1), (OPENAT, 2)):
-            yield call, [argument(flags), (JSET, 0, 1, OPENS_TO_WRITE), refused(), ALLOWED]

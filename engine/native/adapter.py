@@ -22,7 +22,7 @@ from engine.artifacts.artifact import Artifact
 from engine.artifacts.config import GPT2Config
 from engine.backends.page_cache import Span
 from engine.native import library
-from engine.native.prepared import PreparedFile, Stored, open_prepared, write
+from engine.native.prepared import PreparedFile, Stored, header_of, open_prepared, write
 from engine.prepared import manifest as manifests
 from engine.prepared.manifest import Run, directly, to_manifest
 from engine.sandbox import Limits
@@ -96,13 +96,13 @@ def load_adapter(
     limits = Limits(
         memory_mib=BUILD_MIB + 16 * size // MIB,
         cpu_s=BUILD_CPU_S,
-        write_mib=64 + 4 * size // MIB,
         niceness=manifests.NICENESS,
     )
     sources = [(str(part.path), to_manifest(part)) for part in (adapter, base)]
     file = open_prepared(
         adapter.path,
         ["adapter", content, precision, sorted(adapter.scales.items())],
+        header_of(entries, content)[-1],
         cache_dir,
         lambda path: PreparedFile(path, entries, content),
         partial(run, build, sources, precision, content, what=adapter.path.name, limits=limits),
@@ -135,9 +135,9 @@ def layout(adapter: Adapter, precision: str) -> Iterator[Stored]:
 
 
 def build(
-    sources: list[tuple[str, dict[str, Any]]], precision: str, content: str, file: str
-) -> str | None:
-    """Write an adapter's prepared file; returns what is wrong with its folder, if anything.
+    sources: list[tuple[str, dict[str, Any]]], precision: str, content: str, file: int
+) -> None:
+    """Write an adapter's prepared file.
 
     sources: path and manifest of the adapter, and of its base
     """
@@ -154,7 +154,7 @@ def build(
             data[at : at + entry.num_bytes] = arrays[entry.name].reshape(-1).view(np.uint8)
             at += entry.num_bytes
 
-    return write(file, entries, content, fill)
+    write(file, entries, content, fill)
 
 
 def _low_rank(adapter: Adapter, base: Artifact, module: str) -> LowRank:

@@ -17,7 +17,7 @@ import mmap
 import os
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -194,12 +194,12 @@ def prepared(
     limits = Limits(
         memory_mib=BUILD_MIB + BUILD_TIMES_FP32 * fp32 // MIB,
         cpu_s=BUILD_CPU_S + fp32 // BUILD_BYTES_PER_CPU_S,
-        write_mib=64 + BUILD_TIMES_FP32 * fp32 // MIB,
         niceness=manifests.NICENESS,
     )
     return open_prepared(
         artifact.path,
         [content, precision, dataclasses.asdict(config)],
+        header_of(layout(config, precision), content)[-1],
         cache_dir,
         lambda file: Prepared(file, config, precision, content),
         functools.partial(run, build, sources, precision, what=artifact.path.name, limits=limits),
@@ -209,14 +209,15 @@ def prepared(
 def open_prepared(
     path: Path,
     key: list[Any],
+    file_bytes: int,
     cache_dir: Path | None,
     open_file: Callable[[Path], File],
-    build_at: Callable[[str], Any],
+    build: Callable[..., object],
 ) -> File:
-    """Open the prepared file of the artifact in `path`; `build_at` builds it if it does not exist.
+    """Open the prepared file of the artifact in `path`; `build` fills it if it does not exist.
 
     key: a JSON value that identifies the file's content
-    build_at: builds the file at a path; returns what is wrong with the folder, if anything
+    build: fills the file at the path `file`, which has `file_bytes` zeros
 
     Uses the folders and raises the errors of `prepared`.
     """
@@ -237,8 +238,11 @@ def open_prepared(
         folder.mkdir(parents=True, exist_ok=True)
         folders.remove_abandoned(folder)
         began = time.monotonic()
-        if (problem := build_at(str(folder / name))) is not None:
-            raise OSError(problem)
+        with folders.written_whole(folder / name) as path_of_new, path_of_new.open("wb") as new:
+            # on a full disk this fails; a later write to a mapping would raise a signal
+            os.posix_fallocate(new.fileno(), 0, file_bytes)
+            build(file=path_of_new)
+            path_of_new.chmod(0o644)
         logger.info("prepared %s in %.2f s", path.name, time.monotonic() - began)
         try:
             return open_file(folder / name)
@@ -260,8 +264,8 @@ def open_prepared(
 # In the sandbox
 
 
-def build(sources: list[tuple[str, Any]], precision: str, file: str) -> str | None:
-    """Write the prepared file of an artifact; returns what is wrong with its folder, if anything.
+def build(sources: list[tuple[str, Any]], precision: str, file: int) -> None:
+    """Write the prepared file of an artifact.
 
     sources: path and manifest of the artifact, and of an adapter to merge into its weights
     """
@@ -270,39 +274,32 @@ def build(sources: list[tuple[str, Any]], precision: str, file: str) -> str | No
     for path, manifest in adapters:
         artifact = merge(artifact, manifests.adapter_from_manifest(Path(path), manifest))
     entries = list(layout(artifact.config, precision))
-    return write(file, entries, artifact.content, functools.partial(_fill, artifact, entries))
+    write(file, entries, artifact.content, functools.partial(_fill, artifact, entries))
 
 
-def write(
-    file: str, entries: Sequence[Stored], content: str, fill: Callable[[NDArray[np.uint8]], object]
-) -> str | None:
-    """Write a prepared file, whole or not at all; `fill` writes the tensors, in order.
-
-    Returns what is wrong with its folder, if anything.
-    """
+def header_of(entries: Iterable[Stored], content: str) -> tuple[dict[str, Any], int, int]:
+    """Return a prepared file's header, where its data begins, and the file's bytes."""
     header: dict[str, Any] = {"__metadata__": {"source": content, "blake3": "0" * 64}}
     at = 0
     for entry in entries:
         offsets = [at, at + entry.num_bytes]
         header[entry.name] = {"dtype": entry.dtype, "shape": entry.shape, "data_offsets": offsets}
         at += entry.num_bytes
-    length = len(json.dumps(header))
-    begin = -(-(8 + length) // ALIGNMENT) * ALIGNMENT
-    try:
-        with folders.written_whole(Path(file)) as path, path.open("w+b") as opened:
-            # on a full disk this fails; a later write would raise a signal
-            os.posix_fallocate(opened.fileno(), 0, begin + at)
-            # The mapping ends with its last array: an error's traceback may still hold one.
-            data = np.frombuffer(mmap.mmap(opened.fileno(), begin + at), np.uint8)
-            fill(data[begin:])
-            header["__metadata__"]["blake3"] = _digest(data[begin:])
-            text = json.dumps(header).encode().ljust(begin - 8)
-            data[:begin] = np.frombuffer((begin - 8).to_bytes(8, "little") + text, np.uint8)
-            del data
-            path.chmod(0o644)
-    except OSError as error:
-        return str(error)
-    return None
+    begin = -(-(8 + len(json.dumps(header))) // ALIGNMENT) * ALIGNMENT
+    return header, begin, begin + at
+
+
+def write(
+    file: int, entries: Iterable[Stored], content: str, fill: Callable[[NDArray[np.uint8]], object]
+) -> None:
+    """Write a prepared file of the right size by its descriptor; `fill` writes the tensors."""
+    header, begin, file_bytes = header_of(entries, content)
+    # The mapping ends with its last array: an error's traceback may still hold one.
+    data = np.frombuffer(mmap.mmap(file, file_bytes), np.uint8)
+    fill(data[begin:])
+    header["__metadata__"]["blake3"] = _digest(data[begin:])
+    text = json.dumps(header).encode().ljust(begin - 8)
+    data[:begin] = np.frombuffer((begin - 8).to_bytes(8, "little") + text, np.uint8)
 
 
 def _fill(artifact: Artifact, entries: list[Entry], data: NDArray[np.uint8]) -> None:

@@ -55,14 +55,24 @@ Opened = TypeVar("Opened", Artifact, Adapter)
 
 
 class Run(Protocol):
-    """Calls `target` and returns its value, perhaps in another process; all values are JSON."""
+    """Calls `target` and returns its value, perhaps in another process; all values are JSON.
 
-    def __call__(self, target: Any, *arguments: Any, what: str, limits: Limits) -> Any: ...
+    With a `file`, a descriptor for reading and writing it is one more argument.
+    """
+
+    def __call__(
+        self, target: Any, *arguments: Any, what: str, limits: Limits, file: Path | None = None
+    ) -> Any: ...
 
 
-def directly(target: Any, *arguments: Any, what: str, limits: Limits) -> Any:
+def directly(
+    target: Any, *arguments: Any, what: str, limits: Limits, file: Path | None = None
+) -> Any:
     """Call `target` in this process, for tools that read files of their own user."""
-    return target(*arguments)
+    if file is None:
+        return target(*arguments)
+    with file.open("r+b") as opened:
+        return target(*arguments, opened.fileno())
 
 
 class Manifests:

@@ -39,7 +39,6 @@ class Limits:
 
     memory_mib: int = 512  # private memory beyond that at the fork; mapped files do not count
     cpu_s: int = 0  # in its whole life; 0: no limit, for children whose calls have timeouts
-    write_mib: int = 0  # the longest file that it may write; 0: it may not change any file
     answer_mib: int = 16  # the longest answer
     niceness: int = 0  # as of `os.nice`
 
@@ -48,12 +47,20 @@ class Sandbox:
     """A child process that answers calls. Thread-safe; calls take turns."""
 
     def __init__(
-        self, target: Target, *arguments: Any, what: str, limits: Limits = Limits()
+        self,
+        target: Target,
+        *arguments: Any,
+        what: str,
+        limits: Limits = Limits(),
+        file: Path | None = None,
     ) -> None:
         """Start a child that calls `target(*arguments)`, a function or class of a module.
 
         `ready` waits for the result; if that is callable, `call` calls it. All values are JSON.
-        `what` begins the messages of errors, for example "m.params".
+
+        what: begins the messages of errors, for example "m.params"
+        file: the only file that it may change, and not in size: the target gets one more argument,
+            a descriptor of it
 
         Raises `Overloaded` where no process can be started in time.
         """
@@ -66,6 +73,7 @@ class Sandbox:
             "target": f"{target.__module__}:{target.__qualname__}",
             "arguments": arguments,
             "limits": asdict(limits),
+            "file": file and os.path.abspath(file),
         }
         self.pid: int | None = None  # None once the child is known to have ended
         with theirs, their_status:

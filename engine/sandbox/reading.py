@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from pathlib import Path
 from typing import Any
 
 from common.errors import ArtifactError, Cancelled, EngineUnavailable
@@ -20,12 +21,14 @@ class Reading:
         self._child: Sandbox | None = None
         self.cancelled = False
 
-    def run(self, target: Any, *arguments: Any, what: str, limits: Limits) -> Any:
+    def run(
+        self, target: Any, *arguments: Any, what: str, limits: Limits, file: Path | None = None
+    ) -> Any:
         """Call `target` in a sandbox. Raises as `Sandbox.call`, and `Cancelled`."""
 
         def once() -> Any:
             self.check()
-            with Sandbox(target, *arguments, what=what, limits=limits) as child:
+            with Sandbox(target, *arguments, what=what, limits=limits, file=file) as child:
                 with self._lock:
                     self._child = child
                 try:

@@ -126,8 +126,11 @@ def _be_child(connection: socket.socket, orders: Any, parent: int) -> None:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         module, _, name = orders["target"].partition(":")
         target = getattr(importlib.import_module(module), name)
+        arguments = orders["arguments"]
+        if orders["file"]:
+            arguments.append(os.open(orders["file"], os.O_RDWR))
         limit(parent, **orders["limits"])
-        value = _answer(connection, target, orders["arguments"], first=True)
+        value = _answer(connection, target, arguments, first=True)
         while callable(value):
             _answer(connection, value, receive(connection, MAX_ORDERS_BYTES))
         status = 0
@@ -159,9 +162,7 @@ def _answer(
     return value
 
 
-def limit(
-    parent: int, memory_mib: int, cpu_s: int, write_mib: int, answer_mib: int, niceness: int
-) -> None:
+def limit(parent: int, memory_mib: int, cpu_s: int, answer_mib: int, niceness: int) -> None:
     """Set the limits of this process, for good; see `engine.sandbox.Limits`."""
     libc = ctypes.CDLL(None, use_errno=True)
     libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
@@ -177,14 +178,13 @@ def limit(
         # Not RLIMIT_AS, which would count mapped weights.
         (resource.RLIMIT_DATA, _data_bytes() + memory_mib * MIB),
         (resource.RLIMIT_CPU, cpu_s),
-        (resource.RLIMIT_FSIZE, write_mib * MIB),
         (resource.RLIMIT_CORE, 0),
         (resource.RLIMIT_NOFILE, OPEN_FILES),
     ):
         if most or kind == resource.RLIMIT_CORE:
             resource.setrlimit(kind, (most, most + (kind == resource.RLIMIT_CPU)))
     libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
-    if not seccomp.install(libc, may_write=write_mib > 0):
+    if not seccomp.install(libc):
         logger.warning("the kernel takes no seccomp filter: sandboxes have their limits only")
 
 

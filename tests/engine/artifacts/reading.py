@@ -17,6 +17,7 @@ from engine.artifacts.open import open_artifact
 from engine.artifacts.read_safetensors import index_safetensors
 from engine.artifacts.read_torch import index_torch
 from engine.artifacts.tensor_index import Weights, map_index
+from engine.prepared.manifest import directly
 
 
 def read_safetensors(path: Path) -> Weights:
@@ -33,9 +34,9 @@ class Counted:
     def __init__(self) -> None:
         self.calls = Counter[str]()
 
-    def __call__(self, target: Any, *arguments: Any, **limits: Any) -> Any:
+    def __call__(self, target: Any, *arguments: Any, **options: Any) -> Any:
         self.calls[target.__name__] += 1
-        return json.loads(json.dumps(target(*arguments)))
+        return json.loads(json.dumps(directly(target, *arguments, **options)))
 
 
 def file_of(array: Any) -> Path:

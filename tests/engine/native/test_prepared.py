@@ -17,7 +17,15 @@ from common.errors import ArtifactError
 from engine.artifacts.artifact import Artifact
 from engine.native import prepared as module
 from engine.native.model import NativeModel
-from engine.native.prepared import Prepared, Stored, num_bytes, prepared, write
+from engine.native.prepared import (
+    Prepared,
+    Stored,
+    header_of,
+    num_bytes,
+    open_prepared,
+    prepared,
+    write,
+)
 from engine.prepared import folder as folders
 from engine.prepared.folder import prune
 from engine.prepared.manifest import Manifests
@@ -125,9 +133,14 @@ def test_an_error_of_what_fills_a_file_is_passed_on(tmp_path: Path) -> None:
     def fill(data: np.ndarray) -> None:
         raise ArtifactError(f"한국어 모델: {len(data)} bytes")
 
+    def build(file: Path) -> None:
+        with file.open("r+b") as opened:
+            write(opened.fileno(), entries, "", fill)
+
     entries = [Stored("positions", (2, 3), "F32")]
+    num_bytes = header_of(entries, "")[-1]
     with pytest.raises(ArtifactError, match="한국어 모델: 24 bytes"):
-        write(str(tmp_path / "m.safetensors"), entries, "", fill)
+        open_prepared(tmp_path, [], num_bytes, tmp_path, lambda file: file.stat() and 1 / 0, build)
     assert not list(tmp_path.iterdir())
 
 

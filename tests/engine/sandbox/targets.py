@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import fcntl
 import logging
+import mmap
 import os
 import platform
 import signal
@@ -101,8 +102,11 @@ def _errno(attempt: Callable[[], Any]) -> int:
     return 0
 
 
-def attempts(folder: str, pid: int) -> dict[str, int]:
-    """What it may not do, with the error number that it got, 0 where it could."""
+def attempts(folder: str, pid: int, own: int = -1) -> dict[str, int]:
+    """What it may not do, with the error number that it got, 0 where it could.
+
+    own: a descriptor of a file that it may write
+    """
     file, new = Path(folder) / "file", Path(folder) / "new"
     reader, _ = os.pipe()
     column = list(seccomp.ARCHITECTURES).index(platform.machine())
@@ -129,6 +133,10 @@ def attempts(folder: str, pid: int) -> dict[str, int]:
         "move_pages": _errno(syscall("move_pages", pid, 0, 0, 0, 0, 0)),
         "own affinity": _errno(lambda: os.sched_setaffinity(0, os.sched_getaffinity(0))),
         "open to write": _errno(lambda: file.open("r+")),
+        "another's memory": _errno(lambda: Path(f"/proc/{pid}/mem").open("r+b")),
+        "own file anew": _errno(lambda: Path(f"/proc/self/fd/{own}").open("r+b")),
+        "own file's size": _errno(lambda: os.ftruncate(own, 0)),
+        "own file's length": _errno(lambda: os.posix_fallocate(own, 0, 1 << 20)),
         "truncate": _errno(lambda: os.truncate(file, 0)),
         "create": _errno(lambda: new.write_text("x")),
         "unlink": _errno(file.unlink),
@@ -154,8 +162,11 @@ def limits() -> dict[str, Any]:
     }
 
 
-def write(path: str, size: int) -> int:
-    return Path(path).write_bytes(bytes(size))
+def attempts_and_write(folder: str, pid: int, own: int) -> dict[str, int]:
+    found = attempts(folder, pid, own)
+    with mmap.mmap(own, 0) as mapped:
+        mapped[: len("글".encode())] = "글".encode()
+    return found
 
 
 def read(path: str) -> dict[str, Any]:

@@ -20,6 +20,7 @@ import pytest
 from common.errors import ArtifactError, EngineUnavailable, Overloaded, PromptTooLong
 from engine import sandbox
 from engine.sandbox import Limits, Sandbox, again
+from engine.sandbox.reading import Reading
 from tests.engine.sandbox import targets
 from tests.processes import eventually, has_ended, nothing_starts_in
 
@@ -127,25 +128,22 @@ def test_killed_from_another_thread() -> None:
         eventually(lambda: has_ended(process))
 
 
-@pytest.mark.parametrize("write_mib", [0, 1])
-def test_what_it_may_not_do(tmp_path: Path, write_mib: int) -> None:
+@pytest.mark.parametrize("writes", [False, True])
+def test_what_it_may_not_do(tmp_path: Path, writes: bool) -> None:
     (tmp_path / "file").write_text("내용", encoding="utf-8")
-    found = run(targets.attempts, str(tmp_path), os.getpid(), write_mib=write_mib)
-    allowed = {"read", "own affinity"}
-    if write_mib:
-        files = ("open to write", "truncate", "create", "unlink", "mkdir", "chmod", "rename")
-        allowed |= set(files)
-    else:
-        assert (tmp_path / "file").read_text(encoding="utf-8") == "내용"
+    own = tmp_path / "own"
+    own.write_text("말이다", encoding="utf-8")
+    target = targets.attempts_and_write if writes else targets.attempts
+    found = Reading().run(
+        *(target, str(tmp_path), os.getpid()),
+        what="m.params",
+        limits=Limits(),
+        file=own if writes else None,
+    )
     refused = {name for name, number in found.items() if number == errno.EPERM}
-    assert refused == set(found) - allowed
-
-
-def test_a_file_that_it_writes_is_bounded(tmp_path: Path) -> None:
-    path = str(tmp_path / "f")
-    assert run(targets.write, path, 1 << 20, write_mib=1) == 1 << 20
-    with pytest.raises(ArtifactError, match="OSError"):
-        run(targets.write, path, 2 << 20, write_mib=1)
+    assert refused == set(found) - {"read", "own affinity"}
+    assert (tmp_path / "file").read_text(encoding="utf-8") == "내용"
+    assert own.read_text(encoding="utf-8") == ("글이다" if writes else "말이다")
 
 
 def test_it_is_killed_for_memory_before_the_engine_and_holds_nothing_of_it() -> None:
