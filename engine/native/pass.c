@@ -257,6 +257,8 @@ static void multiply_part(void *data, size_t part, int thread) {
       const uint8_t *packed = (const uint8_t *)p->matrix->weight + group * bytes;
       const float *bias = p->matrix->bias ? p->matrix->bias + group * LINE : no_bias;
       float out[MAX_ROWS][LINE];
+      for (size_t r = row; r < p->count && r < row + MAX_ROWS; r++) /* written below */
+        __builtin_prefetch(p->y + r * p->y_stride + group * LINE, 1);
       if (pass.model->block)
         done = kernels->int8_tile(&p->quantized, row, packed, bias, out);
       else
@@ -572,6 +574,7 @@ static int reserve(size_t bytes) {
   void *memory =
       mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   if (memory == MAP_FAILED) return 0;
+  madvise(memory, bytes, MADV_HUGEPAGE); /* a prompt's rows are on thousands of small pages */
   scratch.memory = memory;
   scratch.bytes = bytes;
   return 1;
