@@ -21,7 +21,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from common import seccomp
+from common import landlock, seccomp
 from common.errors import EngineError
 from common.logs import log_as_json
 from common.oom import SCRIPT, expendable
@@ -184,6 +184,8 @@ def limit(parent: int, memory_mib: int, cpu_s: int, answer_mib: int, niceness: i
         if most or kind == resource.RLIMIT_CORE:
             resource.setrlimit(kind, (most, most + (kind == resource.RLIMIT_CPU)))
     libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
+    if landlock.abi():  # hides other processes' memory
+        landlock.restrict(read=["/"], write=[])
     if not seccomp.install(libc):
         logger.warning("the kernel takes no seccomp filter: sandboxes have their limits only")
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import requests
 
-from handlers.user_code.confinement import landlock
+from common import landlock
 from tests.e2e.scripts import script, transform
 from tests.e2e.server import Server, eventually
 from tests.e2e.stores import SHORT, error, serving, small, text

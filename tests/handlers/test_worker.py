@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 import pytest
 
-from handlers.user_code.confinement import landlock
+from common import landlock
 from handlers.user_code.confinement.rules import UIDS, may_change_user
 from tests.e2e.server import REPOSITORY, eventually
 from tests.handlers.messages import ask, load_message, request_message, worker_arguments

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import ctypes
-import os
 from collections.abc import Set
+
+from common.landlock import call
 
 CHOWN, DAC_OVERRIDE, DAC_READ_SEARCH, KILL, SETGID, SETUID = 0, 1, 2, 5, 6, 7
 # Root needs these to start a program as another user, give it a folder, and kill it.
@@ -31,12 +32,3 @@ def drop_all_but(remaining: Set[int]) -> None:
     call("capset", _Header(VERSION_3, 0), _Data(bits, bits, bits))
     for bit in remaining:
         ctypes.CDLL(None).prctl(PR_CAP_AMBIENT, PR_CAP_AMBIENT_RAISE, bit, 0, 0)
-
-
-def call(function: str, *arguments: object) -> int:
-    """Calls a function of the C library. Raises `OSError`."""
-    result: int = getattr(ctypes.CDLL(None, use_errno=True), function)(*arguments)
-    if result < 0:
-        error = ctypes.get_errno()
-        raise OSError(error, os.strerror(error))
-    return result

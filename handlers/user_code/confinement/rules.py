@@ -21,9 +21,10 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
+from common import landlock
 from common.errors import EngineError
 from common.oom import SCRIPT, expendable
-from handlers.user_code.confinement import capabilities, landlock, seccomp
+from handlers.user_code.confinement import capabilities, seccomp
 
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_KEEPCAPS, PR_SET_NO_NEW_PRIVS = 1, 4, 8, 38
 

@@ -18,7 +18,7 @@ from typing import Any
 
 from common import seccomp
 from common.errors import PromptTooLong
-from handlers.user_code.confinement.capabilities import call
+from common.landlock import call
 
 
 def echo(value: Any) -> Any:
@@ -134,6 +134,7 @@ def attempts(folder: str, pid: int, own: int = -1) -> dict[str, int]:
         "own affinity": _errno(lambda: os.sched_setaffinity(0, os.sched_getaffinity(0))),
         "open to write": _errno(lambda: file.open("r+")),
         "another's memory": _errno(lambda: Path(f"/proc/{pid}/mem").open("r+b")),
+        "another's memory, to read": _errno(lambda: Path(f"/proc/{pid}/mem").open("rb")),
         "own file anew": _errno(lambda: Path(f"/proc/self/fd/{own}").open("r+b")),
         "own file's size": _errno(lambda: os.ftruncate(own, 0)),
         "own file's length": _errno(lambda: os.posix_fallocate(own, 0, 1 << 20)),

@@ -24,9 +24,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from common import seccomp
-from handlers.user_code.confinement import landlock
-from handlers.user_code.confinement.capabilities import call, permitted
+from common import landlock, seccomp
+from common.landlock import call
+from handlers.user_code.confinement.capabilities import permitted
 from handlers.user_code.confinement.rules import Confinement, allocate_user, environment
 
 MACHINE = platform.machine()

@@ -14,8 +14,9 @@ from pathlib import Path
 
 import pytest
 
+from common import landlock
 from common.errors import EngineError
-from handlers.user_code.confinement import landlock, rules, seccomp
+from handlers.user_code.confinement import rules, seccomp
 from handlers.user_code.confinement.rules import environment, may_change_user, unenforced
 from tests.e2e.server import REPOSITORY
 from tests.handlers.user_code.confinement import confined

@@ -1,7 +1,7 @@
 """Landlock: permanently restricts which files a process and its children may use.
 
 Needs no privileges but Linux 5.13; later versions of its ABI restrict more. Landlock controls
-neither connections to unix sockets nor chmod, chown and utime: `seccomp` and a separate user do.
+neither connections to unix sockets nor chmod, chown and utime: seccomp and a separate user do.
 
 https://docs.kernel.org/userspace-api/landlock.html
 """
@@ -13,8 +13,6 @@ import os
 import stat
 import struct
 from collections.abc import Iterable
-
-from handlers.user_code.confinement.capabilities import call
 
 # System call numbers, the same on all architectures.
 CREATE_RULESET, ADD_RULE, RESTRICT_SELF = 444, 445, 446
@@ -87,3 +85,12 @@ def _allow(rules: int, path: str, access: int) -> None:
 
 def _call(number: int, *arguments: object) -> int:
     return call("syscall", ctypes.c_long(number), *arguments)
+
+
+def call(function: str, *arguments: object) -> int:
+    """Calls a function of the C library. Raises `OSError`."""
+    result: int = getattr(ctypes.CDLL(None, use_errno=True), function)(*arguments)
+    if result < 0:
+        error = ctypes.get_errno()
+        raise OSError(error, os.strerror(error))
+    return result
