@@ -204,6 +204,14 @@ def test_a_stream_that_fails_says_how(status: int, content: str, message: str) -
         Streamed(connection, "/predictions/m", {})
 
 
+def test_a_stream_by_the_gateway_that_begins_with_an_error_fails() -> None:
+    with (
+        answering(200, 'data: {"error": "😴"}\n\n') as connection,
+        pytest.raises(ProgramError, match="/v1/completions answered 200"),
+    ):
+        gateway._stream(connection, "/v1/completions", b"{}")
+
+
 def test_a_stream_has_the_tokens_of_all_answers_and_the_first_ones_text() -> None:
     events = [{"token": 7, "text": "가", "index": 0}, {"token": 9, "text": "라", "index": 1}]
     events += [{"tokens": [8], "content": "나", "index": 0, "stop": False}]  # llama.cpp's
