@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import sentencepiece
 
+from benchmarks.__main__ import main
 from benchmarks.adapters import tables as adapters
 from benchmarks.contenders import peers
 from benchmarks.engine import tables, uses
@@ -33,6 +34,7 @@ from testbed.process import ROOT, ProgramError
 from testbed.server import Streamed
 from tests.fleet.haproxy import needs_haproxy
 from tests.fleet.upstream import upstreams
+from tests.scripts import command
 
 pytestmark = pytest.mark.slow
 
@@ -95,6 +97,15 @@ def test_what_is_asked_for_is_measured_and_shown(
     assert results["skipped"] == {}
     assert lines(results) in output
     assert options[1:] or all("value" in goal for goal in results["goals"])
+
+
+@pytest.mark.parametrize("options", [("--sweep",), ("--against", "HEAD", "--adapters")])
+def test_options_of_switching_are_refused_without_it(
+    tmp_path: Path, options: tuple[str, ...]
+) -> None:
+    done = command.run("bench", *options, "--workdir", tmp_path, main=main)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == f"bench: {options[0]} goes with --switching\n"
 
 
 def test_a_goal_is_the_median_over_rounds_and_one_not_measured_has_no_value() -> None:
