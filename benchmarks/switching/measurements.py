@@ -353,7 +353,7 @@ class SwitchingRun(Run):
         for mb_s in DISK_MB_S:
             self._drop_pages()
             with (
-                ControlGroup(memory_mib, mb_s) as group,
+                ControlGroup(memory_mib, mb_s, store=self.tuned) as group,
                 self.sides[0].start(
                     self.plan.two_mib, f"disk-{mb_s}", prefix=group.prefix
                 ) as server,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -155,6 +156,22 @@ def test_what_runs_in_a_control_group_has_its_processor_time_and_sees_it() -> No
         pytest.skip(str(error))
     assert int(cores) == 1
     assert float(seconds) > 0.6
+
+
+def test_the_disk_that_has_the_store_is_limited(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir("/proc")  # which is on no disk
+    try:
+        group = ControlGroup(read_mb_s=50, store=tmp_path)
+    except FileNotFoundError as error:
+        pytest.skip(f"{tmp_path} is on no disk, either: {error}")
+    (setting,) = group._limits.values()
+    disk = os.stat(tmp_path).st_dev
+    blocks = Path(f"/sys/dev/block/{setting.split()[0]}").resolve()
+    assert f"{os.major(disk)}:{os.minor(disk)}" in {
+        file.read_text("ascii").strip() for file in (blocks / "dev", *blocks.glob("*/dev"))
+    }
 
 
 def test_what_the_gateway_adds_is_the_median_difference_of_pairs() -> None:
