@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import http.client
+import itertools
 import json
 import os
 import subprocess
@@ -177,6 +178,21 @@ def test_the_disk_that_has_the_store_is_limited(
 def test_what_the_gateway_adds_is_the_median_difference_of_pairs() -> None:
     calls = {"gateway_ms": [3.0, 50.0, 4.0], "mms_ms": [2.5, 49.0, 9.0]}
     assert added(calls, "gateway_ms", "mms_ms") == [0.5]
+
+
+def test_a_fleets_rate_is_over_the_time_until_the_last_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ticks = itertools.count()  # each reading of the clock is a second later
+    plan = fleet.Plan(random_model.TINY, seconds=30)
+    run = fleet.FleetRun(plan, [], tmp_path)
+    assert run.text
+    with upstreams(1) as (server,):
+        monkeypatch.setattr("time.perf_counter", lambda: float(next(ticks)))
+        connect = partial(http.client.HTTPConnection, "127.0.0.1", server.port)
+        calls, seconds = run._round(connect, 1, 0)
+    assert calls
+    assert seconds >= plan.seconds + fleet.CLIENTS  # whose last readings are after the end
 
 
 def test_ways_take_turns_and_the_first_rounds_do_not_count() -> None:
