@@ -25,6 +25,7 @@ from benchmarks.engine import tables, uses
 from benchmarks.fleet import measurements as fleet
 from benchmarks.forms import measurements as forms
 from benchmarks.gateway import measurements as gateway
+from benchmarks.report import tables as report
 from benchmarks.report.tables import added, judge
 from benchmarks.run import in_turns
 from benchmarks.switching import clients as switching_clients
@@ -284,6 +285,40 @@ def test_an_answer_that_another_model_would_give_is_wrong_and_half_of_one_is_los
     answers += [answered("", "503: 😴")]
     entries = switching_clients.count_faults(answers, {("봄", 0): "가나"})
     assert (entries["wrong"], entries["lost"], entries["4xx"], entries["5xx"]) == (1, 1, 0, 1)
+
+
+def test_a_failed_request_has_no_latency_and_meets_no_goal() -> None:
+    def request(state: str, seconds: float, error: str = "") -> dict[str, Any]:
+        return {"model": "봄", "state": state, "first_s": seconds, "error": error}
+
+    requests = [request("hot", 0.1), request("warm", 0.3), request("warm", 0.0, "503: 😴")]
+    faults = dict.fromkeys(report.FAULTS, 0)
+    one = {"requests": requests, "warm_up": [], "at_once": 1, "faults": faults}
+    joined = switching_clients.joined([{**one, "tokens_per_s": 1.0, "alone_tokens_per_s": 1.0}])
+    firsts = joined["first_token_s"]
+    assert {state: (q["count"], q["p50"]) for state, q in firsts.items()} == {
+        "all": (2, pytest.approx(0.2)),
+        "hot": (1, 0.1),
+        "warm": (1, 0.3),
+    }
+    swaps = {"requests": requests, "cpu_s": 0.0, "engine_ready_s": [0.1]}
+    disk = [{**each, "mb_s": 50, "read_bytes": 30_000_000} for each in requests]
+    registered = {"first_call": requests}
+    results = {
+        part: {"now": measured}
+        for part, measured in (("swaps", swaps), ("disk", disk), ("registered", registered))
+    }
+    goals = [*judge(results, (*switching.GOALS, *switching.CONTAINER_GOALS))]
+    for name in ("a swap alone", "a miss", "a first call"):
+        assert [g["met"] for g in goals if g["name"].startswith(name)] == [False]
+    rows = dict(switching._others({"swaps": results["swaps"]}))
+    assert rows["now: first token of a warm model, alone, ms"] == "300; 1 of 2 failed"
+    _, limits = switching._disk(results["disk"])
+    assert [row[:4] for row in limits] == [
+        ("now; 1 of 3 failed", "", "", ""),
+        ("now: 50", "hot", "1", "100"),
+        ("now: 50", "warm", "1", "300"),
+    ]
 
 
 def test_no_two_fine_tunes_share_a_tensor_and_a_hollow_one_takes_no_disk(tmp_path: Path) -> None:
