@@ -25,7 +25,7 @@ def lines(results: Results) -> str:
         + (f"; a container of {plan['container_mib']:,} MiB" if plan["container_mib"] else "")
     )
     trace = results.get("trace", {})
-    latencies = ("time to first token, ms", "requests", *QUANTILES)
+    latencies = ("first token without a prefix cache, ms", "requests", *QUANTILES)
     tables: list[Table] = [
         (latencies, _latencies(trace)),
         _rates(trace),

@@ -20,6 +20,7 @@ import sentencepiece
 
 from benchmarks.__main__ import main
 from benchmarks.adapters import tables as adapters
+from benchmarks.adapters.measurements import AdaptersRun
 from benchmarks.contenders import peers
 from benchmarks.engine import tables, uses
 from benchmarks.fleet import measurements as fleet
@@ -30,11 +31,12 @@ from benchmarks.report.tables import added, judge
 from benchmarks.run import in_turns
 from benchmarks.switching import clients as switching_clients
 from benchmarks.switching import tables as switching
+from benchmarks.switching.measurements import SwitchingRun
 from engine.artifacts.open import open_artifact
 from testbed import random_model
 from testbed.control_group import ControlGroup
 from testbed.process import ROOT, ProgramError
-from testbed.server import Streamed
+from testbed.server import Server, Streamed
 from tests.fleet.haproxy import needs_haproxy
 from tests.fleet.upstream import upstreams
 from tests.scripts import command
@@ -224,6 +226,25 @@ def test_switching_is_measured_and_every_answer_is_the_models_own(tmp_path: Path
     registered = results["registered"]["now"]
     assert [row["state"] for row in registered["first_call"]] == ["cold"] * models
     assert not any(row["error"] for row in registered["first_call"] + registered["any_call"])
+
+
+def test_beside_peers_that_compute_all_prompts_ours_does_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[dict[str, str]] = []
+
+    def start(server: Server, *_: Any, environment: dict[str, str], **__: Any) -> None:
+        started.append(environment)
+        raise ProgramError("not started")
+
+    monkeypatch.setattr(Server, "__init__", start)
+    among_adapters = AdaptersRun(AdaptersRun.QUICK, ["peers"], tmp_path)
+    among_adapters.prepare()
+    assert among_adapters.peers() == []
+    switched = SwitchingRun(SwitchingRun.QUICK, ["trace"], tmp_path)
+    switched.sides = [switched._side("now", ROOT)]
+    assert switched.trace() == {}
+    assert [settings.get("ENGINE_PREFIX_CACHE_MIB") for settings in started] == ["0"] * 4
 
 
 def test_adapters_are_measured_and_every_answer_is_the_adapters_own(tmp_path: Path) -> None:
