@@ -104,6 +104,9 @@ def run(options: Bench) -> int:
     wanted = options.only.split(",") if options.only else [*kind.DEFAULT]
     if unknown := [part for part in wanted if part not in kind.PARTS]:
         raise Problem(f"--only {unknown[0]}: known are {', '.join(kind.PARTS)}")
+    for one in ("against", "sweep"):
+        if vars(options)[one] and name != "switching":
+            raise Problem(f"--{one} goes with --switching")
     if options.sweep and "sweep" not in wanted:
         wanted.append("sweep")
     plan = kind.PLAN

@@ -25,6 +25,7 @@ class ControlGroup:
 
     Without limits no group is created, and `prefix` is empty.
 
+    read_mb_s: rate of reads from the disk that has the folder `store`
     seen: mount the group where a container finds its own, so that the command sees its limits
     cpus: seconds of processor time per second, as in `docker run --cpus`
     """
@@ -37,6 +38,7 @@ class ControlGroup:
         read_mb_s: int | None = None,
         seen: bool = False,
         cpus: float | None = None,
+        store: Path = Path(),
     ) -> None:
         one = not (ROOT / "cgroup.controllers").exists()  # version 1 has a tree for each controller
         limits: list[tuple[str, str, str]] = []
@@ -46,7 +48,7 @@ class ControlGroup:
         if read_mb_s is not None:
             rate = read_mb_s * 1_000_000
             file, line = ("blkio.throttle.read_bps_device", "") if one else ("io.max", "rbps=")
-            limits += [("blkio", file, f"{_disk()} {line}{rate}")]
+            limits += [("blkio", file, f"{_disk(store)} {line}{rate}")]
         if cpus is not None and one:
             limits += [("cpu", "cpu.cfs_period_us", str(PERIOD_US))]
             limits += [("cpu", "cpu.cfs_quota_us", str(int(PERIOD_US * cpus)))]
@@ -113,10 +115,10 @@ class ControlGroup:
         return {name: counts[name] for name in names if name in counts}
 
 
-def _disk() -> str:
-    """Return MAJOR:MINOR of the disk of the working directory. Partitions have no limits."""
-    device = os.stat(Path.cwd()).st_dev
-    folder = Path(f"/sys/dev/block/{os.major(device)}:{os.minor(device)}").resolve()
-    if (folder / "partition").exists():
-        folder = folder.parent
-    return (folder / "dev").read_text(encoding="ascii").strip()
+def _disk(folder: Path) -> str:
+    """Return MAJOR:MINOR of a folder's disk. Partitions have no limits."""
+    device = folder.stat().st_dev
+    disk = Path(f"/sys/dev/block/{os.major(device)}:{os.minor(device)}").resolve()
+    if (disk / "partition").exists():
+        disk = disk.parent
+    return (disk / "dev").read_text(encoding="ascii").strip()

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.contenders import peers
-from benchmarks.contenders.llama_server import LlamaAdapters, LlamaServer
+from benchmarks.contenders.llama_server import COMPUTE_ALL_PROMPTS, LlamaAdapters, LlamaServer
 from benchmarks.process import Worker
 from benchmarks.report.tables import Results, quantiles
 from benchmarks.switching.clients import Clients
@@ -79,7 +79,7 @@ def measure(case: Case, skipping: Callable[[str], Any]) -> list[Results]:
 
 
 def _ours(case: Case, store: Path, precision: str = "int8") -> Server:
-    environment = {"ENGINE_MEMORY_MIB": str(case.budget_mib)}
+    environment = {"ENGINE_MEMORY_MIB": str(case.budget_mib), **COMPUTE_ALL_PROMPTS}
     log = case.log("adapters-peers")
     return Server(store, log, backend=(Server.backend, precision), environment=environment)
 

@@ -47,11 +47,11 @@ def lines(results: Results) -> str:
         + f"; {plan['clients']} clients, {plan['new_tokens']} tokens each"
     )
     traces = ("", "requests", "tokens/s", "first token, ms: p50", "p90", "p99", "most", "faults")
-    beside = ("8 adapters, 8 clients", "tokens/s: Zipf", "uniform", "first token, ms: p50", "p99")
+    beside = ("8 adapters, no prefix cache", "tokens/s: Zipf", "uniform", "first token, ms: p50")
     tables = [
         (("8 rows", "rank", "different", "ms a step", "against none"), _steps(results)),
         (traces, _traces(results)),
-        ((*beside, "memory, MB", "tokens as transformers'"), _peers(results)),
+        ((*beside, "p99", "memory, MB", "tokens as transformers'"), _peers(results)),
         (("", ""), _others(results)),
     ]
     return report.page(results, what, tables)

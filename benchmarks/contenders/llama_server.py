@@ -1,7 +1,8 @@
 """llama.cpp's server: with eight slots, with adapters, or as a router of models.
 
 It has its defaults except for the slots, their context, and one thread per core: continuous
-batching, a prompt cache of 8 GiB, and automatic flash attention.
+batching, a prompt cache of 8 GiB, and automatic flash attention. With adapters and as a router it
+computes all prompts, as this server then does by `COMPUTE_ALL_PROMPTS`.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from testbed.process import Program, ProgramError, fetch, free_port
 from testbed.server import CALL_S
 
 CONTEXT = 512  # tokens of all slots of a model together, with many models
+COMPUTE_ALL_PROMPTS = {"ENGINE_PREFIX_CACHE_MIB": "0"}
 GREEDY = {"temperature": 0, "return_tokens": True, "ignore_eos": True, "stream": True}
 
 
@@ -87,7 +89,7 @@ class Router(LlamaServer):
     def stream(
         self, model: str, ids: list[int], new_tokens: int, **parameters: Any
     ) -> tuple[str, dict[str, Any]]:
-        return super().stream(model, ids, new_tokens, cache_prompt=False)  # compute all prompts
+        return super().stream(model, ids, new_tokens, cache_prompt=False)
 
     def states(self) -> dict[str, str]:
         rows = (self.get("/v1/models") or {}).get("data", [])

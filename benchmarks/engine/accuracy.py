@@ -83,7 +83,7 @@ def _compare(
         a, b = forced(exact, ids, made), forced(other, ids, made)
         positions += len(made)
         agreed += int((a.argmax(axis=-1) == b.argmax(axis=-1)).sum())
-        worst = max(worst, float(np.abs(a - b).max()))
+        worst = float(np.maximum(worst, np.abs(a - b).max()))  # NaN stays NaN
         squares += float(np.square(a - b, dtype=np.float64).mean(axis=-1).sum())
         power += float(a.var(axis=-1, dtype=np.float64).sum())
         p, q = log_softmax(a), log_softmax(b)

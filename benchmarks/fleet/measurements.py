@@ -6,11 +6,12 @@ Each server has one core, or as many as `--cpus`.
 from __future__ import annotations
 
 import contextlib
+import http.client
 import itertools
 import os
 import random
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -25,6 +26,8 @@ from testbed.haproxy import HAProxy
 from testbed.server import Server, ask
 
 CLIENTS = 8  # for each server
+
+Connect = Callable[[], http.client.HTTPConnection]
 
 
 @dataclass(frozen=True)
@@ -133,24 +136,26 @@ class FleetRun(Run):
                 server = Server(self.store, log, models, prefix=prefix)
                 servers.append(started.enter_context(server))
             proxy = started.enter_context(self._proxy_of(servers))
-            rounds = [self._round(servers[0], proxy, nodes, r) for r in range(plan.rounds)]
+            connect = partial(servers[0].connect, proxy.port)
+            rounds = [self._round(connect, nodes, r) for r in range(plan.rounds)]
         return {
-            "tokens_per_s": [len(calls) * plan.new_tokens / plan.seconds for calls in rounds],
-            "p99_ms": [1000 * report.quantiles(calls)["p99"] for calls in rounds],
+            "tokens_per_s": [len(calls) * plan.new_tokens / took_s for calls, took_s in rounds],
+            "p99_ms": [1000 * report.quantiles(calls)["p99"] for calls, _ in rounds],
         }
 
-    def _round(self, server: Server, proxy: HAProxy, nodes: int, turn: int) -> list[float]:
-        """Run all clients for `plan.seconds`; return the seconds of each call."""
-        end = time.perf_counter() + self.plan.seconds
+    def _round(self, connect: Connect, nodes: int, turn: int) -> tuple[list[float], float]:
+        """Start calls for `plan.seconds`; return the seconds of each call, and until the last."""
+        began = time.perf_counter()
+        end = began + self.plan.seconds
 
         def client(number: int) -> list[float]:
             chance, seconds = random.Random(1000 * turn + number), []  # noqa: S311
-            with contextlib.closing(server.connect(proxy.port)) as connection:
+            with contextlib.closing(connect()) as connection:
                 while time.perf_counter() < end:
                     name = chance.choice(self.plan.names)
                     seconds.append(ask(connection, name, self.text, self.plan.new_tokens)[0])
             return seconds
 
         with ThreadPoolExecutor(CLIENTS * nodes) as pool:
-            calls = pool.map(client, range(CLIENTS * nodes))
-            return [*itertools.chain.from_iterable(calls)]
+            calls = [*itertools.chain(*pool.map(client, range(CLIENTS * nodes)))]
+        return calls, time.perf_counter() - began

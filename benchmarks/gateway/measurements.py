@@ -247,12 +247,12 @@ def _stream(connection: http.client.HTTPConnection, path: str, body: bytes) -> t
     began = time.perf_counter()
     connection.request("POST", path, body, HEADERS)
     answer = connection.getresponse()
-    first_bytes = answer.read1()
+    content = answer.read1()
     first = time.perf_counter() - began
-    rest = answer.read()
+    content += answer.read()
     whole = time.perf_counter() - began
-    if answer.status != 200 or b'"error"' in rest:
-        raise ProgramError(f"{path} answered {answer.status}: {first_bytes + rest!r:.300}")
+    if answer.status != 200 or b'"error"' in content:
+        raise ProgramError(f"{path} answered {answer.status}: {content!r:.300}")
     return first, whole
 
 

@@ -7,7 +7,7 @@ import itertools
 import math
 import statistics
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
@@ -173,18 +173,24 @@ def count_faults(answers: Sequence[Answered], expected: Expected) -> Results:
     }
 
 
+def first_s(requests: Iterable[Results]) -> list[float]:
+    """Return the seconds to the first tokens of the requests that did not fail."""
+    return [a["first_s"] for a in requests if not a["error"]]
+
+
+def by_state(requests: Sequence[Results]) -> dict[str, list[Results]]:
+    return {s: some for s in STATES if (some := [a for a in requests if a["state"] == s])}
+
+
 def joined(rounds: list[Results]) -> Results:
     """Return the rounds of a trace, with statistics of all their requests together."""
     requests = [a for one in rounds for a in one["requests"]]
-    firsts = {"all": [a["first_s"] for a in requests if not a["error"]]}
-    for state in STATES:
-        if values := [a["first_s"] for a in requests if a["state"] == state]:
-            firsts[state] = values
+    states = {"all": requests} | by_state(requests)
     against = [one["tokens_per_s"] / (one["alone_tokens_per_s"] or math.inf) for one in rounds]
     capacity = max(one["at_once"] for one in rounds)
     return {
         "rounds": rounds,
-        "first_token_s": {state: quantiles(values) for state, values in firsts.items()},
+        "first_token_s": {state: quantiles(first_s(some)) for state, some in states.items()},
         "tokens_per_s": statistics.median(one["tokens_per_s"] for one in rounds),
         "against_alone": statistics.median(against),
         "at_once": capacity,

@@ -16,7 +16,7 @@ from typing import Any
 from tqdm import tqdm
 
 from benchmarks.contenders import peers
-from benchmarks.contenders.llama_server import Router
+from benchmarks.contenders.llama_server import COMPUTE_ALL_PROMPTS, Router
 from benchmarks.engine.process import Engine, drop_pages
 from benchmarks.report.tables import Results
 from benchmarks.run import Run
@@ -134,11 +134,11 @@ class SwitchingRun(Run):
 
     def _side(self, name: str, tree: Path) -> Side:
         def start(
-            mib: int, log: str, store: Path = self.tuned, cache: str = "", **more: Any
+            mib: int, log: str, store: Path = self.tuned, prefix: Sequence[str] = (), **more: str
         ) -> Server:
-            environment = {"ENGINE_MEMORY_MIB": str(mib), "ENGINE_CACHE_DIR": cache}
+            environment = {"ENGINE_MEMORY_MIB": str(mib), "ENGINE_CACHE_DIR": "", **more}
             log_file = self.log(f"switching-{log}-{name}")
-            return Server(store, log_file, environment=environment, root=tree, **more)
+            return Server(store, log_file, environment=environment, prefix=prefix, root=tree)
 
         return Side(name, start, tree)
 
@@ -209,7 +209,7 @@ class SwitchingRun(Run):
             self._drop_pages()
         with (
             ControlGroup(container_mib, seen=seen) as group,
-            side.start(mib, log, prefix=group.prefix) as server,
+            side.start(mib, log, prefix=group.prefix, **COMPUTE_ALL_PROMPTS) as server,
         ):
             warm_up = self._warm_up(server)
             expected, turns = side.expected, self.turns
@@ -336,7 +336,7 @@ class SwitchingRun(Run):
         for _ in range(self.plan.tries):
             with (
                 tempfile.TemporaryDirectory(dir=self.workdir, prefix=".empty-") as cache,
-                side.start(0, "first", store=folder.parent, cache=cache) as server,
+                side.start(0, "first", folder.parent, ENGINE_CACHE_DIR=cache) as server,
                 self.clients.one(server) as client,
             ):
                 time.sleep(BEFORE_FIRST_S)
@@ -353,7 +353,7 @@ class SwitchingRun(Run):
         for mb_s in DISK_MB_S:
             self._drop_pages()
             with (
-                ControlGroup(memory_mib, mb_s) as group,
+                ControlGroup(memory_mib, mb_s, store=self.tuned) as group,
                 self.sides[0].start(
                     self.plan.two_mib, f"disk-{mb_s}", prefix=group.prefix
                 ) as server,

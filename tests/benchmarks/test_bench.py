@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import http.client
+import itertools
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -16,23 +18,28 @@ import numpy as np
 import pytest
 import sentencepiece
 
+from benchmarks.__main__ import main
 from benchmarks.adapters import tables as adapters
+from benchmarks.adapters.measurements import AdaptersRun
 from benchmarks.contenders import peers
 from benchmarks.engine import tables, uses
 from benchmarks.fleet import measurements as fleet
 from benchmarks.forms import measurements as forms
 from benchmarks.gateway import measurements as gateway
+from benchmarks.report import tables as report
 from benchmarks.report.tables import added, judge
 from benchmarks.run import in_turns
 from benchmarks.switching import clients as switching_clients
 from benchmarks.switching import tables as switching
+from benchmarks.switching.measurements import SwitchingRun
 from engine.artifacts.open import open_artifact
 from testbed import random_model
 from testbed.control_group import ControlGroup
 from testbed.process import ROOT, ProgramError
-from testbed.server import Streamed
+from testbed.server import Server, Streamed
 from tests.fleet.haproxy import needs_haproxy
 from tests.fleet.upstream import upstreams
+from tests.scripts import command
 
 pytestmark = pytest.mark.slow
 
@@ -97,6 +104,15 @@ def test_what_is_asked_for_is_measured_and_shown(
     assert options[1:] or all("value" in goal for goal in results["goals"])
 
 
+@pytest.mark.parametrize("options", [("--sweep",), ("--against", "HEAD", "--adapters")])
+def test_options_of_switching_are_refused_without_it(
+    tmp_path: Path, options: tuple[str, ...]
+) -> None:
+    done = command.run("bench", *options, "--workdir", tmp_path, main=main)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == f"bench: {options[0]} goes with --switching\n"
+
+
 def test_a_goal_is_the_median_over_rounds_and_one_not_measured_has_no_value() -> None:
     def contender(*seconds: list[float]) -> dict[str, Any]:
         """Of one row, and of eight."""
@@ -146,9 +162,40 @@ def test_what_runs_in_a_control_group_has_its_processor_time_and_sees_it() -> No
     assert float(seconds) > 0.6
 
 
+def test_the_disk_that_has_the_store_is_limited(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir("/proc")  # which is on no disk
+    try:
+        group = ControlGroup(read_mb_s=50, store=tmp_path)
+    except FileNotFoundError as error:
+        pytest.skip(f"{tmp_path} is on no disk, either: {error}")
+    (setting,) = group._limits.values()
+    disk = os.stat(tmp_path).st_dev
+    blocks = Path(f"/sys/dev/block/{setting.split()[0]}").resolve()
+    assert f"{os.major(disk)}:{os.minor(disk)}" in {
+        file.read_text("ascii").strip() for file in (blocks / "dev", *blocks.glob("*/dev"))
+    }
+
+
 def test_what_the_gateway_adds_is_the_median_difference_of_pairs() -> None:
     calls = {"gateway_ms": [3.0, 50.0, 4.0], "mms_ms": [2.5, 49.0, 9.0]}
     assert added(calls, "gateway_ms", "mms_ms") == [0.5]
+
+
+def test_a_fleets_rate_is_over_the_time_until_the_last_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ticks = itertools.count()  # each reading of the clock is a second later
+    plan = fleet.Plan(random_model.TINY, seconds=30)
+    run = fleet.FleetRun(plan, [], tmp_path)
+    assert run.text
+    with upstreams(1) as (server,):
+        monkeypatch.setattr("time.perf_counter", lambda: float(next(ticks)))
+        connect = partial(http.client.HTTPConnection, "127.0.0.1", server.port)
+        calls, seconds = run._round(connect, 1, 0)
+    assert calls
+    assert seconds >= plan.seconds + fleet.CLIENTS  # whose last readings are after the end
 
 
 def test_ways_take_turns_and_the_first_rounds_do_not_count() -> None:
@@ -181,6 +228,25 @@ def test_switching_is_measured_and_every_answer_is_the_models_own(tmp_path: Path
     assert not any(row["error"] for row in registered["first_call"] + registered["any_call"])
 
 
+def test_beside_peers_that_compute_all_prompts_ours_does_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[dict[str, str]] = []
+
+    def start(server: Server, *_: Any, environment: dict[str, str], **__: Any) -> None:
+        started.append(environment)
+        raise ProgramError("not started")
+
+    monkeypatch.setattr(Server, "__init__", start)
+    among_adapters = AdaptersRun(AdaptersRun.QUICK, ["peers"], tmp_path)
+    among_adapters.prepare()
+    assert among_adapters.peers() == []
+    switched = SwitchingRun(SwitchingRun.QUICK, ["trace"], tmp_path)
+    switched.sides = [switched._side("now", ROOT)]
+    assert switched.trace() == {}
+    assert [settings.get("ENGINE_PREFIX_CACHE_MIB") for settings in started] == ["0"] * 4
+
+
 def test_adapters_are_measured_and_every_answer_is_the_adapters_own(tmp_path: Path) -> None:
     results, output = run(tmp_path, "--adapters", "--only", "steps,first,trace")
     assert results["skipped"] == {}
@@ -202,6 +268,14 @@ def test_adapters_are_measured_and_every_answer_is_the_adapters_own(tmp_path: Pa
 def test_a_stream_that_fails_says_how(status: int, content: str, message: str) -> None:
     with answering(status, content) as connection, pytest.raises(ProgramError, match=message):
         Streamed(connection, "/predictions/m", {})
+
+
+def test_a_stream_by_the_gateway_that_begins_with_an_error_fails() -> None:
+    with (
+        answering(200, 'data: {"error": "😴"}\n\n') as connection,
+        pytest.raises(ProgramError, match="/v1/completions answered 200"),
+    ):
+        gateway._stream(connection, "/v1/completions", b"{}")
 
 
 def test_a_stream_has_the_tokens_of_all_answers_and_the_first_ones_text() -> None:
@@ -232,6 +306,40 @@ def test_an_answer_that_another_model_would_give_is_wrong_and_half_of_one_is_los
     answers += [answered("", "503: 😴")]
     entries = switching_clients.count_faults(answers, {("봄", 0): "가나"})
     assert (entries["wrong"], entries["lost"], entries["4xx"], entries["5xx"]) == (1, 1, 0, 1)
+
+
+def test_a_failed_request_has_no_latency_and_meets_no_goal() -> None:
+    def request(state: str, seconds: float, error: str = "") -> dict[str, Any]:
+        return {"model": "봄", "state": state, "first_s": seconds, "error": error}
+
+    requests = [request("hot", 0.1), request("warm", 0.3), request("warm", 0.0, "503: 😴")]
+    faults = dict.fromkeys(report.FAULTS, 0)
+    one = {"requests": requests, "warm_up": [], "at_once": 1, "faults": faults}
+    joined = switching_clients.joined([{**one, "tokens_per_s": 1.0, "alone_tokens_per_s": 1.0}])
+    firsts = joined["first_token_s"]
+    assert {state: (q["count"], q["p50"]) for state, q in firsts.items()} == {
+        "all": (2, pytest.approx(0.2)),
+        "hot": (1, 0.1),
+        "warm": (1, 0.3),
+    }
+    swaps = {"requests": requests, "cpu_s": 0.0, "engine_ready_s": [0.1]}
+    disk = [{**each, "mb_s": 50, "read_bytes": 30_000_000} for each in requests]
+    registered = {"first_call": requests}
+    results = {
+        part: {"now": measured}
+        for part, measured in (("swaps", swaps), ("disk", disk), ("registered", registered))
+    }
+    goals = [*judge(results, (*switching.GOALS, *switching.CONTAINER_GOALS))]
+    for name in ("a swap alone", "a miss", "a first call"):
+        assert [g["met"] for g in goals if g["name"].startswith(name)] == [False]
+    rows = dict(switching._others({"swaps": results["swaps"]}))
+    assert rows["now: first token of a warm model, alone, ms"] == "300; 1 of 2 failed"
+    _, limits = switching._disk(results["disk"])
+    assert [row[:4] for row in limits] == [
+        ("now; 1 of 3 failed", "", "", ""),
+        ("now: 50", "hot", "1", "100"),
+        ("now: 50", "warm", "1", "300"),
+    ]
 
 
 def test_no_two_fine_tunes_share_a_tensor_and_a_hollow_one_takes_no_disk(tmp_path: Path) -> None:

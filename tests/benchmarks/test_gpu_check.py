@@ -5,11 +5,15 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
 import onnxruntime
 import pytest
 
 from benchmarks.__main__ import main
+from benchmarks.engine import accuracy
 from benchmarks.gpu import table as gpu_table
+from engine.backends.interface import BackendModel
+from testbed import random_model
 from tests.scripts import command
 
 pytestmark = pytest.mark.slow
@@ -38,6 +42,27 @@ def test_both_backends_are_right_on_the_cpu_and_what_is_wrong_is_said(tmp_path: 
     for part in ("off by 2.0e-02", "2 of 3 texts of sowol", "depends on its batch", "not refused"):
         assert part in text
     assert "mxnet" not in text
+
+
+def test_logits_that_are_no_numbers_are_wrong(tmp_path: Path) -> None:
+    def load(folder: str) -> BackendModel:
+        model = accuracy.int8(folder)
+        run = model.run
+        model.run = lambda pieces: run(pieces) * np.float32("nan")  # type: ignore[method-assign]
+        return model
+
+    folder = str(random_model.make(tmp_path, random_model.TINY, 0))
+    prompts = random_model.prompts(random_model.TINY, 1, 8)
+    right = accuracy.compare(folder, prompts, 2)
+    wrong = accuracy.compare(folder, prompts, 2, load)
+    assert np.isnan(wrong["max_logit_error"])
+    measured = {"precision": "fp16", "rows": {"max_difference": np.nan, "logits_std": 1.0}}
+    of_models = {"random": {**right, "relative_logit_error": 0.0}, "sowol": {**right, **wrong}}
+    of_models["sowol"]["same_texts"] = of_models["sowol"]["texts"]
+    results = {"backends": {"onnxruntime": {**measured, "accuracy": of_models}}}
+    logits, rows = gpu_table.failures(results)
+    assert "logits are off by nan" in logits
+    assert "a row depends on its batch by nan" in rows
 
 
 @pytest.mark.skipif(
