@@ -159,6 +159,7 @@ TABLE = ("index", EMBEDDING)
 CHANGES: list[tuple[Any, ...]] = [
     *(("config", "num_heads", value) for value in (0, 3)),
     *(("config", "units", value) for value in (1 << 40, "64")),
+    ("config", "num_layers", 1 << 40),
     *(("config", "extra", 1), ("config", 5), ("index", {}), ("index", [])),
     *((*TABLE, 0, file) for file in ("../kogpt2.params", "/etc/passwd", "missing")),
     *((*TABLE, 1, offset) for offset in (-4, 1 << 62, 1.5)),
