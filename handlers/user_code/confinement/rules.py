@@ -21,7 +21,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from common.errors import EngineError
+from common.errors import Overloaded
 from common.oom import SCRIPT, expendable
 from handlers.user_code.confinement import capabilities, landlock, seccomp
 
@@ -153,7 +153,7 @@ def pip_environment(temporary: str, given: Mapping[str, str] = os.environ) -> di
 def allocate_user(run_dir: str) -> int | None:
     """Reserve a uid for a model until this process ends; None if this process is not root.
 
-    Raises `EngineError` if all are in use: the model's program would run as root.
+    Raises `Overloaded` if all are in use: the model's program would run as root.
     """
     if not may_change_user():
         return None
@@ -166,7 +166,7 @@ def allocate_user(run_dir: str) -> int | None:
             return uid
         except BlockingIOError:
             os.close(lock)
-    raise EngineError(
+    raise Overloaded(
         f"all {len(UIDS)} users for models' programs are in use; unload a model that has a program"
     )
 
