@@ -66,9 +66,10 @@ class Connections:
 class LoadedModel:
     """The handler service that all connections to one model share; loaded by the first."""
 
-    def __init__(self) -> None:
+    def __init__(self, handler: Any = None) -> None:
+        """`handler` is the method of a loaded service; without it the first connection loads."""
         self._lock = threading.Lock()
-        self._handler: Any = None
+        self._handler = handler
         self._closed = False
 
     def service(self, message: dict[str, Any]) -> Any:

@@ -25,6 +25,7 @@ import threading
 import time
 from pathlib import Path
 
+from common.errors import EngineError, Overloaded
 from common.oom import WORKER, expendable
 from common.settings import read_settings
 from handlers.dispatch import computes_tensors
@@ -43,8 +44,8 @@ PR_SET_PDEATHSIG = 1
 class Worker:
     """Loads one model and answers on any number of connections, each with its own MMS context."""
 
-    def __init__(self, socket_path: str, parent: int) -> None:
-        self._socket_path, self._model = Path(socket_path), LoadedModel()
+    def __init__(self, socket_path: str, parent: int, model: LoadedModel) -> None:
+        self._socket_path, self._model = Path(socket_path), model
         self._lock = threading.Lock()
         self._connections = Connections()
         self._parent = parent
@@ -97,16 +98,27 @@ class Worker:
                 self._connections.discard(connection)
 
 
-def confine(spec: ModelSpec) -> None:
-    """Confines this process if it computes tensors, before threads start. Raises `OSError`."""
+def confinement_of(spec: ModelSpec) -> Confinement | None:
+    """Return the limits of a process that computes tensors; None for other models.
+
+    Reserves a user until this process and its children end. Raises `Overloaded` if none is free.
+    """
     isolated = read_settings(Settings).script_isolation
     if not isolated or not computes_tensors(spec.path, spec.handler):
-        return
+        return None
     files = Path(spec.path).rglob("*")
     targets = [str(path.resolve()) for path in files if path.is_symlink()]  # within the store
     uid = allocate_user(os.environ.get("RUN_DIR", spec.folder))
-    read = [spec.folder, spec.path, *targets]
-    Confinement(read=read, write=[], network=False, uid=uid).enter()
+    return Confinement(read=[spec.folder, spec.path, *targets], write=[], network=False, uid=uid)
+
+
+def refused(error: EngineError) -> LoadedModel:
+    """Return a model that answers with `error`; nothing of it is read."""
+    from handlers.handler_service import HandlerService
+
+    service = HandlerService()
+    service.load_error = error
+    return LoadedModel(service.handle)
 
 
 def main() -> None:
@@ -122,7 +134,12 @@ def main() -> None:
     # the process has ended. After them it detects an end at once: print them before slow imports.
     print(f"[PID] {os.getpid()}", flush=True)
     print("MMS worker started.", flush=True)
-    watcher = os.getpid()
+    watcher, confinement, refusal = os.getpid(), None, None
+    try:  # here, so that a process that is forked again has the same user
+        spec = ModelSpec.read(Path(arguments.model_path), arguments.model_name)
+        confinement = confinement_of(spec)
+    except Overloaded as error:
+        refusal = error
     while True:
         try:
             child = os.fork()
@@ -131,10 +148,12 @@ def main() -> None:
             time.sleep(RESTART_BACK_OFF_S)
             continue
         if child == 0:
-            confine(ModelSpec.read(Path(arguments.model_path), arguments.model_name))
+            if confinement is not None:
+                confinement.enter()  # before threads start
             # Kill this process when its watcher ends, even while a connection is open.
             ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-            Worker(arguments.sock_name, watcher).serve(listener)
+            model = LoadedModel() if refusal is None else refused(refusal)
+            Worker(arguments.sock_name, watcher, model).serve(listener)
         status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
         if status == 0:
             path.unlink(missing_ok=True)

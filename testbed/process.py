@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import os
 import random
@@ -10,7 +11,7 @@ import socket
 import subprocess
 import time
 import urllib.request
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import ClassVar, TypeVar
 
@@ -38,15 +39,35 @@ def fetch(url: str, timeout_s: float) -> bytes:
         return content
 
 
-# Each worker of pytest-xdist cycles through 2,750 ports of its own, so that no two tests get a port
-# that is free only because its server has not bound it yet.
-_WORKER = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")) % 8
-_PORTS = itertools.cycle(random.SystemRandom().sample(range(10_000 + _WORKER, 32_000, 8), 2_750))
+PORTS = range(10_000, 32_000)  # below the kernel's for clients; Multi Model Server takes <= 32767
+SHARES = 32  # processes that have ports of their own, 687 each
+
+
+@functools.cache
+def _ports() -> Iterator[int]:
+    """Return the ports of this process, in an endless cycle.
+
+    So no two tests, also of two runs at once, get a port that is free only because its server has
+    not bound it yet. A share belongs to the process that has bound its abstract unix address.
+    """
+    for share in range(SHARES):
+        claim = socket.socket(socket.AF_UNIX)
+        try:
+            claim.bind(f"\0kogpt2-ports-{share}")
+        except OSError:
+            claim.close()
+        else:
+            claim.detach()  # open until this process ends
+            break
+    else:
+        share = random.SystemRandom().randrange(SHARES)
+    ports = PORTS[share::SHARES]
+    return itertools.cycle(random.SystemRandom().sample(ports, len(ports)))
 
 
 def free_port() -> int:
-    """Return a free port below the kernel's for clients; Multi Model Server takes <= 32767."""
-    for port in itertools.islice(_PORTS, 100):
+    """Return a free port of `PORTS`."""
+    for port in itertools.islice(_ports(), 100):
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind(("127.0.0.1", port))
             return port

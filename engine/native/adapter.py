@@ -67,7 +67,7 @@ class NativeAdapter:
     def of(
         cls, config: GPT2Config, precision: str, matrices: Mapping[Module, LowRank]
     ) -> NativeAdapter:
-        """Pack matrices in memory. Raises `ArtifactError` for numbers that fp16 does not hold."""
+        """Pack matrices in memory. Raises `ArtifactError` for NaN, infinity and beyond fp16."""
         modules = {f"{layer}.{product}": m for (layer, product), m in matrices.items()}
         arrays = _packed_arrays(modules, precision)
         tensors = {name: (array.ctypes.data, array.shape) for name, array in arrays.items()}
@@ -145,7 +145,8 @@ def build(
     adapter = manifests.adapter_from_manifest(Path(path), manifest)
     base = manifests.from_manifest(Path(base_path), base_manifest)
     entries = list(layout(adapter, precision))
-    matrices = {module: _low_rank(adapter, base, module) for module in adapter.scales}
+    with np.errstate(over="ignore", invalid="ignore"):  # `_grouped` refuses the results
+        matrices = {module: _low_rank(adapter, base, module) for module in adapter.scales}
     arrays = _packed_arrays(matrices, precision)
 
     def fill(data: NDArray[np.uint8]) -> None:
@@ -165,7 +166,8 @@ def _low_rank(adapter: Adapter, base: Artifact, module: str) -> LowRank:
 
     layer, product = module.split(".")
     scale = adapter.scales[module]
-    down, up = numbers(f"{module}.down"), scale * numbers(f"{module}.up")
+    down = numbers(f"{module}.down")
+    up = np.multiply(scale, numbers(f"{module}.up"), dtype=np.float32)
     if not adapter.changes_bias(module):
         return LowRank(down, up)
     more = np.zeros(len(up), np.float32)  # the trained change of the layer's bias
@@ -184,19 +186,21 @@ def _packed_arrays(matrices: Mapping[str, LowRank], precision: str) -> dict[str,
     arrays: dict[str, NDArray[Any]] = {}
     dtype = np.float16 if precision == "int8" else np.float32
     for module, matrix in matrices.items():
-        arrays[f"{module}.down"] = _grouped(matrix.down, dtype)
-        arrays[f"{module}.up"] = _grouped(matrix.up, dtype)
+        arrays[f"{module}.down"] = _grouped(f"{module}.down", matrix.down, dtype)
+        arrays[f"{module}.up"] = _grouped(f"{module}.up times its scale", matrix.up, dtype)
         if matrix.bias is not None:
             arrays[f"{module}.bias"] = np.pad(matrix.bias, (0, -len(matrix.bias) % library.LINE))
     return arrays
 
 
-def _grouped(matrix: NDArray[np.float32], dtype: Any) -> NDArray[Any]:
+def _grouped(name: str, matrix: NDArray[np.float32], dtype: Any) -> NDArray[Any]:
     """Pack a matrix (n, k) as (groups, k, LINE), with `library.LINE` of the n in each group."""
+    if not np.isfinite(matrix).all():
+        raise ArtifactError(f"the adapter's weights are not finite: {name} holds NaN or infinity")
     n, k = matrix.shape
     padded = np.zeros((-(-n // library.LINE) * library.LINE, k), dtype)
     with np.errstate(over="ignore"):
         padded[:n] = matrix
     if not np.isfinite(padded).all():
-        raise ArtifactError("the adapter holds numbers that are too large for fp16")
+        raise ArtifactError(f"{name} of the adapter holds numbers that are too large for fp16")
     return np.ascontiguousarray(padded.reshape(-1, library.LINE, k).transpose(0, 2, 1))

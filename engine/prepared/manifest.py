@@ -273,7 +273,7 @@ def adapter_from_manifest(path: Path, value: Any) -> Adapter:
         generation = Generation.from_json(value["generation"])
         base, content = str(value["base"]), str(value["content"])
         return Adapter(path, base, index, scales, tokens, generation, content)
-    except (KeyError, TypeError, ValueError, AttributeError, OSError):
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError, OSError):
         raise ArtifactError(f"{path.name} changed while it was read") from None
 
 

@@ -157,15 +157,15 @@ class TextProcess:
         """Call a method of the process; start the process from `source` if it has ended.
 
         The call is repeated once if the process ended during it, because the process may have been
-        killed long before. Raises the method's errors, `DeadlineExceeded` if the process stalls,
-        `EngineUnavailable` if it is lost with all other sandboxes, `EngineError` if it ends.
+        killed long before. Raises the errors of `open` and of the method, `DeadlineExceeded` if the
+        process stalls, `EngineUnavailable` if it is lost with all other sandboxes, `EngineError` if
+        it ends.
         """
         for last in (False, True):
+            self.open(source)
+            assert self._child is not None
             began = time.monotonic()
             try:
-                self.open(source)
-                began = time.monotonic()
-                assert self._child is not None
                 return self._child.call(*arguments, timeout_s=timeout_s)
             except (ArtifactError, EngineUnavailable) as error:
                 kind = EngineUnavailable if isinstance(error, EngineUnavailable) else EngineError

@@ -207,7 +207,7 @@ def _from_csv(body: bytes, spec: TensorSpec) -> Array:
         return from_values(rows, spec)
     values = [value for row in rows for value in row]
     per_row = math.prod(fixed)
-    if len(values) % max(per_row, 1):
+    if not per_row or len(values) % per_row:
         raise InvalidRequest(
             f"{spec.name} has {len(values)} values, must be a multiple of {per_row}: {spec}"
         )

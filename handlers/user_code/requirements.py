@@ -7,9 +7,10 @@ import logging
 import os
 import subprocess
 import sys
-import tempfile
+import threading
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import IO
 
 from common.errors import ArtifactError, DeadlineExceeded
 from handlers.model_spec import ModelSpec
@@ -23,6 +24,7 @@ logger = logging.getLogger(__name__)
 PACKAGES, TEMPORARY = "packages", "temporary"
 DONE = "packages.installed"
 MAX_LOG_BYTES = 65_536  # of pip's output, from its end: a package's build may print any amount
+OUTPUT_TIMEOUT_S = 5.0  # for reading the rest after pip's end; its processes are killed before
 PROGRAM = Path(__file__).with_name("pip_child.py")
 
 
@@ -63,28 +65,39 @@ def _pip(
     command = [sys.executable, str(PROGRAM), str(os.getpid()), confined]
     command += ["install", "--no-input", "--quiet", "--disable-pip-version-check"]
     command += ["--target", str(folder), "-r", str(file)]
-    with tempfile.TemporaryFile(dir=folder.parent) as output:  # pip's children could hold a pipe
-        process = descendants.start(
-            command,
-            env=pip_environment(str(folder.parent / TEMPORARY)),
-            cwd=file.parent,
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=output,
-        )
-        try:
-            process.wait(timeout_s)
-        except subprocess.TimeoutExpired:
-            raise DeadlineExceeded(
-                f"{shown} was not installed within {timeout_s:g} s (LOAD_TIMEOUT_S)"
-            ) from None
-        finally:
-            descendants.end(process)
-        output.seek(max(output.seek(0, os.SEEK_END) - MAX_LOG_BYTES, 0))
-        log = output.read().decode("utf-8", "replace")
+    process = descendants.start(
+        command,
+        env=pip_environment(str(folder.parent / TEMPORARY)),
+        cwd=file.parent,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
+    output = bytearray()
+    assert process.stdout is not None
+    reader = threading.Thread(target=_keep_end, args=(process.stdout, output), daemon=True)
+    try:
+        reader.start()
+        process.wait(timeout_s)
+    except subprocess.TimeoutExpired:
+        raise DeadlineExceeded(
+            f"{shown} was not installed within {timeout_s:g} s (LOAD_TIMEOUT_S)"
+        ) from None
+    finally:
+        descendants.end(process)
+    reader.join(OUTPUT_TIMEOUT_S)
     if process.returncode != 0:
+        log = output.decode("utf-8", "replace")
         lines = [line.strip() for line in log.splitlines() if line.strip()]
         for line in lines:
             logger.error("pip: %s", line)
         reason = next((line for line in reversed(lines) if "ERROR" in line), "pip failed")
         raise ArtifactError(f"{shown} could not be installed: {reason[:300]}")
+
+
+def _keep_end(stream: IO[bytes], output: bytearray) -> None:
+    """Read a stream to its end; keep the last `MAX_LOG_BYTES` in `output`."""
+    with stream:
+        while chunk := os.read(stream.fileno(), MAX_LOG_BYTES):
+            output += chunk
+            del output[:-MAX_LOG_BYTES]

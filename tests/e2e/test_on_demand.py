@@ -9,7 +9,6 @@ import shutil
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -27,6 +26,7 @@ from tests.e2e.stores import (
 )
 from tests.e2e.test_metrics import metrics
 from tests.engine.adapters import make_adapter
+from tests.serving.store.file_host import FileHandler, FileHost, running
 from tests.serving.store.s3 import BUCKET, S3Server, s3_server
 
 NAMES = [f"m{i}" for i in range(6)]
@@ -55,42 +55,26 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
 SIGNATURE = "X-Amz-Signature=0123456789abcdef"
 
 
-class Bucket(ThreadingHTTPServer):
+class Bucket(FileHost):
     """Gives `archive` to whoever has the signature, while `is_open`."""
 
     archive = b""
     is_open = True
 
-    def handle_error(self, *arguments: object) -> None:
-        """Clients may hang up: that is how one asks for the beginning only."""
 
-
-class Handler(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
-
+class Handler(FileHandler):
     def do_GET(self) -> None:
         assert isinstance(self.server, Bucket)
         allowed = self.server.is_open and self.path.endswith(f"?{SIGNATURE}")
-        data = self.server.archive if allowed else b""
-        self.send_response(200 if allowed else 403)
-        self.send_header("ETag", '"v1"')
-        self.send_header("Content-Length", str(len(data)))
-        self.end_headers()
-        self.wfile.write(data)
-
-    def log_message(self, *arguments: object) -> None:
-        pass
+        self.send(200 if allowed else 403, self.server.archive if allowed else b"")
 
 
 @pytest.fixture(scope="module")
 def bucket(store: Path) -> Iterator[Bucket]:
-    with Bucket(("127.0.0.1", 0), Handler) as bucket:
-        bucket.archive = (store / "m1.tar.gz").read_bytes()
-        thread = threading.Thread(target=bucket.serve_forever)
-        thread.start()
+    bucket = Bucket(("127.0.0.1", 0), Handler)
+    bucket.archive = (store / "m1.tar.gz").read_bytes()
+    with running(bucket):
         yield bucket
-        bucket.shutdown()
-        thread.join()
 
 
 @pytest.fixture(scope="module")

@@ -18,7 +18,7 @@ from engine.artifacts.merged import merge
 from engine.artifacts.open import open_artifact
 from engine.backends.interface import Piece
 from engine.engine import Engine
-from engine.native.adapter import NativeAdapter, load_adapter
+from engine.native.adapter import LowRank, NativeAdapter, load_adapter
 from engine.native.model import NativeModel
 from engine.native.prepared import prepared
 from engine.prepared.manifest import Manifests
@@ -361,7 +361,11 @@ IDS_OF = "must be token ids, or token ids of wte and lm_head, is "
 A, B = "h.{}.attn.c_attn.lora_A.weight", "h.{}.attn.c_attn.lora_B.weight"
 # By what the refusal says, what `make_adapter` is given. tests/oracle has what PEFT itself saves.
 BAD: dict[str, dict[str, Any]] = {
-    "too large for fp16": {"modules": ["attn.c_attn"], "scale": 1e30},
+    "0.qkv.up times its scale of the adapter holds numbers that are too large for fp16": {
+        "modules": ["attn.c_attn"],
+        "scale": 1e30,
+    },
+    "not finite: 0.qkv.up times its scale holds": {"modules": ["attn.c_attn"], "scale": 1e39},
     "no matrices": {"modules": []},
     "the trained rows of _embed.weight must be (1, 64) instead of (2, 64)": rows([9], 2),
     "the trained rows of _embed.weight must be (1, 64) instead of (1, 63)": rows([9], 1, 63),
@@ -416,6 +420,15 @@ def test_adapters_that_do_not_fit_are_refused_and_concern_no_other(
     assert "adapter" in refused(native, good, good)  # a base that is an adapter itself
     assert "no model folder" in refused(native, good, tmp_path / "nowhere")
     assert len(ask(native, "good").wait().ids()) == NEW
+
+
+@pytest.mark.parametrize("precision", ["fp32", "int8"])
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_matrices_that_are_not_finite_are_refused(base: Path, precision: str, bad: float) -> None:
+    zeros = np.zeros((4, 64), np.float32)
+    matrix = LowRank(np.full_like(zeros, bad), zeros.T)
+    with pytest.raises(ArtifactError, match=r"not finite: 1\.qkv\.down holds NaN or infinity"):
+        NativeAdapter.of(open_artifact(base).config, precision, {(1, "qkv"): matrix})
 
 
 def test_an_adapter_that_changes_is_read_again(base: Path, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import socket
@@ -152,3 +153,43 @@ def test_a_worker_of_tensors_is_confined(
     if user == 0 and may_change_user() and isolated:
         assert uid in UIDS
         assert groups == []
+
+
+@pytest.mark.skipif(not may_change_user(), reason="only root gives models users of their own")
+def test_a_worker_of_tensors_without_a_free_user_answers_503(tmp_path: Path, start: Start) -> None:
+    model = tmp_path / "그래프"
+    model.mkdir()
+    (model / "model.onnx").write_bytes(b"x")
+    (tmp_path / "users").mkdir()
+    (tmp_path / "used").touch()
+    for uid in UIDS:
+        (tmp_path / "users" / str(uid)).hardlink_to(tmp_path / "used")
+    with (tmp_path / "used").open() as used:
+        fcntl.flock(used, fcntl.LOCK_EX)
+        worker = start(model)
+        with worker.connect() as connection:
+            load = load_message("그래프", model, "handlers.handler_service")
+            assert b"loaded model" in ask(connection, load)  # whatever the outcome, as in MMS
+            answer = ask(connection, request_message("입력".encode()))
+            assert b'"code":503' in answer.replace(b" ", b"")
+            assert b"users for models' programs are in use" in answer
+            assert len(worker.children()) == 1
+
+
+@pytest.mark.skipif(not may_change_user(), reason="only root gives models users of their own")
+def test_a_worker_of_tensors_that_crashes_keeps_its_user(tmp_path: Path, start: Start) -> None:
+    model = tmp_path / "그래프"
+    model.mkdir()
+    (model / "model.onnx").write_bytes(b"x")
+    worker = start(model)
+
+    def confined() -> psutil.Process | None:
+        return next((p for p in worker.children() if p.uids().real in UIDS), None)
+
+    first = eventually(confined)
+    user = first.uids().real
+    first.kill()
+    eventually(lambda: has_ended(first))
+    with (tmp_path / "users" / str(user)).open() as lock, pytest.raises(BlockingIOError):
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    assert eventually(confined).uids().real == user

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from common import landlock
-from common.errors import EngineError
+from common.errors import Overloaded
 from common.oom import SCRIPT, expendable
 from handlers.user_code.confinement import capabilities, seccomp
 
@@ -154,7 +154,7 @@ def pip_environment(temporary: str, given: Mapping[str, str] = os.environ) -> di
 def allocate_user(run_dir: str) -> int | None:
     """Reserve a uid for a model until this process ends; None if this process is not root.
 
-    Raises `EngineError` if all are in use: the model's program would run as root.
+    Raises `Overloaded` if all are in use: the model's program would run as root.
     """
     if not may_change_user():
         return None
@@ -167,7 +167,7 @@ def allocate_user(run_dir: str) -> int | None:
             return uid
         except BlockingIOError:
             os.close(lock)
-    raise EngineError(
+    raise Overloaded(
         f"all {len(UIDS)} users for models' programs are in use; unload a model that has a program"
     )
 

@@ -24,7 +24,13 @@ from engine.artifacts.open import open_artifact
 from engine.native.prepared import prepared
 from engine.prepared import folder as cache_folder
 from engine.prepared import manifest
-from engine.prepared.manifest import Manifests, from_manifest, to_manifest
+from engine.prepared.manifest import (
+    Manifests,
+    adapter_from_manifest,
+    from_manifest,
+    to_manifest,
+)
+from tests.engine.adapters import make_adapter
 from tests.engine.artifacts import reading
 from tests.engine.artifacts.reading import Counted, assert_same_weights
 from tests.engine.hugging_face import make_hugging_face
@@ -153,6 +159,7 @@ TABLE = ("index", EMBEDDING)
 CHANGES: list[tuple[Any, ...]] = [
     *(("config", "num_heads", value) for value in (0, 3)),
     *(("config", "units", value) for value in (1 << 40, "64")),
+    ("config", "num_layers", 1 << 40),
     *(("config", "extra", 1), ("config", 5), ("index", {}), ("index", [])),
     *((*TABLE, 0, file) for file in ("../kogpt2.params", "/etc/passwd", "missing")),
     *((*TABLE, 1, offset) for offset in (-4, 1 << 62, 1.5)),
@@ -174,6 +181,22 @@ def test_a_manifest_of_a_reader_is_not_trusted(folder: Path, change: tuple[Any, 
         del inner[last]
     with pytest.raises(ArtifactError):
         from_manifest(folder, value)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("scales", 10**400), ("tokens", [float("inf")])],
+    ids=["scales", "tokens"],
+)
+def test_a_number_beyond_floats_in_an_adapters_manifest_is_refused(
+    folder: Path, tmp_path: Path, field: str, value: Any
+) -> None:
+    path = make_adapter(tmp_path / "어댑터", folder)
+    read = manifest.read_adapter(str(path))
+    adapter_from_manifest(path, copy.deepcopy(read))
+    read[field] = dict.fromkeys(read["scales"], value)
+    with pytest.raises(ArtifactError, match="changed while it was read"):
+        adapter_from_manifest(path, read)
 
 
 def test_a_foreign_folder_of_prepared_models_is_not_used(

@@ -177,6 +177,19 @@ def test_a_process_is_started_again_from_the_files_of_the_model_that_needs_it(
         assert encode(other) == ids
 
 
+def test_of_a_start_that_fails_slowly_the_reason_is_reported(
+    good: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The timeout of a call does not begin before the process has started."""
+    folder = copy_of(good, tmp_path / "바뀐 모델")
+    with texts_of(folder) as texts:
+        monkeypatch.setattr(engine.text.texts, "ENCODE_S", 0.0)  # any start takes longer
+        (folder / "kogpt2.spiece").write_bytes(b"x")
+        texts._process._kill("it is started again")
+        with pytest.raises(ArtifactError, match=r"kogpt2\.spiece has changed since it was loaded"):
+            encode(texts)
+
+
 def test_processes_of_models_without_requests_end_where_there_are_many(
     good: Path, tmp_path: Path, pool: TextProcesses, monkeypatch: pytest.MonkeyPatch
 ) -> None:

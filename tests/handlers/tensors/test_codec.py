@@ -88,6 +88,12 @@ def test_csv_has_a_line_for_each_row_also_of_an_empty_array(
         (b"1,2\n3,", CSV, ROWS, "line 2, value 2 is '', must be a number"),
         ("1,둘".encode(), CSV, ROWS, "line 1, value 2 is '둘', must be a number"),
         (b"1,2,3", CSV, ROWS, "3 values, must be a multiple of 2"),
+        (
+            "가,나".encode(),
+            CSV,
+            TensorSpec("x", "BYTES", (None, 0)),
+            "2 values, must be a multiple of 0",
+        ),
         (b"1,2_0", CSV, ROWS, "line 1, value 2 is '2_0', must be a number"),
         (b"1_000", CSV, IDS, "line 1, value 1 is '1_000', must be an integer"),
         (b"1,2.5", CSV, IDS, "'2.5', must be an integer"),

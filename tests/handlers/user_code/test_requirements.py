@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import resource
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -18,6 +20,16 @@ def build_wheel(*arguments, **more):
 """
 
 
+@pytest.fixture
+def short_files() -> Iterator[None]:
+    """No file that pip or this process writes may be longer than the output that is kept."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (MAX_LOG_BYTES, before[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@pytest.mark.usefixtures("short_files")
 def test_of_a_build_that_prints_a_lot_the_end_is_logged(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

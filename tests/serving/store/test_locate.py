@@ -2,10 +2,8 @@ from __future__ import annotations
 
 import contextlib
 import os
-import threading
 from collections.abc import Iterator
 from dataclasses import replace
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from urllib.parse import quote
 
@@ -22,56 +20,35 @@ from serving.store import Cache, StoreSettings, download, locate, open_store
 from serving.store.drivers import DRIVERS
 from serving.store.https import Https
 from tests.serving.store.archives import touch
+from tests.serving.store.file_host import FileHandler, FileHost, running
 from tests.serving.store.s3 import ENVIRONMENT, archive, settings
 
 ARCHIVE = archive({"a.params": bytes(range(256)) * 4000}, level=0)
 
 
-class Handler(BaseHTTPRequestHandler):
+class Handler(FileHandler):
     """`/plain/` answers whole files only, `/ranged/` parts, too; `/away/` leads elsewhere."""
 
-    protocol_version = "HTTP/1.1"
-
     def do_GET(self) -> None:
-        kind = self.path.split("/")[1]
-        if kind not in ("plain", "ranged"):
-            moved = {"away": "http://localhost:1/x", "here": "/ranged/" + quote("시") + ".tar.gz"}
-            self.send_response(302 if kind in moved else 404)
-            if kind in moved:
-                self.send_header("Location", moved[kind])
-            self.send_header("Content-Length", "0")
-            self.end_headers()
-            return
-        data, wanted = ARCHIVE, self.headers.get("Range")
-        if wanted and kind == "ranged":
+        kind, wanted = self.path.split("/")[1], self.headers.get("Range")
+        moved = {"away": "http://localhost:1/x", "here": "/ranged/" + quote("시") + ".tar.gz"}
+        if kind in moved:
+            self.send(302, headers={"Location": moved[kind]})
+        elif kind not in ("plain", "ranged"):
+            self.send(404)
+        elif wanted and kind == "ranged":
             first, last = wanted.removeprefix("bytes=").split("-")
-            data = ARCHIVE[int(first) : int(last) + 1]
-            self.send_response(206)
-            self.send_header("Content-Range", f"bytes {first}-{last}/{len(ARCHIVE)}")
+            part = ARCHIVE[int(first) : int(last) + 1]
+            self.send(206, part, {"Content-Range": f"bytes {first}-{last}/{len(ARCHIVE)}"})
         else:
-            self.send_response(200)
-        self.send_header("ETag", '"v1"')
-        self.send_header("Content-Length", str(len(data)))
-        self.end_headers()
-        self.wfile.write(data)
-
-    def log_message(self, *arguments: object) -> None:
-        pass
-
-
-class Server(ThreadingHTTPServer):
-    def handle_error(self, *arguments: object) -> None:
-        """Clients may hang up: that is how one asks for the beginning only."""
+            self.send(200, ARCHIVE)
 
 
 @pytest.fixture(scope="module")
 def host() -> Iterator[str]:
-    with Server(("127.0.0.1", 0), Handler) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
+    server = FileHost(("127.0.0.1", 0), Handler)
+    with running(server):
         yield f"127.0.0.1:{server.server_port}"
-        server.shutdown()
-        thread.join()
 
 
 @pytest.fixture

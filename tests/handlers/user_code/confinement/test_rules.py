@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from common import landlock
-from common.errors import EngineError
+from common.errors import Overloaded
 from handlers.user_code.confinement import rules, seccomp
 from handlers.user_code.confinement.rules import environment, may_change_user, unenforced
 from tests.e2e.server import REPOSITORY
@@ -101,7 +101,7 @@ def test_a_model_without_a_user_left_for_it_is_refused(
     monkeypatch.setattr(rules, "may_change_user", lambda: True)
     monkeypatch.setattr(rules, "UIDS", range(60578, 60580))
     assert [rules.allocate_user(str(tmp_path)) for _ in range(2)] == [60578, 60579]
-    with pytest.raises(EngineError, match="all 2 users for models' programs are in use"):
+    with pytest.raises(Overloaded, match="all 2 users for models' programs are in use"):
         rules.allocate_user(str(tmp_path))
 
 
