@@ -50,6 +50,8 @@ class App:
             "alias": None,  # the requested name, if it is an alias
             "token": None,  # the token of TOKENS_FILE that counts this request as in flight
             "token_name": None,
+            "counted": None,  # how a call of a model is counted in the metrics
+            "shape": None,  # the format of errors, if the body determines it
             "started": started,
             "body_bytes": 0,
         }

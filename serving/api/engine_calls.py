@@ -102,10 +102,12 @@ class EngineCall:
         token = current.get() if counted else None
         name, left = self.model.engine_name, left_s(self.end)
         given = name, prompt, self.parameters, left, self.kind
+        begun = False
         async with aclosing(self.gateway.engine.stream(*given)) as items:
             async for item in items:
-                if token is not None:
-                    token.usage.count(item.get("prompt_tokens", 0), 1)
+                if token is not None:  # the first token of each sequence has the prompt's length
+                    token.usage.count(0 if begun else item.get("prompt_tokens", 0), 1)
+                    begun = True
                 yield item
 
 

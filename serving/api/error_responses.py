@@ -30,8 +30,8 @@ def v2_body(error: ServiceError) -> Mapping[str, Any]:
     return {"error": error.message}
 
 
-def error_response(request: Request, error: Exception, shape: Shape | None = None) -> Response:
-    """Return an error in the format of a contract, by default of the path's contract.
+def error_response(request: Request, error: Exception) -> Response:
+    """Return an error in the format of the body's contract, or of the path's.
 
     An unexpected exception is logged, and its details are not sent.
     """
@@ -48,7 +48,7 @@ def error_response(request: Request, error: Exception, shape: Shape | None = Non
         headers["WWW-Authenticate"] = "Bearer"
     if isinstance(error, MethodNotAllowed):
         headers["Allow"] = ", ".join(error.allowed)
-    shape = shape or _shape(request.scope["path"])
+    shape: Shape = request.state.shape or _shape(request.scope["path"])
     # OpenAI's clients expect 400 for a prompt that is too long.
     is_400 = shape is error_body and isinstance(error, PromptTooLong)
     status = 400 if is_400 else error.status

@@ -22,7 +22,7 @@ from collections.abc import Mapping
 from urllib.parse import unquote
 
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
 from common.errors import ServiceError, cut
 from common.media_types import JSON, TEXT
@@ -30,6 +30,7 @@ from serving.api import sessions
 from serving.api.access import Right
 from serving.api.answering import TokenStream
 from serving.api.bodies import read, read_tgi
+from serving.api.error_responses import error_response
 from serving.api.event_stream import EVENT_STREAM, payload_part
 from serving.api.gateway import Gateway
 from serving.api.invoke import invoke
@@ -94,9 +95,11 @@ async def endpoint(gateway: Gateway, request: Request) -> Response:
     try:
         response = await invocations(gateway, request)
     except ServiceError as error:
-        if isinstance(error, BadRequest) or error.status == 404:
+        counted = request.state.counted
+        reached = counted is not None and counted.model
+        if not reached and (isinstance(error, BadRequest) or error.status == 404):
             return _typed_error(400, "ValidationError", {"Message": error.message}, request_id)
-        response = JSONResponse(error.to_body(), error.status)
+        response = error_response(request, error)
     if response.status_code >= 400:
         body = bytes(response.body[: LARGE_BYTES + 1])
         text = cut(body.decode("utf-8", "replace"), LARGE_BYTES)

@@ -18,7 +18,7 @@ from common.errors import EngineUnavailable, ServiceError
 from common.json_body import check_count
 from common.media_types import TEXT
 from serving.api.answering import EngineRequest, Renderer, answer
-from serving.api.error_responses import Shape, error_response
+from serving.api.error_responses import Shape
 from serving.api.forms import check_form
 from serving.api.gateway import Gateway
 from serving.api.naming import choose_model, described_models, name_model
@@ -42,7 +42,8 @@ class Direct:
     """How a body is answered, if not by the model's worker.
 
     parse: parses the body, given the model's name; None if the model's worker answers
-    shape: the format of errors; None for the route's format
+    shape: the format of errors, which a model with its own code does not have; None for the
+        route's
     model, user: the model and the user that the body names, or ""
     limit_s: the time limit that the body sets, from the request's head to the answer
     """
@@ -81,9 +82,10 @@ async def invoke(
         body = await read_body(gateway, request)
         kind = headers.get("content-type", "")
         await off_loop(len(body), check_form, kind, body)
+        direct = await off_loop(len(body), read, request, body, headers)
+        request.state.shape = direct.shape
         if intercept and (answered := await intercept(gateway, request, body, headers)) is not None:
             return answered
-        direct = await off_loop(len(body), read, request, body, headers)
         if name is None:
             if not direct.model:
                 raise BadRequest(NO_MODEL)
@@ -98,10 +100,10 @@ async def invoke(
             end = request.state.started + min(model.request_timeout_s, direct.limit_s)
             scope.deadline = end
             # A model with its own code parses all bodies itself, whatever API they look like.
-            if direct.parse is not None and model.in_engine:
-                response = await _answer_directly(gateway, request, direct, model, end, resources)
-                counted.status = response.status_code
-                return response
+            if not model.in_engine:
+                request.state.shape = None
+            elif direct.parse is not None:
+                return await _answer_directly(gateway, request, direct, model, end, resources)
             if model.in_engine and kind.partition(";")[0].strip().lower() != TEXT:
                 await off_loop(len(body), check_count, body)
             await used.enter_async_context(gateway.admission.place(model.line, end))
@@ -120,21 +122,16 @@ async def _answer_directly(
     end: float,
     resources: AsyncExitStack,
 ) -> Response:
-    try:
-        assert direct.parse is not None
-        parsed, renderer = direct.parse(model.name)
-        if parsed.adapter and parsed.adapter not in (model.name, request.state.alias):
-            name_model(gateway, request, parsed.adapter)
-            name = choose_model(gateway, request, parsed.adapter)
-            model = await resources.enter_async_context(gateway.use(name))
-            request.state.counted.model = model.name
-            check_engine(model)
-            end = min(end, request.state.started + model.request_timeout_s)
-        return await answer(gateway, model, parsed, renderer, end, resources)
-    except Exception as error:
-        if direct.shape is None:
-            raise
-        return error_response(request, error, direct.shape)
+    assert direct.parse is not None
+    parsed, renderer = direct.parse(model.name)
+    if parsed.adapter and parsed.adapter not in (model.name, request.state.alias):
+        name_model(gateway, request, parsed.adapter)
+        name = choose_model(gateway, request, parsed.adapter)
+        model = await resources.enter_async_context(gateway.use(name))
+        request.state.counted.model = model.name
+        check_engine(model)
+        end = min(end, request.state.started + model.request_timeout_s)
+    return await answer(gateway, model, parsed, renderer, end, resources)
 
 
 async def describe(gateway: Gateway, request: Request, name: str) -> Model:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import time
-from collections import defaultdict
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,9 @@ LABELS = ("model",)
 # An unloaded model's series last for some more scrapes, usually a minute apart at most.
 GONE_S = 600.0
 MAX_GONE = 1000  # unloaded models with series; each has some 40 lines
+# Models with series, loaded or not, between two scrapes: without scrapes no others are dropped.
+MAX_LABELLED = 4 * MAX_GONE
+MAX_TALLIES = 10_000  # models with a tally, which takes some 400 bytes
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
@@ -66,9 +68,9 @@ class Metrics:
             )
         }
         self._now = now
-        self._labelled: set[str] = set()
+        self._labelled: dict[str, None] = {}  # names of models with series, the last used last
         self._gone: dict[str, float] = {}  # since when models are unloaded, by name
-        self.tallies: defaultdict[str, Tally] = defaultdict(Tally)
+        self.tallies: dict[str, Tally] = {}  # by name, the last used last
         text = "Fetches of models, from the disk cache or not"
         self._fetches = counter("kogpt2_cache_requests", text, ["hit"])
         self._fetched_bytes = counter("kogpt2_fetched_bytes", "Bytes of models downloaded")
@@ -82,10 +84,29 @@ class Metrics:
     def request(self, model: str, status: int, seconds: float) -> None:
         if status == 404:  # names that do not exist are no label
             model = ""
-        self._labelled.add(model)
-        self.tallies[model].add(status, seconds)
+        self._label(model)
+        tally = self.tallies[model] = self.tallies.pop(model, Tally())
+        tally.add(status, seconds)
+        if len(self.tallies) > MAX_TALLIES:
+            del self.tallies[next(iter(self.tallies))]
         self._requests.labels(model, str(status)).inc()
         self._seconds.labels(model).observe(seconds)
+
+    def _label(self, name: str) -> None:
+        """Note a use of a model's series; beyond `MAX_LABELLED` drop the longest unused."""
+        self._labelled.pop(name, None)
+        self._labelled[name] = None
+        if len(self._labelled) > MAX_LABELLED:
+            self._drop(list(self._labelled)[:1])  # a copy, as `text` removes names on a thread
+
+    def _drop(self, names: Iterable[str]) -> None:
+        """Remove the series of models."""
+        for name in names:
+            self._labelled.pop(name, None)
+            for metric in (
+                self._requests, self._seconds, self._stages["fetched"], self._stages["loaded"]
+            ):  # fmt: skip
+                metric.remove_by_labels({"model": name})
 
     @contextlib.contextmanager
     def loading(self) -> Iterator[None]:
@@ -105,7 +126,7 @@ class Metrics:
         """Record the seconds of an event: "fetched", "loaded", "unloaded" or "evicted"."""
         stage = self._stages[event]
         if event in ("fetched", "loaded"):
-            self._labelled.add(model.name)
+            self._label(model.name)
             stage = stage.labels(model.name)
         stage.observe(seconds)
         if event == "fetched" and model.fetched is not None:
@@ -128,16 +149,11 @@ class Metrics:
         tokens: the tokens of TOKENS_FILE
         """
         now, there = self._now(), {"", *names.values()}
-        absent = self._labelled - there
+        absent = self._labelled.keys() - there
         self._gone = {name: self._gone.get(name, now) for name in absent}
         newest = sorted(absent, key=self._gone.__getitem__)[-MAX_GONE:]
         gone = absent - {name for name in newest if now - self._gone[name] < GONE_S}
-        for metric in (
-            self._requests, self._seconds, self._stages["fetched"], self._stages["loaded"]
-        ):  # fmt: skip
-            for name in gone:
-                metric.remove_by_labels({"model": name})
-        self._labelled -= gone
+        self._drop(gone)
         scrape = self._scrape
         scrape.statistics, scrape.names, scrape.waiting = statistics, names, waiting
         scrape.tokens, scrape.aliases = tokens, aliases or Aliases()

@@ -5,16 +5,18 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+import anyio
 import grpc
 
 from serving.api.gateway import Gateway
 from serving.api.grpc.calls import Idle, service, with_request
 from serving.api.grpc.inference import SERVICE
 from serving.api.grpc.messages import message
-from serving.errors import ServingError
+from serving.errors import RequestTimeout, ServingError
 
 HEALTH = "grpc.health.v1.Health"
 POLL_S = 1.0
+WRITE_S = 5.0  # for a message; longer: a client that reads nothing keeps its Watch for longer
 MAX_WATCHES = 256  # more than any load balancer's; a Watch never ends and needs no token
 SERVING, NOT_SERVING, SERVICE_UNKNOWN = 1, 2, 3
 
@@ -53,7 +55,11 @@ class Health:
             while True:
                 status = self._status(request.service)
                 if status != sent:
-                    await context.write(Response(status=status))
+                    # gRPC cannot send the status of a call whose first message is cut off.
+                    with anyio.move_on_after(WRITE_S, shield=True) as writing:
+                        await context.write(Response(status=status))
+                    if writing.cancelled_caught:
+                        raise RequestTimeout(f"the client read nothing for {WRITE_S:g} s")
                     sent = status
                 await asyncio.sleep(POLL_S)
 

@@ -94,7 +94,49 @@ def test_where_nothing_names_the_model_all_ways_are_said() -> None:
     for body in ({"inputs": "가"}, {"messages": MESSAGES}, {"messages": MESSAGES, "model": 1}):
         status, answer = call(world(), "/invocations", body)
         assert status == 400
-        assert "CustomAttributes model=NAME" in answer["message"]
+        error = answer["error"] if "messages" in body else answer
+        assert "CustomAttributes model=NAME" in error["message"]
+
+
+NOT_THERE = "Model not found: 겨울"
+TOO_EARLY = "sessions are not enabled"
+
+
+@pytest.mark.parametrize(
+    ("path", "headers", "status", "words"),
+    [
+        ("/invocations?model_name=겨울", {}, 404, NOT_THERE),
+        ("/predictions/겨울", {}, 404, NOT_THERE),
+        ("/invocations?model_name=봄", {"x_amzn_sagemaker_session_id": "가"}, 400, TOO_EARLY),
+    ],
+)
+def test_an_error_before_the_model_is_in_the_format_of_the_bodys_api(
+    path: str, headers: dict[str, str], status: int, words: str
+) -> None:
+    for body in ({"messages": MESSAGES}, {"prompt": "산에는"}):
+        found, answer = call(world(), path, body, **headers)
+        assert (found, answer["error"]["type"]) == (status, "invalid_request_error")
+        assert words in answer["error"]["message"]
+    body_of_tgi = {"inputs": "산에는", "parameters": {"details": True}}
+    found, answer = call(world(), path, body_of_tgi, **headers)
+    assert (found, answer["error_type"]) == (status, "validation")
+    assert words in answer["error"]
+    found, answer = call(world(), path, {"inputs": "산에는"}, **headers)
+    assert (found, answer["code"], words in answer["message"]) == (status, status, True)
+
+
+def test_a_model_of_its_own_code_has_no_format_of_another_api() -> None:
+    made = world()
+    made.model.in_engine, made.model.line.max_waiting = False, 0
+    made.model.line.running = made.model.line.capacity
+
+    async def refused() -> dict[str, Any]:
+        sent = json.dumps({"messages": MESSAGES}).encode()
+        _, _, answer = await made.call("POST", ROUTES[0], sent)
+        found: dict[str, Any] = json.loads(answer)
+        return found
+
+    assert asyncio.run(refused())["type"] == "TooManyRequestsException"
 
 
 # TGI's

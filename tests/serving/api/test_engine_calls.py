@@ -52,6 +52,32 @@ async def test_a_scored_answer_whose_call_is_repeated_counts_once(tmp_path: Path
     assert (usage.prompt_tokens, usage.completion_tokens) == (3, 2)
 
 
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (PATH, {**ASKED, "n": 2}),
+        (PATH, {**ASKED, "prompt": ["나 보기가"], "n": 2}),
+        (
+            "/predictions/봄",
+            {"inputs": "나 보기가", "parameters": {"num_return_sequences": 2, "do_sample": True}},
+        ),
+    ],
+)
+async def test_a_stream_of_several_sequences_counts_its_prompt_once(
+    tmp_path: Path, path: str, body: dict[str, Any]
+) -> None:
+    """The engine sends the prompt's length with the first token of each sequence."""
+    first = {"token": 7, "text": "가실 ", "prompt_tokens": 3, "cached_tokens": 0}
+    last = {"token": 8, "text": "때에는", "finish_reason": "stop"}
+    streamed = [{"index": index, **item} for item in (first, last) for index in (0, 1)]
+    world = await with_token(World(engine=FakeEngine(streamed=streamed)), tmp_path)
+    asked = json.dumps({**body, "stream": True}).encode()
+    status, _, answer = await world.call("POST", path, asked, authorization=BEARER)
+    assert (status, answer.decode().count("가실 ") >= 2) == (200, True)
+    (usage,) = (token.usage for token in world.gateway.tokens.all())
+    assert (usage.prompt_tokens, usage.completion_tokens) == (3, 4)
+
+
 def item(text: str) -> dict[str, Any]:
     score = {"token": 7, "text": text, "logprob": -0.1, "top": []}
     return {"index": 0, "token": 7, "text": text, "logprobs": score}

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from common.errors import ModelNotFound, OutOfMemory
+from common.errors import EngineUnavailable, ModelNotFound, OutOfMemory
 from serving.errors import Unavailable
 from serving.mms.client import Answer
 from tests.serving.api.gateways import FakeEngine, World, always, answered, held, model, settle
@@ -121,6 +121,39 @@ async def test_a_worker_that_does_not_come_back_in_time_is_no_other_error() -> N
     world.recovery.wait_for = wait_for  # type: ignore[method-assign]
     status, _, body = await world.call("POST", PATH)
     assert (status, said(body)) == (504, ("TimeoutException", "no answer within 0.1 s"))
+
+
+OPENAIS = {"messages": [{"role": "user", "content": "안녕?"}]}
+TGIS = {"inputs": "산에는", "parameters": {"details": False}}
+
+
+@pytest.mark.parametrize("path", [PATH, "/invocations?model_name=봄"])
+@pytest.mark.parametrize("too_busy", [False, True])
+async def test_an_answer_that_is_late_is_504_in_the_format_of_its_body(
+    path: str, too_busy: bool
+) -> None:
+    """Whether the deadline ends the wait, or the engine's error is read only after it."""
+    world = World(model(limit_s=0.1), FakeEngine())
+
+    async def generate(*_: Any) -> Any:
+        if too_busy:
+            block(0.2)
+            raise EngineUnavailable("the engine is starting")
+        await asyncio.Event().wait()
+
+    async def stream(*asked: Any) -> AsyncIterator[Any]:  # TGI's answers are collected
+        yield await generate(*asked)
+
+    world.engine.generate = generate
+    world.engine.stream = stream
+    late = "no answer within 0.1 s"
+    status, _, body = await world.call("POST", path, json.dumps(OPENAIS).encode())
+    error = json.loads(body)["error"]
+    assert (status, error["type"], error["message"]) == (504, "server_error", late)
+    status, _, body = await world.call("POST", path, json.dumps(TGIS).encode())
+    error = json.loads(body)
+    assert (status, error["error"], error["error_type"]) == (504, late, "generation")
+    assert (world.model.line.running, world.model.in_flight) == (0, 0)
 
 
 @pytest.mark.parametrize(

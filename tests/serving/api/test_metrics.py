@@ -62,3 +62,20 @@ def test_those_that_are_gone_are_bounded(monkeypatch: pytest.MonkeyPatch) -> Non
     shown = metrics.text(None, {"m0#1": "m0"}, {}).decode()
     assert shown.count("kogpt2_requests_total{") == 11
     assert 'model="m0"' in shown
+
+
+def test_counts_by_name_are_bounded_without_scrapes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Models come and go: those that were called last keep their counts."""
+    monkeypatch.setattr(metrics_module, "MAX_LABELLED", 10)
+    monkeypatch.setattr(metrics_module, "MAX_TALLIES", 12)
+    metrics = Metrics()
+    for number in range(30):
+        metrics.request(f"모델{number}", 200, 0.1)
+        metrics.request("봄", 200, 0.1)
+    assert list(metrics.tallies) == [*(f"모델{number}" for number in range(19, 30)), "봄"]
+    assert metrics.tallies["봄"].good[0] == 30
+    shown = metrics.text(None, {}, {}).decode()
+    assert shown.count("kogpt2_requests_total{") == 10
+    assert shown.count("kogpt2_request_seconds_count{") == 10
+    assert 'kogpt2_requests_total{model="봄",status="200"} 30.0' in shown
+    assert 'model="모델20"' not in shown

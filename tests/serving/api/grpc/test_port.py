@@ -16,6 +16,7 @@ import pytest
 from common.errors import Overloaded
 from serving.aliases import Alias
 from serving.api.grpc import health, port
+from serving.api.grpc.calls import Idle
 from serving.api.grpc.health import HEALTH, NOT_SERVING, SERVICE_UNKNOWN, SERVING
 from serving.api.grpc.inference import SERVICE
 from serving.api.grpc.port import grpc_port
@@ -387,6 +388,21 @@ async def test_calls_that_wait_for_their_clients_do_not_shut_the_port(
             await until_ended(calls, 18)
             for _ in range(5):
                 assert (await client("ServerLive")).live
+
+
+async def test_a_watch_that_is_ended_during_its_first_message_says_why(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Ending(Idle):
+        def add(self, wait: anyio.CancelScope) -> None:
+            super().add(wait)
+            asyncio.get_running_loop().call_soon(wait.cancel)
+
+    monkeypatch.setattr(health, "Idle", Ending)
+    async with served(streaming()) as (client, _):
+        watch = client("Watch", {}, HEALTH)
+        assert (await watch.read()).status == SERVING
+        await until_ended([watch], 1)
 
 
 async def test_streams_without_requests_do_not_shut_the_port(
