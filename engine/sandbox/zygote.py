@@ -185,7 +185,8 @@ def limit(parent: int, memory_mib: int, cpu_s: int, answer_mib: int, niceness: i
             resource.setrlimit(kind, (most, most + (kind == resource.RLIMIT_CPU)))
     libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
     if landlock.abi():  # hides other processes' memory
-        landlock.restrict(read=["/"], write=[])
+        with contextlib.suppress(OSError):  # a container may forbid a part of it
+            landlock.restrict(read=["/"], write=[])
     if not seccomp.install(libc):
         logger.warning("the kernel takes no seccomp filter: sandboxes have their limits only")
 
