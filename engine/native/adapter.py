@@ -102,7 +102,7 @@ def load_adapter(
     file = open_prepared(
         adapter.path,
         ["adapter", content, precision, sorted(adapter.scales.items())],
-        header_of(entries, content)[-1],
+        lambda: header_of(entries, content)[-1],
         cache_dir,
         lambda path: PreparedFile(path, entries, content),
         partial(run, build, sources, precision, content, what=adapter.path.name, limits=limits),

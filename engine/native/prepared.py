@@ -199,7 +199,7 @@ def prepared(
     return open_prepared(
         artifact.path,
         [content, precision, dataclasses.asdict(config)],
-        header_of(layout(config, precision), content)[-1],
+        lambda: header_of(layout(config, precision), content)[-1],
         cache_dir,
         lambda file: Prepared(file, config, precision, content),
         functools.partial(run, build, sources, precision, what=artifact.path.name, limits=limits),
@@ -209,7 +209,7 @@ def prepared(
 def open_prepared(
     path: Path,
     key: list[Any],
-    file_bytes: int,
+    file_bytes: Callable[[], int],
     cache_dir: Path | None,
     open_file: Callable[[Path], File],
     build: Callable[..., object],
@@ -217,7 +217,8 @@ def open_prepared(
     """Open the prepared file of the artifact in `path`; `build` fills it if it does not exist.
 
     key: a JSON value that identifies the file's content
-    build: fills the file at the path `file`, which has `file_bytes` zeros
+    file_bytes: returns the file's size; called only if it is built
+    build: fills the file at the path `file`, which has `file_bytes()` zeros
 
     Uses the folders and raises the errors of `prepared`.
     """
@@ -240,7 +241,7 @@ def open_prepared(
         began = time.monotonic()
         with folders.written_whole(folder / name) as path_of_new, path_of_new.open("wb") as new:
             # on a full disk this fails; a later write to a mapping would raise a signal
-            os.posix_fallocate(new.fileno(), 0, file_bytes)
+            os.posix_fallocate(new.fileno(), 0, file_bytes())
             build(file=path_of_new)
             path_of_new.chmod(0o644)
         logger.info("prepared %s in %.2f s", path.name, time.monotonic() - began)

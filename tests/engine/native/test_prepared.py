@@ -19,6 +19,7 @@ from engine.native import prepared as module
 from engine.native.model import NativeModel
 from engine.native.prepared import (
     Prepared,
+    PreparedFile,
     Stored,
     header_of,
     num_bytes,
@@ -138,9 +139,15 @@ def test_an_error_of_what_fills_a_file_is_passed_on(tmp_path: Path) -> None:
             write(opened.fileno(), entries, "", fill)
 
     entries = [Stored("positions", (2, 3), "F32")]
-    num_bytes = header_of(entries, "")[-1]
+
+    def open_file(path: Path) -> PreparedFile:
+        return PreparedFile(path, entries, "")
+
+    def file_bytes() -> int:
+        return header_of(entries, "")[-1]
+
     with pytest.raises(ArtifactError, match="한국어 모델: 24 bytes"):
-        open_prepared(tmp_path, [], num_bytes, tmp_path, lambda file: file.stat() and 1 / 0, build)
+        open_prepared(tmp_path, [], file_bytes, tmp_path, open_file, build)
     assert not list(tmp_path.iterdir())
 
 
