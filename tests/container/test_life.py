@@ -35,7 +35,7 @@ def answers(container: Container) -> bool:
 
 
 def test_what_is_killed_inside_comes_back_and_the_log_says_so(own: Container) -> None:
-    """Java, which PID 1 has to adopt; test_faults.py kills all others, without a container."""
+    """Java, which PID 1 has to adopt; tests/chaos kills all others, without a container."""
     assert answers(own)
     before = own.log()
     own.signal(signal.SIGKILL, "com.amazonaws.ml.mms.ModelServer")

@@ -1,16 +1,12 @@
 """The faults of Multi Model Server and its toolkit are not seen from outside, and neither is a
-process that dies."""
+process that dies. That each kind comes back under load: tests/chaos."""
 
 from __future__ import annotations
 
 import contextlib
 import json
-import os
 import signal
-import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import psutil
 import pytest
@@ -33,7 +29,6 @@ from tests.e2e.stores import (
     statistics,
     text,
 )
-from tests.e2e.test_metrics import metrics
 from tests.e2e.test_triton import Stream, generated
 from tests.processes import has_ended
 
@@ -41,7 +36,6 @@ pytestmark = pytest.mark.slow
 
 BOUND_S = 90.0  # within which every request is answered, whatever dies
 WORKER = "model_service_worker"
-CLIENTS, LAST = 4, 16  # of a load, and the answers that show that all is well again
 
 
 def fill(server: Server, *names: str) -> Server:
@@ -63,16 +57,6 @@ def shared(clean: Server) -> Server:
 def workers(server: Server) -> set[int]:
     """Also those of scripts."""
     return {process.pid for process in server.descendants("--sock-name")}
-
-
-def pipes(server: Server) -> list[str]:
-    """Those of connections to workers: in RUN_DIR, and that Multi Model Server reads."""
-    found = [str(path) for path in server.run_dir.glob("*-std*")]
-    for java in server.descendants("ModelServer"):
-        for file in Path(f"/proc/{java.pid}/fd").iterdir():
-            with contextlib.suppress(OSError):  # it is closed meanwhile
-                found.append(os.readlink(file))
-    return [path for path in found if path.startswith(str(server.run_dir)) and "-std" in path]
 
 
 def kill(processes: list[psutil.Process]) -> None:
@@ -131,102 +115,13 @@ def test_the_log_is_json_and_has_request_ids_and_models(shared: Server) -> None:
     assert "Model server started." in whole
 
 
-def test_the_socket_files_of_workers_that_are_gone_are_removed(shared: Server) -> None:
-    for _ in range(2):
-        assert shared.load("봄").status_code == 200
-        assert shared.unload("봄").status_code == 200
-
-    def files() -> int:
-        return len(list(shared.run_dir.glob(".mms.sock.*")))
-
-    eventually(lambda: files() == 3)
-    assert text(shared.predict("a", SHORT))
-    assert not [path for path in shared.run_dir.glob("workers/*") if not any(path.iterdir())]
-    assert len(list(shared.run_dir.glob("workers/*"))) == 3
-
-
 # Processes that die while requests run
-
-
-class Load:
-    """Clients that go on asking; `answers` are what they got, with the seconds it took."""
-
-    def __init__(self, server: Server, names: list[str]) -> None:
-        self.server, self.names = server, names
-        self.answers: list[tuple[int, float, str]] = []
-        self.broken: list[float] = []
-        self._stop = threading.Event()
-        self._threads = [threading.Thread(target=self._run, args=(i,)) for i in range(CLIENTS)]
-
-    def __enter__(self) -> Load:
-        for thread in self._threads:
-            thread.start()
-        eventually(lambda: len(self.answers) >= 2 * len(self._threads))
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stop.set()
-        for thread in self._threads:
-            thread.join(BOUND_S)
-            assert not thread.is_alive(), "a request hangs"
-
-    def all_well(self, count: int) -> bool:
-        """Whether there are so many answers, and the last of them are good."""
-        return len(self.answers) >= count and {s for s, _, _ in self.answers[-LAST:]} == {200}
-
-    def _run(self, i: int) -> None:
-        name = self.names[i % len(self.names)]
-        while not self._stop.wait(0.05):  # so that they do not take all of a processor
-            started = time.monotonic()
-            try:
-                answer = self.server.predict(name, SHORT)
-            except (requests.ConnectionError, requests.exceptions.ChunkedEncodingError):
-                self.broken.append(time.monotonic() - started)
-                continue
-            if answer.status_code != 200:
-                error(answer)
-            said = answer.json().get("generated_text", answer.text)
-            self.answers.append((answer.status_code, time.monotonic() - started, said))
 
 
 @pytest.fixture
 def own(breakable: Server) -> Server:
     """A server with `a` and `b` that the test may break."""
     return fill(breakable, "a", "b")
-
-
-@pytest.mark.parametrize(
-    ("words", "which", "said"),
-    [
-        ("-m engine ", slice(0, 1), "the engine was killed by SIGKILL; it is started again"),
-        ("ModelServer", slice(0, 1), "Multi Model Server ended"),
-        ("serving.mms.launcher", slice(0, 1), "is started again"),
-        ("handlers.host", slice(0, 1), "is started again"),
-        (WORKER, slice(None), ""),
-    ],
-    ids=["engine", "java", "launcher", "host", "all workers"],
-)
-def test_what_is_killed_under_load_comes_back_and_every_request_is_answered(
-    own: Server, words: str, which: slice, said: str
-) -> None:
-    expected = {text(own.predict(name, SHORT)) for name in ("a", "b")}
-    with Load(own, ["a", "b"]) as load:
-        killed = own.descendants(words)[which]
-        assert killed
-        kill(killed)
-        eventually(lambda: said in own.text())
-        since = len(load.answers)
-        eventually(lambda: load.all_well(since + LAST), BOUND_S)
-        eventually(own.is_ready)
-    assert not load.broken
-    assert {status for status, _, _ in load.answers} <= {200, 500, 503}
-    assert max(seconds for _, seconds, _ in load.answers) < BOUND_S
-    assert {said for status, _, said in load.answers if status == 200} == expected
-    for name in ("a", "b"):
-        assert own.unload(name).status_code == 200
-    eventually(lambda: not own.descendants(WORKER))
-    eventually(lambda: not pipes(own))
-    assert statistics(own)["models"] == []
 
 
 @pytest.mark.parametrize("unloaded", [False, True], ids=["ready", "draining"])
@@ -299,49 +194,6 @@ def test_a_worker_that_ends_before_it_listens_is_started_again(own: Server) -> N
     own.descendants("ModelServer")[0].kill()
     eventually(lambda: own.text().count("Model server started.") > before)
     eventually(own.is_ready)
-
-
-def test_a_gateway_that_is_killed_under_load_comes_back(own: Server) -> None:
-    with Load(own, ["a", "b"]) as load:
-        own.kill_gateway()
-        count = len(load.answers)
-        eventually(lambda: load.all_well(count + LAST), BOUND_S)
-    assert len(load.broken) <= CLIENTS  # of each client what was in flight: the others waited
-    assert {status for status, _, _ in load.answers} == {200}
-    for name in ("a", "b"):  # the new one knows its models
-        assert own.unload(name).status_code == 200
-    eventually(lambda: not own.descendants(WORKER))
-
-
-def test_a_gateway_that_is_killed_during_a_load_leaves_no_worker_of_it(own: Server) -> None:
-    before = workers(own)
-    transform(own.store / "hangs", "return 'x'", load="time.sleep(600)", top="import time")
-    with ThreadPoolExecutor(1) as pool:
-        pool.submit(own.load, "hangs")
-        eventually(lambda: workers(own) - before)
-        own.kill_gateway()
-    names = own.loaded()
-    eventually(lambda: len(workers(own)) == len(names))
-    assert len(list(own.run_dir.glob("workers/*"))) == len(names)
-    assert text(own.predict("slow", SHORT))
-    assert text(own.predict("a", SHORT))
-
-
-def test_idle_models_come_back_after_the_engine_was_killed(own: Server) -> None:
-    restarts = ("kogpt2_process_restarts_total", "engine")
-    before = metrics(own)[restarts]
-    own.descendants("-m engine ")[0].kill()
-    eventually(lambda: "the engine was killed by SIGKILL" in own.text())
-
-    def held() -> int:
-        try:
-            return len(statistics(own)["models"])
-        except Exception:
-            return 0
-
-    eventually(lambda: held() == 2)
-    assert text(own.predict("a", SHORT)) != text(own.predict("b", SHORT))
-    assert metrics(own)[restarts] == before + 1
 
 
 def test_a_stop_finishes_what_is_in_flight_and_streamed(own: Server) -> None:
