@@ -100,15 +100,17 @@ TESTS = {
     "Bodies, headers and gRPC messages are": (
         "test_a_body_that_is_too_large_is_413 "
         "test_an_announced_length_is_refused_before_the_body_comes "
-        "test_huge_and_many_headers_are_refused "
+        "test_what_the_parser_would_keep_is_bounded "
         "test_a_taken_port_ends_the_start_and_a_large_message_its_call "
         "test_a_client_that_does_not_speak_the_protocol_is_hung_up_on "
-        "test_odd_headers_cannot_hurt_a_worker "
+        "test_no_request_is_an_error_of_the_server "
         "test_what_ends_in_two_ways_is_refused_with_all_behind_it "
         "test_a_body_longer_than_any_prompt_is_refused_unread"
     ),
     "A form cannot end the shared JVM, and no": (
-        "test_no_form_ends_the_jvm test_strings_that_log4j_once_looked_up_are_strings"
+        "test_what_netty_could_not_take_is_refused "
+        "test_a_form_that_netty_could_not_take_reaches_no_worker "
+        "test_strings_that_log4j_once_looked_up_are_strings"
     ),
     "No bytes of a client reach": "test_a_clients_bytes_reach_none_of_what_has_advisories",
     "With the tokens set, no route but health": (

@@ -9,7 +9,7 @@ import pytest
 import requests
 
 from tests.e2e.server import Server, eventually
-from tests.e2e.stores import ENDLESS, SHORT, count, endless, error, running, small, text
+from tests.e2e.stores import ENDLESS, SHORT, count, endless, running, small, text
 
 pytestmark = pytest.mark.slow
 
@@ -68,11 +68,3 @@ def test_sixteen_clients_of_a_default_server_share_a_step(server: Server) -> Non
     after = [count(server, what, "열여섯") for what in ("rows", "steps")]
     rows, steps = (a - b for a, b in zip(after, before, strict=True))
     assert rows / steps > 8  # with eight workers it cannot be
-
-
-def test_a_models_own_queue_is_its_bound_and_the_other_model_answers(server: Server) -> None:
-    assert server.load("좁은", "느린", initial_workers=1, queue=0).status_code == 200
-    with server.post("/predictions/좁은", json={**ENDLESS, "stream": True}, stream=True):
-        eventually(lambda: running(server) == 2)
-        assert error(server.predict("좁은", SHORT)) == (429, "TooManyRequestsException")
-        assert text(server.predict("빠른", SHORT))

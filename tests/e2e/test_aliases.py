@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 from urllib.parse import unquote
@@ -71,21 +70,6 @@ def client(setup: Setup) -> Iterator[Any]:
         yield client
 
 
-def test_a_change_of_the_file_needs_no_restart_and_a_wrong_one_changes_nothing(
-    setup: Setup,
-) -> None:
-    """Weights and what is wrong: serving/test_aliases.py."""
-    assert Counter(setup.served() for _ in range(8)) == {OLD: 6, NEW: 2}
-    setup.write({"시": OLD, "상담": NEW})
-    assert {setup.served() for _ in range(3)} == {NEW}
-    setup.write('{"상담": ', "no JSON")
-    assert "the 2 aliases before stay" in setup.server.text()
-    assert (setup.served("시"), setup.served()) == (OLD, NEW)
-    assert "kogpt2_aliases_wrong 1.0" in setup.server.get("/metrics").text
-    setup.write(SPLIT)
-    assert "kogpt2_aliases_wrong 0.0" in setup.server.get("/metrics").text
-
-
 def test_every_api_takes_an_alias_and_says_which_model_it_was(setup: Setup) -> None:
     """Every way to name a model: serving/api/test_naming.py."""
     wanted = {model: text for text, model in setup.texts.items()}[OLD]
@@ -148,8 +132,3 @@ def test_one_user_stays_with_one_model_on_all_apis(setup: Setup, client: Any) ->
 def test_the_command_lists_aliases(setup: Setup) -> None:
     told = run("models", "--url", setup.server.management("")).stdout
     assert re.search(rf"^상담 +alias of {OLD}, {NEW}$", told, re.MULTILINE)
-
-
-def test_a_gateway_that_is_started_again_has_the_aliases(setup: Setup) -> None:
-    setup.server.kill_gateway()
-    assert setup.served("시") == OLD

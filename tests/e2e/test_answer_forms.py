@@ -5,21 +5,17 @@ the same calls."""
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterator
 from typing import Any, Literal
 
 import numpy as np
 import openai
 import pytest
-import tritonclient.grpc as triton
 from pydantic import BaseModel, Field
-from tritonclient.utils import InferenceServerException
 
 from tests.e2e.console import blocks, ran
 from tests.e2e.server import REPOSITORY, Server
-from tests.e2e.test_openai import TEMPLATE, checked, connected, refused
-from tests.e2e.test_triton import generated, prompt
+from tests.e2e.test_openai import TEMPLATE, checked, connected
 from tests.engine.hugging_face import make_hugging_face
 
 MODEL, LABELS = "my-chat", "감정"  # the first as docs/api/openai.md calls it
@@ -122,40 +118,7 @@ def test_a_pydantic_model_is_what_a_response_answers(client: openai.OpenAI) -> N
     assert found.output_text in ("긍정", "부정")
 
 
-def test_several_drawn_answers_each_have_the_form(client: openai.OpenAI) -> None:
-    shape: Any = {
-        "type": "json_schema",
-        "json_schema": {"name": "답", "schema": SCHEMA, "strict": True},
-    }
-    made = client.chat.completions.create(**CALL, n=4, response_format=shape, temperature=2)
-    assert all(fits(choice.message.content or "") for choice in made.choices)
-    extra = {"response_format": shape}
-    whole = client.completions.create(
-        model=MODEL, prompt=[PROMPT, "비가"], n=2, max_tokens=100, logprobs=1, extra_body=extra
-    )
-    assert all(fits(choice.text) for choice in whole.choices)
-
-
-# vLLM, llama.cpp, TGI, Triton
-
-
-@pytest.mark.parametrize(
-    ("extra", "pattern"),
-    [
-        ({"structured_outputs": {"regex": r"\d{2}-\d{4}"}}, r"\d{2}-\d{4}"),
-        ({"structured_outputs": {"json": SCHEMA, "disable_any_whitespace": True}}, r"\{\S+\}"),
-        ({"grammar": 'root ::= "가" | "나" [0-9]'}, r"가|나\d"),
-    ],
-)
-def test_what_vllm_and_llama_cpp_call_a_form_is_one(
-    client: openai.OpenAI, extra: dict[str, Any], pattern: str
-) -> None:
-    chat = client.chat.completions.create(**CALL, extra_body=extra).choices[0]
-    assert re.fullmatch(pattern, chat.message.content or ""), chat
-    assert chat.finish_reason == "stop"
-    asked: dict[str, Any] = {"model": MODEL, "prompt": PROMPT, "max_tokens": 100}
-    chunks = client.completions.create(**asked, extra_body=extra, stream=True)
-    assert re.fullmatch(pattern, "".join(chunk.choices[0].text for chunk in chunks))
+# The other routes. Other servers' names for a form: serving/api/test_answer_form.py
 
 
 def test_parameters_of_the_other_routes_are_forms(server: Server) -> None:
@@ -170,20 +133,6 @@ def test_parameters_of_the_other_routes_are_forms(server: Server) -> None:
         body = {"inputs": [text], "parameters": {**asked, "choice": choice}}
         (made, *_) = post(server, f"/v2/models/{MODEL}/infer", body)["outputs"]
         assert made["data"][0] in ("긍정", "부정")
-
-
-def test_grpc_has_lists_and_schemas_as_their_json_text(server: Server) -> None:
-    with triton.InferenceServerClient(server.grpc_address) as client:
-
-        def ask(**parameters: Any) -> str:
-            parameters["max_new_tokens"] = 100
-            return generated(client.infer(MODEL, [prompt(PROMPT)], parameters=parameters))
-
-        assert ask(choice='["긍정", "부정"]') in ("긍정", "부정")
-        assert fits(ask(json_schema=json.dumps(SCHEMA)))
-        assert ask(regex="산에는") == "산에는"
-        with pytest.raises(InferenceServerException, match="must be a list of texts"):
-            ask(choice="긍정")
 
 
 def test_a_models_own_labels_are_its_answers_until_a_request_wants_others(
@@ -208,45 +157,24 @@ def arguments(name: str, text: str) -> bool:
     return name == "weather" and found["city"] in ("서울", "부산") and found["days"] in (1, 2, 3)
 
 
-@pytest.mark.parametrize(
-    ("tools", "choice", "reason"),
-    [
-        (TOOLS, "required", "tool_calls"),
-        (TOOLS, {"type": "function", "function": {"name": "weather"}}, "stop"),
-    ],
-)
-def test_a_function_is_called_with_arguments_of_its_schema(
-    client: openai.OpenAI, tools: Any, choice: Any, reason: str
-) -> None:
-    asked: dict[str, Any] = {**CALL, "tools": tools, "tool_choice": choice, "n": 3}
+def test_a_function_is_called_with_arguments_of_its_schema(client: openai.OpenAI) -> None:
+    """Other choices and what is refused: serving/api/openai/test_tools.py."""
+    asked: dict[str, Any] = {**CALL, "tools": TOOLS, "tool_choice": "required", "n": 3}
     made = checked(client.chat.completions.create(**asked))
     streamed: list[list[Any]] = [[], [], []]
     for chunk in client.chat.completions.create(**asked, stream=True):
         streamed[chunk.choices[0].index].append(checked(chunk).choices[0])
     for one, chunks in zip(made.choices, streamed, strict=True):
         (call,) = one.message.tool_calls
-        assert (one.message.content, one.finish_reason) == (None, reason)
+        assert (one.message.content, one.finish_reason) == (None, "tool_calls")
         assert call.id.startswith("call_")
         assert arguments(call.function.name, call.function.arguments)
         begin, first, *pieces, last = chunks
         assert (begin.delta.role, begin.delta.content) == ("assistant", None)
         assert first.delta.tool_calls[0].function.name == call.function.name
-        assert last.finish_reason == reason
+        assert last.finish_reason == "tool_calls"
         text = "".join(p.delta.tool_calls[0].function.arguments for p in pieces)
         assert text == call.function.arguments
-
-
-# What is wrong
-
-
-@pytest.mark.parametrize("stream", [False, True])
-def test_a_form_that_cannot_be_had_is_refused_by_the_clients_name(
-    client: openai.OpenAI, stream: bool
-) -> None:
-    """What cannot be: serving/api/test_answer_form.py, serving/api/openai/test_tools.py."""
-    more = {"structured_outputs": {"json": {"$ref": "#/x"}}}
-    error = refused(lambda: client.chat.completions.create(**CALL, stream=stream, extra_body=more))
-    assert (error.status_code, error.param) == (400, "structured_outputs.json")
 
 
 def test_a_classifier_tells_the_probability_of_each_label(

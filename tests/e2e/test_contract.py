@@ -25,14 +25,10 @@ from tests.e2e.server import Server, eventually
 from tests.e2e.stores import (
     FAST,
     SHORT,
-    SMALL_BYTES,
     error,
-    in_flight,
     packed,
-    raw,
     slow,
     small,
-    statistics,
     text,
 )
 from tests.engine.models import spiece
@@ -46,13 +42,7 @@ def server(clean: Server) -> Server:
     for seed, name in enumerate(("a", "b", "봄")):
         small(clean.store / name, seed)
     slow(clean.store / "slow")
-    for name in ("no-spiece", "garbage", "wrong-config"):
-        small(clean.store / name)
-    (clean.store / "no-spiece" / "kogpt2.spiece").unlink()
-    (clean.store / "no-graph").mkdir()
-    (clean.store / "no-graph" / "model.onnx").write_bytes(b"no graph")
-    (clean.store / "garbage" / "kogpt2.params").write_bytes(b"\0" * 5000)
-    (clean.store / "wrong-config" / "config.json").write_text('{"num_heads": 7}')
+    small(clean.store / "garbage").joinpath("kogpt2.params").write_bytes(b"\0" * 5000)
     packed(clean.store / "a", clean.store / f"{NFD}.tar.gz")
     return clean
 
@@ -301,93 +291,7 @@ def test_every_answer_has_a_request_id(server: Server) -> None:
             assert re.fullmatch(r"[0-9a-f-]{36}", answered(odd))
 
 
-ODD_HEADERS = [
-    ("Accept", "가".encode()),
-    ("Accept", b"\xff\xfe"),
-    ("Accept", b"x" * 5000),
-    ("Accept", b"a/b;q=\t1"),
-    ("Content-Type", "가".encode()),
-    ("Content-Type", b"application/json; charset=nonsense"),
-    ("Content-Type", b"multipart/form-data; boundary=x"),
-    ("Content-Type", b"multipart/form-data"),
-    ("Content-Type", b"x" * 8000),
-    ("Content-Type", b"application/x-www-form-urlencoded; charset=nonsense"),
-    ("X-Amzn-SageMaker-Target-Model", "가".encode()),
-    ("X-Amzn-SageMaker-Target-Model", b"\xff"),
-    ("X-Amzn-SageMaker-Target-Model", b"../../etc/passwd"),
-    ("X-Amzn-SageMaker-Target-Model", b"x" * 9000),
-    ("X-Amzn-SageMaker-Custom-Attributes", "가".encode()),
-    ("X-Amzn-SageMaker-Custom-Attributes", b"a%0d%0ab: c"),
-    ("X-Amzn-SageMaker-Custom-Attributes", b"x" * 50_000),
-    ("X-KoGPT2-Probe", b"guess"),
-    ("X-KoGPT2-Timeout", b"nonsense"),
-    ("Connection", b"upgrade"),
-    ("Transfer-Encoding", b"nonsense"),
-]
-
-
-def test_odd_headers_cannot_hurt_a_worker(server: Server) -> None:
-    server.load("x", "a", initial_workers=1)
-    workers = {p.pid for p in server.descendants("model_service_worker")}
-    body = json.dumps(SHORT).encode()
-    expected = {"Content-Type": b"application/json", "Content-Length": b"%d" % len(body)}
-    for name, value in ODD_HEADERS:
-        headers = {**expected, name: value}
-        if name == "Transfer-Encoding":
-            del headers["Content-Length"]
-        lines = [name.encode() + b": " + value for name, value in headers.items()]
-        head = [b"POST /models/x/invoke HTTP/1.1", b"Host: localhost", *lines]
-        answer = raw(server.port, b"\r\n".join(head) + b"\r\n\r\n" + body)
-        status = int(answer.split()[1])
-        assert status == 200 or 400 <= status < 500, (name, value, answer)
-        assert text(server.predict("x", SHORT))
-        assert {p.pid for p in server.descendants("model_service_worker")} == workers, value
-
-
-def test_huge_and_many_headers_are_refused(server: Server) -> None:
-    for headers in ({"X-A": "a" * 200_000}, {f"X-{i}": "a" * 30 for i in range(5000)}):
-        answer = server.get("/models", headers=headers)
-        assert error(answer)[0] == 431
-
-
 # The life of a model
-
-
-@pytest.mark.parametrize(
-    ("url", "status", "said"),
-    [
-        ("no-spiece", 400, "spiece"),
-        ("garbage", 400, "params"),
-        ("wrong-config", 400, "heads"),
-        ("no-graph", 400, "model.onnx cannot be loaded"),
-        ("missing", 404, "missing"),
-    ],
-)
-def test_a_failed_load_leaves_nothing(server: Server, url: str, status: int, said: str) -> None:
-    answer = server.load("x", url)
-    kind = "ArtifactError" if status == 400 else "ModelNotFoundException"
-    assert error(answer) == (status, kind)
-    assert said in answer.json()["message"]
-    assert error(server.predict("x", SHORT))[0] == 404
-    assert statistics(server)["models"] == []
-    assert statistics(server)["weight_bytes"] == 0
-    eventually(lambda: not server.descendants("model_service_worker"))
-    assert server.load("x", "a").status_code == 200
-
-
-@pytest.mark.slow
-def test_unloading_waits_for_requests_and_gives_the_memory_back(server: Server) -> None:
-    server.load("slow")
-    server.load("a")
-    before = statistics(server)["weight_bytes"]
-    with in_flight(server, "slow", 2) as answers:
-        gone = server.unload("slow")
-        held = statistics(server)
-        assert gone.status_code == 200
-        assert [answer.result().status_code for answer in answers] == [200] * 2
-    assert before - held["weight_bytes"] > SMALL_BYTES
-    assert held["weight_bytes"] == SMALL_BYTES
-    assert error(server.get("/models/slow"))[0] == 404
 
 
 def test_a_client_that_goes_away_does_not_break_its_load(server: Server) -> None:

@@ -20,13 +20,12 @@ from functools import partial
 from typing import Any
 from urllib.parse import quote
 
-import grpc
 import pytest
 import requests
 
 from tests.e2e.scripts import transform
 from tests.e2e.server import Server, eventually, free_port
-from tests.e2e.stores import SHORT, error, serving, small, text
+from tests.e2e.stores import SHORT, serving, small
 from tests.engine.models import make_artifact
 from tests.serving.api.test_forms import NAMED, PARTS, RIGHT, part
 
@@ -222,48 +221,10 @@ def test_large_bodies_and_answers_fail_nobody_and_take_no_memory(
     assert max(most.values()) < 150 * MIB
 
 
-def test_watches_over_grpc_fail_nobody(server: Server) -> None:
-    address = server.grpc_address
-    with contextlib.ExitStack() as opened:
-        channel = opened.enter_context(grpc.insecure_channel(address))
-        watch = channel.unary_stream("/grpc.health.v1.Health/Watch")
-        calls = [watch(b"", timeout=600) for _ in range(4 * CONNECTIONS)]
-        assert next(calls[-1]) == b"\x08\x01"  # those before it have begun
-        with grpc.insecure_channel(address, [("grpc.use_local_subchannel_pool", 1)]) as other:
-            live = other.unary_unary("/inference.GRPCInferenceService/ServerLive")
-            for _ in range(ROUNDS):
-                assert live(b"", timeout=60) == b"\x08\x01"
-        check(server, "watches")
-        for call in calls:
-            call.cancel()
-
-
 # In Java
 
 
-def java(server: Server) -> set[int]:
-    return {p.pid for p in server.descendants("ModelServer") if "java" in p.cmdline()[0]}
-
-
 FORM = "application/x-www-form-urlencoded"
-EMPTY = b'--x\r\nContent-Disposition: form-data; name="%d"\r\n\r\n\r\n'
-FORMS = {
-    "fields": (FORM, b"a&" * 3_000_000),
-    "names": (FORM, b"&".join(b"%x=1" % i for i in range(700_000))),
-    "parts": (PARTS, b"".join(EMPTY % i for i in range(90_000)) + b"--x--\r\n"),
-    "no-byte": (FORM, b"%zz=%"),
-}
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_no_form_ends_the_jvm(server: Server, form: str) -> None:
-    kind, body = FORMS[form]
-    before = java(server)
-    for name in ("봄", "script"):
-        answer = server.predict(name, body, **{"Content-Type": kind})
-        assert error(answer) == (400, "BadRequestException")
-    assert java(server) == before
-    assert text(server.predict("봄", SHORT))
 
 
 @pytest.mark.parametrize("form", RIGHT)

@@ -9,7 +9,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.e2e.scripts import script
-from tests.e2e.server import Server, eventually
+from tests.e2e.server import Server
 from tests.e2e.stores import SHORT, serving, small, text
 from tests.serving.api.collector import Collector, Span
 
@@ -68,24 +68,6 @@ def test_requests_are_counted_by_model_and_status(server: Server) -> None:
     assert metrics(server, management=True).keys() == after.keys()
     for name in ("봄", "이름 %22a"):
         server.unload(name)
-
-
-def test_loads_by_hand_that_fail_are_counted(server: Server) -> None:
-    failures = "kogpt2_load_failures_total"
-    before = metrics(server)
-    broken = server.store / "깨진"
-    broken.mkdir()
-    (broken / "model.params").write_bytes(b"nonsense")
-    assert server.load("없음").status_code == 404
-    assert server.load("깨진").status_code == 400
-    assert server.load("깨진", synchronous=False).status_code == 202
-    assert server.post("/v2/repository/models/없음/load").status_code == 404
-
-    def more(status: str) -> float:
-        return metrics(server)[(failures, status)] - before.get((failures, status), 0)
-
-    eventually(lambda: more("400") == 2)
-    assert more("404") == 2
 
 
 def test_metrics_come_also_without_the_engine(server: Server) -> None:

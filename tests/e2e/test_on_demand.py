@@ -6,7 +6,6 @@ import contextlib
 import json
 import re
 import shutil
-import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -181,25 +180,6 @@ def test_loads_and_evictions_and_the_engines_memory_are_measured(fresh: Server) 
     assert after[("kogpt2_engine_budget_bytes",)] == 4 << 20
     assert after[("kogpt2_engine_weight_bytes",)] == 2 * SMALL_BYTES
     assert after["kogpt2_model_steps_total", "m4"] > 0
-
-
-def test_a_cold_model_gets_in_although_all_others_are_busy(fresh: Server) -> None:
-    stop = threading.Event()
-
-    def keep_busy(name: str) -> set[int]:
-        statuses = set()
-        while not stop.is_set():
-            statuses.add(fresh.predict(name, SHORT).status_code)
-        return statuses
-
-    with ThreadPoolExecutor(8) as pool:
-        busy = [pool.submit(keep_busy, name) for name in ("m0", "m1") * 4]
-        try:
-            eventually(lambda: fresh.loaded() == ["m0", "m1"])
-            text(fresh.predict("m2", SHORT))
-        finally:
-            stop.set()
-        assert [b.result() for b in busy] == [{200}] * 8
 
 
 # From a pre-signed url: what signs it is nowhere but in the gateway's memory

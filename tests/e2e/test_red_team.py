@@ -10,7 +10,6 @@ import re
 import socket
 import stat
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -24,8 +23,6 @@ from serving.api import routes
 from tests.e2e.server import Server
 from tests.e2e.stores import SHORT, bearer, error, raw, serving, small, text
 from tests.handlers.tensors.graphs import identity
-from tests.serving.api.test_framing import AMBIGUOUS, CLEAR
-from tests.serving.api.test_http_protocol import LAST, read_all
 
 INFER, MANAGE = "infer-나", "manage-나"
 SECRETS = {
@@ -280,25 +277,3 @@ def test_no_text_of_a_client_becomes_a_header_or_a_line_of_the_log(
     for line in lines:
         assert json.loads(line)["message"] != "forged"
         assert line.isprintable()
-
-
-def sent_raw(port: int, sent: bytes) -> bytes:
-    """All that comes back until the server closes, after the last request or what it refuses."""
-    with socket.create_connection(("127.0.0.1", port), timeout=60) as client:
-        client.sendall(sent)
-        return read_all(client)
-
-
-@BOTH_PORTS
-def test_each_port_refuses_what_ends_in_two_ways(server: Server, management: bool) -> None:
-    """As the protocol by itself does (test_framing.py); here behind all that a port has."""
-    at, cases = server.management_port if management else server.port, {**AMBIGUOUS, **CLEAR}
-    with ThreadPoolExecutor(8) as pool:  # of the same length: bodies stay as long as they say
-        asked = [
-            pool.submit(sent_raw, at, (case + LAST).replace(b"/echo", b"/ping"))
-            for case in cases.values()
-        ]
-        answers = dict(zip(cases, (future.result() for future in asked), strict=True))
-    for case, answer in answers.items():
-        found = re.findall(rb"HTTP/1\.1 (\d+)", answer)
-        assert len(found) == 2 if case in CLEAR else found == [b"400"], (case, answer[:300])

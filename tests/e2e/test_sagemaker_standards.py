@@ -1,8 +1,9 @@
-"""SageMaker's contract of adapters and sessions, case by case as vLLM is tested for it.
+"""SageMaker's contract of adapters, case by case as vLLM is tested for it.
 
-Each test names the test of vLLM's `tests/entrypoints/sagemaker` that it corresponds to. Those of
-handlers and middleware in a customer's Python file are not here: a model's own script is what does
-that. docs/reference/differences.md lists the answers that are not the same.
+Each test names the test of vLLM's `tests/entrypoints/sagemaker` that it corresponds to. Sessions:
+tests/serving/api/test_sessions.py, and by boto3 in tests/platform. Handlers and middleware in a
+customer's Python file are not here: a model's own script is what does that.
+docs/reference/differences.md lists the answers that are not the same.
 """
 
 from __future__ import annotations
@@ -21,13 +22,7 @@ from tests.engine.adapters import make_adapter
 pytestmark = pytest.mark.slow
 
 ADAPTER_ID = "X-Amzn-SageMaker-Adapter-Identifier"
-SESSION_ID = "X-Amzn-SageMaker-Session-Id"
-NEW_SESSION_ID = "X-Amzn-SageMaker-New-Session-Id"
-CLOSED_SESSION_ID = "X-Amzn-SageMaker-Closed-Session-Id"
-OPEN, CLOSE = {"requestType": "NEW_SESSION"}, {"requestType": "CLOSE"}
 COMPLETION = {"prompt": "나는 오늘", "max_tokens": 5, "temperature": 0}
-TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
-CHAT = {"messages": [{"role": "user", "content": "나는 오늘"}], "max_tokens": 5}
 
 
 @pytest.fixture(scope="module")
@@ -35,15 +30,13 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What stands for /opt/ml: the base in `model/`, an adapter in `models/`."""
     folder = tmp_path_factory.mktemp("ml")
     base = small(folder / "model")
-    (base / "chat_template.jinja").write_text(TEMPLATE)
     make_adapter(folder / "models" / "어댑터", base)
     return folder
 
 
 @pytest.fixture(scope="module")
 def server(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    environment = {"SAGEMAKER_BASE_DIR": str(root), "SAGEMAKER_ENABLE_STATEFUL_SESSIONS": "True"}
-    with serving(tmp_path_factory.mktemp("server"), None, **environment) as running:
+    with serving(tmp_path_factory.mktemp("server"), None, SAGEMAKER_BASE_DIR=str(root)) as running:
         yield running
 
 
@@ -60,25 +53,9 @@ def invoke(server: Server, body: dict[str, Any], **headers: str) -> requests.Res
     return server.post("/invocations", json=body, headers=headers)
 
 
-def in_session(server: Server, body: dict[str, Any], id: str) -> requests.Response:
-    return invoke(server, body, **{SESSION_ID: id})
-
-
-def open_session(server: Server) -> str:
-    answer = invoke(server, OPEN)
-    assert answer.status_code == 200, answer.text
-    id, _, expires = answer.headers[NEW_SESSION_ID].partition(";")
-    assert id
-    assert expires
-    return id
-
-
 def listed(server: Server) -> set[str]:
     models = server.get("/v1/models").json()["data"]
     return {model["id"] for model in models}
-
-
-# test_sagemaker_lora_adapters.py
 
 
 def test_adapters_are_loaded_listed_answer_and_are_unloaded(server: Server, root: Path) -> None:
@@ -145,27 +122,3 @@ def test_what_is_no_adapter_is_not_unloaded(server: Server, name: str) -> None:
     refused = unregister(server, name)
     assert error(refused)[0] == 404
     assert refused.json()["message"] == f"The adapter {name} was not found"
-
-
-# test_sagemaker_stateful_sessions.py
-
-
-def test_a_session_is_used_outlives_the_gateway_and_is_closed(server: Server) -> None:
-    """`test_session`; `test_framework_default_handlers`, without a script; of AWS's
-    `test_sagemaker_sessions_integration.py`, `test_use_after_close_fails`. What is refused,
-    where a close without an id is 400 and not vLLM's 424: serving/api/test_sessions.py."""
-    id = open_session(server)
-    for body in (COMPLETION, {"model": "any/name", **CHAT}):
-        answer = in_session(server, body, id)
-        assert answer.status_code == 200, answer.text
-        assert answer.json()["choices"]
-    server.kill_gateway()
-    assert in_session(server, COMPLETION, id).status_code == 200
-    closed = in_session(server, CLOSE, id)
-    assert (closed.status_code, closed.headers[CLOSED_SESSION_ID]) == (200, id)
-    refused = in_session(server, CLOSE, id)
-    assert error(refused)[0] == 400
-    assert "session not found" in refused.json()["message"]
-    refused = in_session(server, COMPLETION, id)  # an error in the format of the body's API
-    assert refused.status_code == 400
-    assert "session not found" in refused.json()["error"]["message"]

@@ -522,18 +522,6 @@ def test_an_archive_is_called_what_its_manifest_says(mars: Server) -> None:
     assert mars.loaded() == ["nameless", "odd", "other", "셈"]
 
 
-@pytest.mark.parametrize("url", ["bare.mar", "counter"])
-def test_what_has_no_manifest_loads_with_the_handler_that_is_named(mars: Server, url: str) -> None:
-    name = url.removesuffix(".mar")
-    assert load(mars, url=url).status_code in (400, 404)
-    assert load(mars, url=url, handler="other:handle").status_code in (400, 404)
-    assert mars.loaded() == []
-    answer = load(mars, url=url, handler="service:handle")
-    assert answer.status_code == 200, answer.text
-    assert mars.loaded() == [name]
-    assert count(mars, name) == {"characters": 4}
-
-
 # Batches and processes
 
 

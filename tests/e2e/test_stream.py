@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import socket
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -108,23 +107,3 @@ def test_a_stream_that_breaks_off_says_so_and_the_next_one_works(server: Server,
 
 
 # A whole answer
-
-
-def test_clients_that_go_away_are_not_worked_on_nor_those_behind_them(server: Server) -> None:
-    """Two are worked on, four wait in Multi Model Server."""
-    assert server.load("느린", "slow", initial_workers=2).status_code == 200
-    body = json.dumps(ENDLESS).encode()
-    head = (
-        "POST /predictions/%EB%8A%90%EB%A6%B0 HTTP/1.1\r\nHost: localhost\r\n"
-        f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
-    )
-    with contextlib.ExitStack() as opened:
-        for _ in range(6):
-            client = socket.create_connection(("127.0.0.1", server.port), timeout=60)
-            opened.enter_context(client).sendall(head.encode() + body)
-        eventually(lambda: running(server) == 4)
-        begun = count(server, "steps", "느린")
-    eventually(lambda: running(server) == 0)
-    assert text(server.predict("느린", SHORT))
-    assert count(server, "steps", "느린") - begun < ENDLESS_TOKENS / 2
-    assert server.unload("느린").status_code == 200

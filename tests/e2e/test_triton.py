@@ -81,11 +81,6 @@ class Either:
     def told(self, what: str, *arguments: str) -> Any:
         return getattr(self.client, f"get_{what}")(*arguments, **self.as_json)
 
-    def states(self) -> dict[str, str]:
-        found = self.told("model_repository_index")
-        models = found["models"] if self.as_json else found
-        return {model["name"]: model["state"] for model in models}
-
     def config(self, name: str) -> Any:
         found = self.told("model_config", name)
         return found["config"] if self.as_json else found
@@ -117,24 +112,12 @@ def test_the_server_lives_and_tells_what_it_is(either: Either) -> None:
     assert {"model_repository", "statistics", "generate"} <= set(told["extensions"])
 
 
-def test_what_the_store_has_is_listed_loaded_and_unloaded(either: Either) -> None:
-    name, client = "시/봄", either.client
-    assert set(either.states()) == {"spring", name, "slow", "gpt2", "texts"}
-    for _ in range(2):
-        client.load_model(name)
-        assert either.states()[name] == "READY"
-        assert client.is_model_ready(name)
-    client.unload_model(name)
-    assert either.states()[name] == "UNAVAILABLE"
-    assert not client.is_model_ready(name)
-    told = refused(lambda: client.unload_model(name))
-    assert told == (either.status("404", "NOT_FOUND"), f"Model not found: {name}")
-
-
 def test_a_load_that_cannot_be_had_says_why(either: Either) -> None:
     status, said = refused(lambda: either.client.load_model("없음"))
     assert status == either.status("404", "NOT_FOUND")
     assert "there is no model 없음" in said
+    told = refused(lambda: either.client.unload_model("없음"))
+    assert told == (either.status("404", "NOT_FOUND"), "Model not found: 없음")
     _, said = refused(lambda: either.client.load_model("spring", config="{}"))
     assert "parameters.config is not known here" in said
 

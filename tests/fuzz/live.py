@@ -35,6 +35,7 @@ FITTING = {"/v1/": "openai", "/generate": "generate", "/infer": "v2-binary"}
 TYPES = (
     *("application/json", "text/plain", "application/x-npy", "text/csv", "text/html", ""),
     *("application/x-www-form-urlencoded", "multipart/form-data; boundary=x"),
+    *("application/json; charset=nonsense", "multipart/form-data", "x" * 8000, "\xea\xb0\x80"),
 )
 NAMES = ("a", "시", unicodedata.normalize("NFD", "시"), "tensors", "texts", "script", "absent", "x")
 HEAVY = ("tensors", "texts", "script")  # processes that take seconds to start again
@@ -154,6 +155,12 @@ class Client:
             found["X-Amzn-SageMaker-Target-Model"] = name
         for header, values in (
             ("Accept", ("*/*", "text/event-stream", "application/x-ndjson", "text/csv", "a;q=nan")),
+            ("Accept", ("a/b;q=\t1", "x" * 5000, "\xea\xb0\x80", "\xff\xfe")),
+            ("X-Amzn-SageMaker-Custom-Attributes", ("a%0d%0ab: c", "x" * 50_000, "\xff")),
+            ("X-Amzn-SageMaker-Target-Model", ("../../etc/passwd", "x" * 9000, "\xff")),
+            ("X-KoGPT2-Probe", ("guess",)),
+            ("X-KoGPT2-Timeout", ("nonsense",)),
+            ("Connection", ("upgrade",)),
             ("Content-Encoding", ("gzip", "identity")),
             ("Inference-Header-Content-Length", ("4", "0", "99999999", "-1", "9" * 30)),
             ("X-Amzn-SageMaker-Session-Id", ("NEW_SESSION", "../lock", "0" * 8000)),

@@ -202,10 +202,10 @@ async def test_a_models_file_of_settings_is_read_and_a_requests_own_beat_it(
     parts: Parts, tmp_path: Path
 ) -> None:
     (tmp_path / "a").mkdir()
-    said = {"pinned": True, "timeout_s": 2.5, "max_rows": 4}
+    said = {"pinned": True, "timeout_s": 2.5, "max_rows": 4, "queue": 0}
     (tmp_path / "a" / "serving.json").write_text(json.dumps(said))
     model = await parts.load("a", settings=ModelSettings(timeout_s=9))
-    assert model.settings == ModelSettings(pinned=True, timeout_s=9, max_rows=4)
-    assert model.request_timeout_s == 9
+    assert model.settings == ModelSettings(pinned=True, timeout_s=9, max_rows=4, queue=0)
+    assert (model.request_timeout_s, model.line.max_waiting) == (9, 0)
     (snapshot,) = parts.snapshot.read()
     assert snapshot.settings == model.settings
