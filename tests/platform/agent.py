@@ -21,7 +21,7 @@ import requests
 
 from tests.platform import limits as platform
 from tests.platform.disk import Disk
-from tests.platform.limits import Limits, PlatformError
+from tests.platform.limits import PlatformError
 
 TARGET = "X-Amzn-SageMaker-Target-Model"
 
@@ -58,7 +58,7 @@ class Agent:
 
     def __init__(self, url: str, disk: Disk, inside: str) -> None:
         self.url, self.disk, self.inside = url, disk, inside
-        self.limits = Limits()
+        self.cold_start_s = platform.COLD_START_S
         self.counts: Counter[str] = Counter()
         self._models: dict[str, Held] = {}
         self._changed = threading.Condition()
@@ -68,7 +68,7 @@ class Agent:
 
     def ping(self) -> bool:
         try:
-            return self._call("GET", "/ping", timeout_s=self.limits.ping_s).status == 200
+            return self._call("GET", "/ping", timeout_s=platform.PING_S).status == 200
         except requests.RequestException:
             return False
 
@@ -84,7 +84,7 @@ class Agent:
             token = "?next_page_token=" + quote(page["nextPageToken"])
 
     def _call(self, method: str, path: str, *, timeout_s: float, **options: Any) -> Answer:
-        timeout = (self.limits.connect_s, timeout_s)
+        timeout = (platform.CONNECT_S, timeout_s)
         answer = requests.request(method, self.url + path, timeout=timeout, **options)
         return Answer(answer.status_code, answer.headers, answer.content)
 
@@ -100,12 +100,12 @@ class Agent:
         """Raises `PlatformError`, or `requests.ConnectionError` without a container."""
         with self._changed:
             held = self._models.setdefault(target, Held(target, _hash(target)))
-        ready_by = time.monotonic() + self.limits.cold_start_s
+        ready_by = time.monotonic() + self.cold_start_s
         passed: dict[str, str | bytes] = {**headers, TARGET: target.encode()}
         while True:
             self._use(held, ready_by)
             try:
-                path, timeout_s = f"/models/{held.name}/invoke", self.limits.answer_s
+                path, timeout_s = f"/models/{held.name}/invoke", platform.ANSWER_S
                 answer = self._call("POST", path, timeout_s=timeout_s, data=body, headers=passed)
             except requests.ReadTimeout:
                 raise platform.timed_out() from None
@@ -162,7 +162,7 @@ class Agent:
     # Loading
 
     def _load(self, held: Held) -> None:
-        end = time.monotonic() + self.limits.load_s
+        end = time.monotonic() + platform.LOAD_S
         error: PlatformError | None = None
         try:
             with self._fetching:
@@ -218,7 +218,7 @@ class Agent:
     def _unload(self, held: Held) -> None:
         try:
             path = f"/models/{held.name}"
-            answer = self._call("DELETE", path, timeout_s=self.limits.unload_s)
+            answer = self._call("DELETE", path, timeout_s=platform.UNLOAD_S)
             outcome = "unloads" if answer.status in (200, 404) else "failed unloads"
         except requests.RequestException:
             outcome = "failed unloads"

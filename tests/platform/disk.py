@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import os
 import tarfile
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,6 @@ class Disk:
         self.folder, self._closed = folder, closed
         self.downloads = 0
         self._s3, self._bucket, self._prefix = s3, bucket, prefix
-        self._lock = threading.Lock()
         folder.mkdir(parents=True, exist_ok=True)
 
     def has(self, name: str) -> bool:
@@ -51,5 +49,4 @@ class Disk:
         for path in (fresh.parent, *fresh.parent.rglob("*")):
             path.chmod(modes[path.is_file()])
         os.replace(fresh.parent, self.folder / name)
-        with self._lock:
-            self.downloads += 1
+        self.downloads += 1

@@ -10,12 +10,16 @@ from typing import Protocol
 import requests
 
 from tests.platform.agent import Answer
-from tests.platform.limits import Limits, model_error, timed_out, unavailable, validation_error
+from tests.platform.limits import (
+    ANSWER_S,
+    CONNECT_S,
+    model_error,
+    timed_out,
+    unavailable,
+    validation_error,
+)
 
-SESSION_ID = "X-Amzn-SageMaker-Session-Id"
-NEW_SESSION_ID = "X-Amzn-SageMaker-New-Session-Id"
-CLOSED_SESSION_ID = "X-Amzn-SageMaker-Closed-Session-Id"
-NEW_SESSION = "NEW_SESSION"  # the id of a client that has none yet
+SPILL_AT = 4  # concurrent requests of a model, from which on another instance gets it, too
 
 
 class Instance(Protocol):
@@ -26,16 +30,11 @@ class Instance(Protocol):
 
 
 class Endpoint:
-    """Routes a model's requests to one healthy instance.
+    """Routes a model's requests to one healthy instance, and under load to another one."""
 
-    A model with `spill_at` concurrent requests gets another instance. A new session goes to the
-    instance with the fewest, and its requests to that one only.
-    """
-
-    def __init__(self, name: str, instances: Sequence[Instance], spill_at: int = 4) -> None:
-        self.name, self.instances, self._spill_at = name, instances, spill_at
+    def __init__(self, name: str, instances: Sequence[Instance]) -> None:
+        self.name, self.instances = name, instances
         self._homes: dict[str, list[Instance]] = {}
-        self._sessions: dict[str, Instance] = {}
         self._away: list[Instance] = []
         self._lock = threading.Lock()
 
@@ -57,7 +56,7 @@ class Endpoint:
             usable = [i for i in homes if i in healthy]
             best = min(usable, key=lambda i: i.requests_of(target), default=None)
             others = [i for i in healthy if i not in usable]
-            if best is None or (others and best.requests_of(target) >= self._spill_at):
+            if best is None or (others and best.requests_of(target) >= SPILL_AT):
                 best = min(others, key=self._models_of)
                 homes.append(best)
             return best
@@ -65,30 +64,8 @@ class Endpoint:
     def _models_of(self, instance: Instance) -> int:
         return sum(instance in homes for homes in self._homes.values())
 
-    def sessions(self, instance: int) -> int:
-        """The number of sessions of an instance (by number)."""
-        with self._lock:
-            return list(self._sessions.values()).count(self.instances[instance])
-
-    def _in_session(self, id: str, body: bytes, headers: Mapping[str, str]) -> Answer:
-        if id == NEW_SESSION:
-            number = min(range(len(self.instances)), key=self.sessions)
-            instance = self.instances[number]
-        elif id in self._sessions:
-            instance = self._sessions[id]
-        else:
-            raise validation_error(f"Session {id} not found.")
-        answer = instance.invoke("", body, headers)
-        with self._lock:
-            if opened := answer.headers.get(NEW_SESSION_ID, "").partition(";")[0]:
-                self._sessions[opened] = instance
-            self._sessions.pop(answer.headers.get(CLOSED_SESSION_ID, ""), None)
-        return answer
-
     def invoke(self, target: str, body: bytes, headers: Mapping[str, str]) -> Answer:
         """Raises `PlatformError`."""
-        if id := headers.get(SESSION_ID):
-            return self._in_session(id, body, headers)
         tried: list[Instance] = []
         while True:
             instance = self._route(target, tried)
@@ -105,8 +82,8 @@ class Endpoint:
 class SingleModel:
     """The container of an endpoint without `Mode=MultiModel`: calls go to `/invocations`."""
 
-    def __init__(self, url: str, limits: Limits | None = None) -> None:
-        self.url, self._limits = url, limits or Limits()
+    def __init__(self, url: str) -> None:
+        self.url = url
 
     def requests_of(self, target: str) -> int:
         return 0
@@ -120,12 +97,9 @@ class SingleModel:
     @contextlib.contextmanager
     def stream(self, body: bytes, headers: Mapping[str, str]) -> Iterator[requests.Response]:
         """The answer, to be read as it comes."""
-        limits = (self._limits.connect_s, self._limits.answer_s)
-        url = self.url + "/invocations"
+        url, limits_s = self.url + "/invocations", (CONNECT_S, ANSWER_S)
         try:
-            begun = requests.post(
-                url, data=body, headers=dict(headers), timeout=limits, stream=True
-            )
+            begun = requests.post(url, body, headers=headers, timeout=limits_s, stream=True)
         except requests.ReadTimeout:
             raise timed_out() from None
         with begun as answer:

@@ -2,20 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-
-@dataclass(frozen=True)
-class Limits:
-    """Seconds, by default the platform's own."""
-
-    ping_s: float = 2.0
-    start_s: float = 240.0
-    connect_s: float = 0.25
-    answer_s: float = 60.0
-    cold_start_s: float = 60.0  # until ModelNotReadyException; the load continues
-    load_s: float = 360.0
-    unload_s: float = 360.0
+PING_S = 2.0
+CONNECT_S = 0.25
+ANSWER_S = 60.0
+COLD_START_S = 60.0  # until ModelNotReadyException; the load continues
+LOAD_S = UNLOAD_S = 360.0
 
 
 class PlatformError(Exception):

@@ -1,7 +1,7 @@
 """The sagemaker-runtime HTTP API on loopback, for an unmodified boto3 client.
 
-POST /endpoints/{name}/invocations                  with X-Amzn-SageMaker-Target-Model,
-                                                    or X-Amzn-SageMaker-Session-Id of a single model
+POST /endpoints/{name}/invocations                  with X-Amzn-SageMaker-Target-Model, or of a
+                                                    single model
 POST /endpoints/{name}/invocations-response-stream  of a single model
 """
 
@@ -22,13 +22,7 @@ from botocore.config import Config
 
 from testbed.s3 import ACCESS, client
 from tests.platform.agent import TARGET
-from tests.platform.endpoint import (
-    CLOSED_SESSION_ID,
-    NEW_SESSION_ID,
-    SESSION_ID,
-    Endpoint,
-    SingleModel,
-)
+from tests.platform.endpoint import Endpoint, SingleModel
 from tests.platform.limits import PlatformError, validation_error
 
 MAX_BODY_BYTES = 6 << 20
@@ -36,21 +30,16 @@ ATTRIBUTES = "X-Amzn-SageMaker-Custom-Attributes"
 STREAM_TYPE = "application/vnd.amazon.eventstream"
 
 
+# Without retries. AWS advises a timeout of 70 s, above the platform's 60 s.
+CLIENT = Config(retries={"total_max_attempts": 1}, max_pool_connections=16, read_timeout=70)
+
+
 class Runtime:
-    """`url` is the API's; `client()` is boto3's client of it."""
+    """`url` is the API's, `environment` for clients of it."""
 
     def __init__(self, url: str) -> None:
         self.url = url
         self.environment = {**ACCESS, "AWS_ENDPOINT_URL_SAGEMAKER_RUNTIME": url}
-
-    def client(self, connections: int = 16, timeout_s: float = 70) -> Any:
-        """A client without retries. AWS advises a timeout of 70 s, above the platform's 60 s."""
-        options = Config(
-            retries={"total_max_attempts": 1},
-            max_pool_connections=connections,
-            read_timeout=timeout_s,
-        )
-        return client(self.url, "sagemaker-runtime", config=options)
 
 
 @contextlib.contextmanager
@@ -69,9 +58,12 @@ def runtime(*endpoints: Endpoint) -> Iterator[Runtime]:
 
 
 @contextlib.contextmanager
-def client_of(endpoint: Endpoint, timeout_s: float = 70) -> Iterator[Any]:
+def client_of(endpoint: Endpoint) -> Iterator[Any]:
     """boto3's client of an account with one endpoint."""
-    with runtime(endpoint) as api, contextlib.closing(api.client(timeout_s=timeout_s)) as made:
+    with (
+        runtime(endpoint) as api,
+        contextlib.closing(client(api.url, "sagemaker-runtime", config=CLIENT)) as made,
+    ):
         yield made
 
 
@@ -120,8 +112,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _passed(self, accept: str) -> dict[str, str]:
         """The headers for the container; `accept` is the client's header for Accept."""
-        same = {name: name for name in ("Content-Type", ATTRIBUTES, SESSION_ID)}
-        names = {**same, accept: "Accept"}
+        names = {"Content-Type": "Content-Type", ATTRIBUTES: ATTRIBUTES, accept: "Accept"}
         found = {ours: self.headers.get(theirs) for theirs, ours in names.items()}
         return {name: value for name, value in found.items() if value is not None}
 
@@ -154,7 +145,7 @@ class _Handler(BaseHTTPRequestHandler):
 def _returned(headers: Mapping[str, str]) -> dict[str, str]:
     """The container's headers that the platform returns to the client."""
     found = {"x-amzn-invoked-production-variant": "AllTraffic"}
-    for name in ("content-type", ATTRIBUTES, NEW_SESSION_ID, CLOSED_SESSION_ID):
+    for name in ("content-type", ATTRIBUTES):
         if name in headers:
             found[name] = headers[name]
     return found

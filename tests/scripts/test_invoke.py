@@ -14,7 +14,7 @@ import pytest
 
 from tests.e2e.server import Server
 from tests.e2e.stores import SHORT, text
-from tests.platform.limits import Limits
+from tests.platform.limits import COLD_START_S
 from tests.scripts.conftest import Poets, Run, refusal
 
 PROMPT = ("--text", "나는 오늘", "--max-new-tokens", "16")
@@ -74,7 +74,7 @@ def test_a_model_that_the_platform_is_still_loading_is_waited_for(run: Run, poet
     target = poets.agent._models.pop("m1.tar.gz", None)
     if target is not None:
         poets.agent._call("DELETE", f"/models/{target.name}", timeout_s=10)
-    poets.agent.limits = Limits(cold_start_s=0.01)
+    poets.agent.cold_start_s = 0.01
     try:
         call = ("invoke", "--endpoint", "poets", "--model", "m1", *PROMPT)
         impatient = run(*call, "--wait", "0.1", **poets.environment)
@@ -83,7 +83,7 @@ def test_a_model_that_the_platform_is_still_loading_is_waited_for(run: Run, poet
         assert patient.returncode == 0, patient.stderr
         assert patient.stdout.strip()
     finally:
-        poets.agent.limits = Limits()
+        poets.agent.cold_start_s = COLD_START_S
 
 
 # Streams
