@@ -8,7 +8,7 @@ import pytest
 import requests
 
 from tests.container.conftest import Start
-from tests.container.containers import CACHE, HARDENED, PROMPT, TEXT, Container, docker, mount
+from tests.container.containers import CACHE, HARDENED, Container, docker, mount
 from tests.e2e import test_readme
 from tests.e2e.stores import SHORT, small, text
 from tests.engine.models import make_artifact
@@ -21,14 +21,6 @@ HASH = "7f3e" * 16
 def test_the_session_of_the_documents_answers_as_it_is_shown(shared: Container) -> None:
     page = "docs/api/requests.md"
     test_readme.test_the_session_answers_as_it_is_shown(shared, page)  # type: ignore[arg-type]
-
-
-def test_korean_names_work_on_both_ports(shared: Container) -> None:
-    assert shared.load("소월", "sowol").ok
-    assert shared.predict("소월").json()["generated_text"].startswith(TEXT)
-    listed = requests.get(shared.url("/models"), timeout=60).json()["models"]
-    assert listed == [{"modelName": "소월", "modelUrl": "sowol", "residency": "hot"}]
-    assert shared.unload("소월").ok
 
 
 def test_the_backend_without_mxnet_runs_hardened_on_a_store_that_cannot_be_written(
@@ -100,10 +92,3 @@ def test_a_single_model_answers_on_the_port_that_sagemaker_names(
         SAGEMAKER_BIND_TO_PORT="9123",
     )
     assert text(requests.post(container.url("/invocations"), json=SHORT, timeout=60))
-
-
-def test_a_target_model_is_loaded_from_the_images_store(start: Start) -> None:
-    container = start(SAGEMAKER_BIND_TO_PORT="9123")
-    headers = {"X-Amzn-SageMaker-Target-Model": "sowol.tar.gz"}
-    answer = requests.post(container.url("/invocations"), json=PROMPT, headers=headers, timeout=60)
-    assert answer.json()["generated_text"].startswith(TEXT)

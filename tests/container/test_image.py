@@ -10,7 +10,6 @@ from urllib.parse import quote
 
 import pytest
 
-import serving.settings
 from tests.container.containers import HARDENED, TEXT, Container, docker
 
 pytestmark = pytest.mark.container
@@ -43,12 +42,6 @@ def test_it_says_what_it_can_do(image: str) -> None:
     assert config["User"] not in ("", "0", "root")
     assert config["Entrypoint"] == ["dockerd-entrypoint.py"]
     assert config["Cmd"] == ["serve"]
-
-
-def test_java_gets_the_options_that_were_measured(shared: Container) -> None:
-    processes = docker("top", shared.id, "-eo", "pid,args")
-    (java,) = (line for line in processes.splitlines() if "mms.ModelServer" in line)
-    assert set(serving.settings.Settings().jvm_options.split()) <= set(java.split())
 
 
 def test_it_stays_small(image: str, slim: tuple[str, Path]) -> None:

@@ -13,11 +13,8 @@ from tests.e2e.stores import Shared
 @pytest.fixture(scope="session")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """A running server on the demo models."""
-    running = Server(tmp_path_factory.mktemp("server"), REPOSITORY / "model_store")
-    try:
-        yield running.wait_until_ready()
-    finally:
-        running.stop()
+    with Server(tmp_path_factory.mktemp("server"), REPOSITORY / "model_store") as running:
+        yield running
 
 
 @pytest.fixture(scope="session")

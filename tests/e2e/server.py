@@ -76,6 +76,18 @@ class Server:
                 stdin=subprocess.DEVNULL,
             )
 
+    def __enter__(self) -> Server:
+        """Waits until it is ready."""
+        try:
+            return self.wait_until_ready()
+        except BaseException:
+            self.stop()
+            raise
+
+    def __exit__(self, *_: object) -> None:
+        if self.process.poll() is None:
+            self.stop()
+
     def wait_until_ready(self) -> Server:
         end = time.monotonic() + START_S
         while '"ready after' not in self.text():

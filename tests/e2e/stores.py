@@ -64,12 +64,8 @@ def packed(folder: Path, archive: Path) -> Path:
 def serving(folder: Path, store: Path | None = None, **environment: str) -> Iterator[Server]:
     """A ready server with the fast backend."""
     folder.mkdir(exist_ok=True)
-    server = Server(folder, store, {**FAST, **environment})
-    try:
-        yield server.wait_until_ready()
-    finally:
-        if server.process.poll() is None:
-            server.stop()
+    with Server(folder, store, {**FAST, **environment}) as server:
+        yield server
 
 
 class Shared:

@@ -9,16 +9,14 @@ import os
 import socket
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import psutil
 import pytest
 import requests
 
-from tests.e2e.scripts import script
 from tests.e2e.server import REPOSITORY, START_S, Server, eventually, free_port
-from tests.e2e.stores import FAST, SHORT, bearer, error, small, statistics, text
+from tests.e2e.stores import FAST, SHORT, bearer, small, statistics, text
 from tests.processes import has_ended, kill_at_once
 
 pytestmark = pytest.mark.slow
@@ -111,10 +109,7 @@ def test_a_server_that_is_killed_and_the_next_whose_output_nobody_reads(tmp_path
         os.close(output)
 
 
-# Models that hang
-
 WORKER = "--sock-name"
-HANGS = "import time\ndef model_fn(model_dir):\n    time.sleep(600)\n"
 
 
 @pytest.fixture(scope="module")
@@ -124,7 +119,6 @@ def server(clean: Server) -> Server:
     (clean.store / "봄" / "serving.json").write_text(
         json.dumps({"precision": "int8", "max_rows": 2, "idle_unload_s": 3600, "timeout_s": 7})
     )
-    script(clean.store / "hangs", HANGS, "code/inference.py")
     return clean
 
 
@@ -141,19 +135,6 @@ def test_a_models_own_settings_come_from_its_file_and_its_request(server: Server
     assert server.post(f"/models?{query}", management=True).status_code == 200
     assert statistics(server)["models"][0]["backend"] == "mxnet"
     server.unload("a")
-
-
-def test_an_unload_ends_a_load_that_hangs(server: Server) -> None:
-    with ThreadPoolExecutor(2) as pool:
-        load = pool.submit(server.load, "hangs")
-        eventually(lambda: server.descendants(WORKER))
-        eventually(lambda: len(server.descendants("user_code/child.py")) > 0)
-        assert server.unload("hangs").status_code == 200
-        assert error(load.result()) == (409, "ConflictStatusException")
-        eventually(lambda: not server.descendants(WORKER))
-        eventually(lambda: not server.descendants("user_code/child.py"))
-    assert error(server.unload("hangs"))[0] == 404
-    assert text(server.predict("a", SHORT))
 
 
 def test_processes_that_hang_are_started_again(server: Server) -> None:

@@ -1,5 +1,6 @@
-"""The conventions that a model's own script may follow: SageMaker's, Multi Model Server's, and
-`load_model` with `predict`; where scripts are found, what they can import, batches, processes."""
+"""The conventions that a model's own script may follow: SageMaker's and Multi Model Server's; where
+scripts are found, what they can import, batches, processes. `load_model` with `predict`, and files
+whose handler a load names: docs/models/handlers.md, by test_bring_your_own_handlers.py."""
 
 from __future__ import annotations
 
@@ -280,34 +281,6 @@ def test_requirements_are_refused_unless_they_are_allowed(
     assert "no-such-package" in failed.json()["message"]
     done = subprocess.run([sys.executable, "-c", "import rhymes"], capture_output=True, check=False)
     assert done.returncode != 0
-
-
-# load_model and predict
-
-
-def test_load_model_and_predict(model: Model) -> None:
-    source = """
-        import json
-        import os
-        import numpy as np
-
-        def load_model(model_dir):
-            return np.load(os.path.join(model_dir, "weights.npy"))
-
-        def predict(model, payload):
-            body = payload[0]["body"]
-            assert type(body) is bytes
-            values = json.loads(body.decode("utf-8"))["inputs"]
-            return [(np.array(values) @ model).tolist()]
-    """
-    model.folder.mkdir()
-    np.save(model.folder / "weights.npy", np.array([1.0, 10.0]))
-    model.load(source)
-    answer = model.predict({"inputs": [2, 3]})
-    assert (answer.json(), answer.headers["content-type"]) == (32.0, "application/json")
-    wrong = model.predict({"other": 1})
-    assert error(wrong)[0] == 500
-    assert "raised KeyError: 'inputs'" in wrong.json()["message"]
 
 
 # Multi Model Server's services

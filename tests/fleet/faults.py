@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import random
 import time
 from collections.abc import Callable, Iterator
@@ -70,15 +69,6 @@ def killed(fleet: Fleet, clients: Clients, chance: random.Random) -> Iterator[No
 
 
 @contextlib.contextmanager
-def engine_killed(fleet: Fleet, clients: Clients, chance: random.Random) -> Iterator[None]:
-    with fleet.stream() as (victim, lines):
-        fleet.nodes[victim].descendants("-m engine ")[0].kill()
-        last = [line for line in lines if line][-1]
-    assert json.loads(last.removeprefix(b"data: "))["error"]["code"] == 503
-    yield
-
-
-@contextlib.contextmanager
 def paused(fleet: Fleet, clients: Clients, chance: random.Random) -> Iterator[None]:
     victim = _server(fleet, chance)
     processes = fleet.processes(victim)
@@ -142,14 +132,6 @@ def slow(fleet: Fleet, clients: Clients, chance: random.Random) -> Iterator[None
 
 
 @contextlib.contextmanager
-def reloaded(fleet: Fleet, clients: Clients, chance: random.Random) -> Iterator[None]:
-    before = _shares(fleet, clients)
-    fleet.proxy.reload(1, 2, 3)
-    yield
-    assert _shares(fleet, clients) == before
-
-
-@contextlib.contextmanager
 def replaced(fleet: Fleet, clients: Clients, chance: random.Random) -> Iterator[None]:
     """Puts a new version into the store and unloads the old one everywhere; all answer with the new
     one then."""
@@ -186,7 +168,7 @@ def another_comes_and_goes(fleet: Fleet, clients: Clients, chance: random.Random
 FAULTS: dict[str, Fault] = {
     fault.__name__: fault
     for fault in (
-        killed, engine_killed, paused, parted_from_proxy, parted_from_store, store_gone, slow,
-        reloaded, replaced, another_comes_and_goes,
+        killed, paused, parted_from_proxy, parted_from_store, store_gone, slow, replaced,
+        another_comes_and_goes,
     )
 }  # fmt: skip

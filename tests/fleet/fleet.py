@@ -140,8 +140,7 @@ class Fleet:
         self.nodes[name].process.wait()
 
     def loaded(self, name: str) -> list[str]:
-        answer = requests.get(self.nodes[name].management("/models"), timeout=60)
-        return [model["modelName"] for model in answer.json()["models"]]
+        return self.nodes[name].loaded()
 
     def unload(self, name: str, model: str) -> None:
         assert self.nodes[name].unload(model).status_code in (200, 404)

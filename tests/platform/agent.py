@@ -14,11 +14,12 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
+from http.client import HTTPConnection
 from typing import Any
-from urllib.parse import quote
 
 import requests
 
+from tests.chaos.system import names
 from tests.platform import limits as platform
 from tests.platform.disk import Disk
 from tests.platform.limits import PlatformError
@@ -74,14 +75,7 @@ class Agent:
 
     def loaded(self) -> list[str]:
         """The names that the container lists, all pages."""
-        names: list[str] = []
-        token = ""
-        while True:
-            page = requests.get(self.url + "/models" + token, timeout=60).json()
-            names += [model["modelName"] for model in page["models"]]
-            if "nextPageToken" not in page:
-                return names
-            token = "?next_page_token=" + quote(page["nextPageToken"])
+        return names(HTTPConnection(self.url.removeprefix("http://")))
 
     def _call(self, method: str, path: str, *, timeout_s: float, **options: Any) -> Answer:
         timeout = (platform.CONNECT_S, timeout_s)

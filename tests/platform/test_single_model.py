@@ -45,11 +45,10 @@ def server() -> Iterator[Server]:
             for path in (model.parent, model, *model.iterdir()):
                 path.chmod(0o700 if path.is_dir() else 0o600)
         prefix = readable_by_all(sys.executable) if IS_ROOT else ()
-        server = Server(folder, None, environment, options=False, one_port=True, prefix=prefix)
-        try:
-            yield server.wait_until_ready()
-        finally:
-            assert server.stop() == 0
+        with Server(
+            folder, None, environment, options=False, one_port=True, prefix=prefix
+        ) as server:
+            yield server
 
 
 def test_the_model_is_loaded_at_the_start_on_the_port_that_sagemaker_names(
