@@ -11,6 +11,6 @@ from tests.chaos.short import nothing_is_lost_wrong_or_left
 
 @pytest.mark.slow
 def test_nothing_is_lost_wrong_or_left_whatever_breaks(tmp_path: Path) -> None:
-    faults = ("kill java", "store truncate", "kill worker", "kill gateway", "clock", "kill texts")
-    faults += ("kill engine", "kill host", "kill launcher")
+    processes = ("java", "worker", "gateway", "texts", "engine", "host", "launcher")
+    faults = ("store truncate", "clock", *(f"kill {name}" for name in processes))
     nothing_is_lost_wrong_or_left(tmp_path, False, *faults)

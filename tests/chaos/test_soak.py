@@ -8,7 +8,7 @@ import pytest
 
 from tests.chaos import soak
 from tests.chaos.__main__ import main
-from tests.chaos.histories import history, op
+from tests.chaos.test_checker import history, op
 from tests.scripts.command import run
 
 

@@ -17,6 +17,7 @@ from urllib.parse import quote
 import requests
 
 from engine.http.client import EngineClient
+from serving.api import routes
 from tests.e2e.server import Server, eventually, free_port
 from tests.engine.models import make_artifact
 
@@ -161,6 +162,22 @@ def error(answer: requests.Response) -> tuple[int, str]:
     assert "Traceback" not in answer.text
     assert answer.headers["x-request-id"]
     return answer.status_code, body["type"]
+
+
+def status_of(answer: requests.Response) -> int:
+    """Also where SageMaker's runtime would say it in a 424."""
+    status: int = answer.status_code
+    if status == 424:
+        status = answer.json()["OriginalStatusCode"]
+    return status
+
+
+def every_call(name: str, *, managing: bool = False) -> Iterator[tuple[str, str, str, Any]]:
+    """Method, route, path and body of a call of each route in the OpenAPI document, for a model."""
+    for route, methods in routes.document(managing=managing)["paths"].items():
+        path = route.replace("{name}", name).replace("{", "").replace("}", "")
+        for method in methods:
+            yield method, route, path, SHORT if method in ("post", "put") else None
 
 
 def bearer(token: str) -> dict[str, bytes]:

@@ -65,23 +65,6 @@ def test_eight_clients_of_eight_adapters_get_the_texts_of_whole_models(
     assert len({model["base"] for model in models}) == 1
 
 
-def test_a_base_is_a_model_too_and_goes_with_its_last_adapter(
-    server: Server, texts: dict[str, str]
-) -> None:
-    assert text(server.predict(ADAPTERS[0], SHORT)) == texts[ADAPTERS[0]]
-    alone = text(server.predict("바탕", SHORT))
-    assert alone not in texts.values()
-    assert listed(server)["바탕"] is None
-    weights = statistics(server)["weight_bytes"]
-    assert server.unload("바탕").status_code == 200
-    assert statistics(server)["weight_bytes"] == weights  # it was counted once
-    assert text(server.predict(ADAPTERS[0], SHORT)) == texts[ADAPTERS[0]]
-    for name in listed(server):
-        assert server.unload(name).status_code == 200
-    assert statistics(server)["weight_bytes"] == 0
-    assert statistics(server)["models"] == []
-
-
 def test_openais_routes_and_settings_are_those_of_any_model(
     server: Server, texts: dict[str, str]
 ) -> None:

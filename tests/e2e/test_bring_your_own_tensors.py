@@ -11,7 +11,7 @@ import pytest
 from common.mxnet_compat import mx
 from tests.e2e.console import blocks, printed, ran, session
 from tests.e2e.server import REPOSITORY, Server
-from tests.e2e.stores import SHORT, error, packed, small, text
+from tests.e2e.stores import error, packed, small
 from tests.handlers.tensors.graphs import TinyLM
 
 pytestmark = pytest.mark.slow
@@ -56,15 +56,6 @@ def test_the_pages_programs_run(server: Server) -> None:
     answers = [json.loads(ran(server, program)) for program in programs]
     likeliest = LM.logits(np.array([[5, 6, 7]]))[0, -1].argmax()
     assert answers == [likeliest, [[3.0, -1.0], [7.5, -1.5]]]
-
-
-def test_a_text_model_beside_them_is_as_before(server: Server) -> None:
-    assert text(server.predict("text", SHORT))
-    (worker,) = server.descendants("model_service_worker")
-    assert worker.memory_full_info().uss < 1 << 20
-    (host,) = server.descendants("handlers.host")
-    assert "_multiarray_umath" not in " ".join(m.path for m in host.memory_maps())
-    assert host.memory_full_info().uss < 40 << 20
 
 
 OWN = """

@@ -19,9 +19,18 @@ import pytest
 import requests
 from onnx import TensorProto
 
-from serving.api import routes
 from tests.e2e.server import Server
-from tests.e2e.stores import SHORT, bearer, error, raw, serving, small, text
+from tests.e2e.stores import (
+    SHORT,
+    bearer,
+    error,
+    every_call,
+    raw,
+    serving,
+    small,
+    status_of,
+    text,
+)
 from tests.handlers.tensors.graphs import identity
 
 INFER, MANAGE = "infer-나", "manage-나"
@@ -175,24 +184,15 @@ def trap() -> Iterator[socket.socket]:
 def test_every_route_but_health_asks_for_its_token(server: Server, management: bool) -> None:
     ask = functools.partial(server.request, management=management)
     asked, refused = 0, (401, 404, 405) if management else (401,)  # not all are on both
-    for path, methods in routes.document()["paths"].items():
-        for method in methods:
-            tokens: list[str | None] = [] if path in OPEN else [None, "wrong"]
-            tokens += [INFER] * bool(MANAGING.search(f"{method} {path}"))
-            for token in tokens:
-                answer = ask(
-                    method,
-                    path.replace("{name}", "봄").replace("{", "").replace("}", ""),
-                    headers=bearer(token) if token else {},
-                    json=SHORT if method in ("post", "put") else None,
-                )
-                status = answer.status_code
-                if status == 424:  # as SageMaker's runtime says it
-                    status = answer.json()["OriginalStatusCode"]
-                assert status in refused, (method, path, token)
-                asked += 1
-            if path in OPEN:
-                assert ask(method, path).status_code in (200, *refused[1:])
+    for method, route, path, body in every_call("봄"):
+        tokens: list[str | None] = [] if path in OPEN else [None, "wrong"]
+        tokens += [INFER] * bool(MANAGING.search(f"{method} {route}"))
+        for token in tokens:
+            answer = ask(method, path, headers=bearer(token) if token else {}, json=body)
+            assert status_of(answer) in refused, (method, path, token)
+            asked += 1
+        if path in OPEN:
+            assert ask(method, path).status_code in (200, *refused[1:])
     assert asked > 60
 
 

@@ -195,12 +195,6 @@ def test_texts_go_in_and_out_of_a_graph(either: Either) -> None:
     assert answer.as_numpy("y").tolist() == texts.tolist()
 
 
-def test_the_protocols_hints_are_no_parameters_of_a_text(server: Server, either: Either) -> None:
-    hints: Any = {"priority": 1, "timeout": 60_000_000, "parameters": {"max_new_tokens": 4}}
-    answer = either.client.infer("spring", [prompt(by=either.module)], **hints)
-    assert generated(answer) == whole(server, "spring", 4)
-
-
 def test_requests_are_counted(server: Server, either: Either) -> None:
     either.client.load_model("spring")
     before = either.statistics("spring")["spring"]

@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import json
-import struct
 import threading
 import uuid
-import zlib
 from collections.abc import Iterator, Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -20,6 +18,7 @@ from urllib.parse import unquote
 
 from botocore.config import Config
 
+from serving.api.event_stream import EVENT_STREAM, payload_part
 from testbed.s3 import ACCESS, client
 from tests.platform.agent import TARGET
 from tests.platform.endpoint import Endpoint, SingleModel
@@ -27,7 +26,6 @@ from tests.platform.limits import PlatformError, validation_error
 
 MAX_BODY_BYTES = 6 << 20
 ATTRIBUTES = "X-Amzn-SageMaker-Custom-Attributes"
-STREAM_TYPE = "application/vnd.amazon.eventstream"
 
 
 # Without retries. AWS advises a timeout of 70 s, above the platform's 60 s.
@@ -131,13 +129,13 @@ class _Handler(BaseHTTPRequestHandler):
             raise validation_error("multi-model endpoints have no response stream")
         with single.stream(body, self._passed("x-amzn-sagemaker-accept")) as answer:
             self.send_response(200)
-            self.send_header("content-type", STREAM_TYPE)
+            self.send_header("content-type", EVENT_STREAM)
             kind = answer.headers.get("content-type", "application/octet-stream")
             self.send_header("x-amzn-sagemaker-content-type", kind)
             self.send_header("transfer-encoding", "chunked")
             self.end_headers()
             for piece in answer.iter_content(None):
-                frame = _frame(piece)
+                frame = payload_part(piece)
                 self.wfile.write(b"%x\r\n%b\r\n" % (len(frame), frame))
             self.wfile.write(b"0\r\n\r\n")
 
@@ -149,16 +147,3 @@ def _returned(headers: Mapping[str, str]) -> dict[str, str]:
         if name in headers:
             found[name] = headers[name]
     return found
-
-
-def _frame(payload: bytes) -> bytes:
-    """One PayloadPart of an event stream."""
-    headers = b""
-    kinds = (b"event", b"PayloadPart", b"application/octet-stream")
-    for name, value in zip(
-        (b":message-type", b":event-type", b":content-type"), kinds, strict=True
-    ):
-        headers += struct.pack("!B", len(name)) + name + struct.pack("!BH", 7, len(value)) + value
-    prelude = struct.pack("!II", 16 + len(headers) + len(payload), len(headers))
-    message = prelude + struct.pack("!I", zlib.crc32(prelude)) + headers + payload
-    return message + struct.pack("!I", zlib.crc32(message))
