@@ -134,7 +134,7 @@ class _Checker:
     # All together
 
     def agreed(self) -> Iterator[Violation]:
-        for view in self.history.views:
+        if view := self.history.view:
             for difference in view.differences():
                 at, quiet_s = view.at - self.history.began, view.quiet_s
                 yield Violation("agree", f"at {at:.1f} s, {quiet_s:.1f} s quiet: {difference}")

@@ -89,7 +89,7 @@ class History:
     began: float
     ops: list[Op] = field(default_factory=list)
     faults: list[Done] = field(default_factory=list)
-    views: list[View] = field(default_factory=list)
+    view: View | None = None
     left: list[str] = field(default_factory=list)  # leftovers after all was unloaded
     lines: dict[str, int] = field(default_factory=dict)  # of the log, by request
 

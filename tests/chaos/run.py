@@ -35,7 +35,6 @@ class Size:
     """How large a run is.
 
     memory_mib: the engine's budget
-    loaded: whether the steady models are loaded first, or on demand
     heal: a factor on recovery times, for a slow or busy machine
     image: run the server as a container of this image; "" for processes
     request_s, load_s: REQUEST_TIMEOUT_S, LOAD_TIMEOUT_S
@@ -45,7 +44,6 @@ class Size:
     models: Models = MODELS
     mix: Mapping[str, int] = field(default_factory=lambda: MIX)
     memory_mib: int = 64
-    loaded: bool = True
     heal: float = 1.0
     image: str = ""
     request_s: int = 30
@@ -146,7 +144,7 @@ class _Run:
         reserved = system.reserved_bytes()
         files = {kind: _open_files(system, kind) for kind in SETTLED}
         clients.ops = clients.first_versions(history.began)
-        for model in self.size.models.steady if self.size.loaded else ():
+        for model in self.size.models.steady:
             _must(clients, LOAD, model)
         self.say(f"{len(self.plan.faults)} faults in {self.plan.seconds:.0f} s")
         clients.start()
@@ -154,7 +152,7 @@ class _Run:
             with beside(system):
                 self.injector.run(self.plan)
                 clients.pause()
-            history.views.append(self._agreed())
+            history.view = self._agreed()
         finally:
             self.injector.stop()
             clients.stop()

@@ -49,7 +49,7 @@ def size(clients: int, heal: float) -> Size:
         steady.insert(10 * place - 1, name)
     chosen = Models(tuple(steady), names[:MOVING], 2, zipf=1.0, full=large)
     memory_mib = MEMORY_MIB + FULL // 5 * FULL_MIB
-    return Size(clients, chosen, MIX, memory_mib, True, heal, "", REQUEST_S, LOAD_S)
+    return Size(clients, chosen, MIX, memory_mib, heal, "", REQUEST_S, LOAD_S)
 
 
 class Samples:

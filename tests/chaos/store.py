@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import http.client
-import threading
 import time
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -14,6 +13,7 @@ from urllib.parse import unquote
 
 from command.errors import Problem
 from testbed.s3 import ACCESS, S3, client
+from tests.serving.store.file_host import running
 
 BUCKET, PREFIX, ENDING = "models", "kogpt2/", ".tar.gz"
 ERRORS = {"403": "AccessDenied", "503": "SlowDown"}
@@ -28,23 +28,15 @@ class Store:
         self.mode = ""
         self.changing: Callable[[str], None] = lambda model: None
         self.client = client(f"http://127.0.0.1:{moto_port}")
-        self._proxy = _Proxy(self, moto_port)
+        self.proxy = _Proxy(self, moto_port)
         self.environment = {
             **ACCESS,
-            "AWS_ENDPOINT_URL_S3": f"http://127.0.0.1:{self._proxy.server_address[1]}",
+            "AWS_ENDPOINT_URL_S3": f"http://127.0.0.1:{self.proxy.server_port}",
             "MODEL_STORE": f"s3://{BUCKET}/{PREFIX}",
         }
-        self._thread = threading.Thread(target=self._proxy.serve_forever, daemon=True)
-        self._thread.start()
 
     def put(self, model: str, archive: bytes) -> None:
         self.client.put_object(Bucket=BUCKET, Key=f"{PREFIX}{model}{ENDING}", Body=archive)
-
-    def close(self) -> None:
-        self.mode = ""
-        self._proxy.shutdown()
-        self._proxy.server_close()
-        self.client.close()
 
 
 @contextlib.contextmanager
@@ -56,11 +48,12 @@ def store(log: Path) -> Iterator[Store]:
         raise Problem("chaos needs moto: scripts/test installs it") from None
     with S3(log) as server:
         found = Store(server.port)
-        try:
-            found.client.create_bucket(Bucket=BUCKET)
-            yield found
-        finally:
-            found.close()
+        with running(found.proxy), contextlib.closing(found.client):
+            try:
+                found.client.create_bucket(Bucket=BUCKET)
+                yield found
+            finally:
+                found.mode = ""  # ends what stalls
 
 
 class _Proxy(ThreadingHTTPServer):

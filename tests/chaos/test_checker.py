@@ -193,9 +193,9 @@ WRONG: list[dict[str, object]] = [
 @pytest.mark.parametrize("wrong", WRONG, ids=str)
 def test_parts_that_disagree_when_all_is_quiet_are_found(wrong: dict[str, object]) -> None:
     made = history(load(0))
-    made.views = [view()]
+    made.view = view()
     assert rules(made) == []
-    made.views = [view(**wrong)]
+    made.view = view(**wrong)
     assert set(rules(made)) == {"agree"}
 
 

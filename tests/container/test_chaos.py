@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.chaos.short import nothing_is_lost_wrong_or_left
+from tests.chaos.test_run import nothing_is_lost_wrong_or_left
 
 
 @pytest.mark.container

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import aiohttp
 import psutil
 import pytest
 import requests
@@ -29,6 +31,7 @@ from tests.e2e.stores import (
 @pytest.fixture(scope="module")
 def server(clean: Server) -> Server:
     small(clean.store / "봄")
+    small(clean.store / "여름", 1)
     endless(clean.store / "slow")
     return clean
 
@@ -106,4 +109,40 @@ def test_a_stream_that_breaks_off_says_so_and_the_next_one_works(server: Server,
     assert end["generated_text"] == text(server.predict("봄", SHORT))
 
 
-# A whole answer
+# Two hundred streams of two models at once. Of one gRPC call: serving/api/grpc/test_port.py
+
+TOKENS = 24
+# Greedy, and no token twice: pieces that change places change the text.
+GREEDY = {"max_new_tokens": TOKENS, "repetition_penalty": 50}
+PROMPTS = [f"{first} {second}" for first in "나산책집말일" for second in ("이", "에", "가")]
+STREAMS = [(("봄", "여름")[i % 2], PROMPTS[i % len(PROMPTS)]) for i in range(200)]
+
+
+async def pieces_of(session: aiohttp.ClientSession, url: str, prompt: str) -> list[str]:
+    """The texts of a stream's tokens."""
+    body = {"inputs": prompt, "parameters": GREEDY, "stream": True}
+    async with session.post(url, json=body, headers={"Accept": "application/x-ndjson"}) as answer:
+        assert answer.status == 200, await answer.text()
+        *tokens, end = [json.loads(line) async for line in answer.content]
+    assert end["tokens"] == len(tokens) == TOKENS
+    return [token["text"] for token in tokens]
+
+
+@pytest.mark.slow
+def test_no_token_is_lost_mixed_up_or_out_of_order(server: Server) -> None:
+    expected = {
+        (name, prompt): text(server.predict(name, {"inputs": prompt, "parameters": GREEDY}))
+        for name, prompt in {*STREAMS}
+    }
+    assert len(set(expected.values())) == len(expected)
+
+    async def all_() -> list[list[str]]:
+        connector, timeout = aiohttp.TCPConnector(limit=0), aiohttp.ClientTimeout(total=120)
+        async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session:
+            urls = [server.url(f"/predictions/{name}") for name, _ in STREAMS]
+            asked = [pieces_of(session, url, p) for url, (_, p) in zip(urls, STREAMS, strict=True)]
+            return await asyncio.gather(*asked)
+
+    for stream, pieces in zip(STREAMS, asyncio.run(all_()), strict=True):
+        assert "".join(pieces) == expected[stream], stream
+        assert len(set(pieces)) > TOKENS / 2

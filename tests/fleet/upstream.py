@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+from tests.serving.store.file_host import running
 
 SERVED_BY = "x-served-by"
 
@@ -26,8 +27,6 @@ class Upstream(ThreadingHTTPServer):
         self.name = name
         self.act: Callable[[Handler], None] = Handler.well
         self.requests: list[str] = []
-        self._thread = threading.Thread(target=self.serve_forever, args=(0.05,))
-        self._thread.start()
 
     @property
     def port(self) -> int:
@@ -35,11 +34,6 @@ class Upstream(ThreadingHTTPServer):
 
     def handle_error(self, request: object, client_address: object) -> None:
         """Ignores health checks that disconnect after the status."""
-
-    def stop(self) -> None:
-        self.shutdown()
-        self._thread.join()
-        self.server_close()
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -77,9 +71,8 @@ class Handler(BaseHTTPRequestHandler):
 
 @contextlib.contextmanager
 def upstreams(count: int) -> Iterator[list[Upstream]]:
-    running = [Upstream(name) for name in names(count)]
-    try:
-        yield running
-    finally:
-        for upstream in running:
-            upstream.stop()
+    with contextlib.ExitStack() as stack:
+        started = [Upstream(name) for name in names(count)]
+        for upstream in started:
+            stack.enter_context(running(upstream))
+        yield started

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import threading
 import uuid
 from collections.abc import Iterator, Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -23,6 +22,7 @@ from testbed.s3 import ACCESS, client
 from tests.platform.agent import TARGET
 from tests.platform.endpoint import Endpoint, SingleModel
 from tests.platform.limits import PlatformError, validation_error
+from tests.serving.store.file_host import running
 
 MAX_BODY_BYTES = 6 << 20
 ATTRIBUTES = "X-Amzn-SageMaker-Custom-Attributes"
@@ -45,14 +45,8 @@ def runtime(*endpoints: Endpoint) -> Iterator[Runtime]:
     """The API of an account with these endpoints."""
     server = _Server(("127.0.0.1", 0), _Handler)
     server.endpoints = {endpoint.name: endpoint for endpoint in endpoints}
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    try:
+    with running(server):
         yield Runtime(f"http://127.0.0.1:{server.server_port}")
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join(10)
 
 
 @contextlib.contextmanager

@@ -30,10 +30,10 @@ class FileHandler(BaseHTTPRequestHandler):
 
 
 @contextmanager
-def running(host: FileHost) -> Iterator[None]:
+def running(host: ThreadingHTTPServer) -> Iterator[None]:
     """Serve in the block; then close the host."""
     with host:
-        thread = threading.Thread(target=host.serve_forever)
+        thread = threading.Thread(target=host.serve_forever, args=(0.05,))
         thread.start()
         try:
             yield
