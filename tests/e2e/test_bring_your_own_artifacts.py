@@ -1,5 +1,5 @@
 """docs/models/artifacts.md and adapters.md are true: their commands are run, one page after the
-other, and answer as it is shown."""
+other, and answer as it is shown. That the Korean pages have the same: tests/test_pages.py."""
 
 from __future__ import annotations
 
@@ -15,11 +15,7 @@ from tests.e2e.server import REPOSITORY, Server
 
 pytestmark = pytest.mark.slow
 
-PAGES_IN = REPOSITORY / "docs" / "models"
-PAGES, KOREAN = (
-    [PAGES_IN / f"{name}{language}.md" for name in ("artifacts", "adapters")]
-    for language in ("", ".ko")
-)
+PAGES = [REPOSITORY / "docs" / "models" / f"{name}.md" for name in ("artifacts", "adapters")]
 ANYTHING = "…"
 # Of a model that is trained here: on another processor the last digits differ.
 TRAINED = ("kogpt2 fine-tune ", "--to adapter ")
@@ -39,12 +35,8 @@ def workplace(clean: Server, tmp_path: Path) -> Path:
     return tmp_path
 
 
-def sessions(pages: list[Path]) -> list[tuple[str, str]]:
-    return [call for page in pages for call in session(page)]
-
-
 def test_the_commands_answer_as_they_are_shown(workplace: Path, clean: Server) -> None:
-    for command, shown in sessions(PAGES):
+    for command, shown in (call for page in PAGES for call in session(page)):
         answer = printed(clean, command, workplace)
         if shown.startswith("{"):
             expected = without_seconds(json.loads(shown))
@@ -68,28 +60,21 @@ def fits(text: str, parts: list[str]) -> bool:
     return at == len(text) or parts[-1] == ""
 
 
-def test_the_pages_show_the_same_commands_and_answers() -> None:
-    english, korean = sessions(PAGES), sessions(KOREAN)
-    assert english == korean
-    assert len(english) > 12
-
-
 def test_a_template_of_the_page_is_one_that_the_server_reads(tmp_path: Path) -> None:
     from engine.artifacts.open import open_artifact
     from engine.text.prompts import Prompts
     from tests.engine.hugging_face import make_hugging_face
     from tests.engine.models import make_artifact
 
-    for page in (PAGES[0], KOREAN[0]):
-        [shown] = blocks(page, "json")
-        [other] = re.findall(r"`(<usr>\{text\}</s>[^`]*)`", page.read_text("utf-8"))
-        for make, template in ((make_hugging_face, None), (make_artifact, other)):
-            folder = make(tmp_path / f"{make.__name__}-{page.name}")
-            said = json.loads(shown)
-            said["template"] = template or said["template"]
-            (folder / "generation.json").write_text(json.dumps(said), encoding="utf-8")
-            prompts = Prompts(open_artifact(folder))
-            ids = prompts.encode("오늘은")
-            assert ids[0] == prompts.tokenizer.token_id("<usr>")
-            assert ids[-1] == prompts.tokenizer.token_id("<sys>")
-            assert prompts.tokenizer.token_id("<unused1>") in ids
+    [shown] = blocks(PAGES[0], "json")
+    [other] = re.findall(r"`(<usr>\{text\}</s>[^`]*)`", PAGES[0].read_text("utf-8"))
+    for make, template in ((make_hugging_face, None), (make_artifact, other)):
+        folder = make(tmp_path / make.__name__)
+        said = json.loads(shown)
+        said["template"] = template or said["template"]
+        (folder / "generation.json").write_text(json.dumps(said), encoding="utf-8")
+        prompts = Prompts(open_artifact(folder))
+        ids = prompts.encode("오늘은")
+        assert ids[0] == prompts.tokenizer.token_id("<usr>")
+        assert ids[-1] == prompts.tokenizer.token_id("<sys>")
+        assert prompts.tokenizer.token_id("<unused1>") in ids

@@ -11,7 +11,7 @@ import pytest
 from tests.e2e.console import blocks, printed, session
 from tests.e2e.server import REPOSITORY, Server
 
-PAGE, KOREAN = (REPOSITORY / "docs" / "models" / f"handlers{end}" for end in (".md", ".ko.md"))
+PAGE = REPOSITORY / "docs" / "models" / "handlers.md"
 DEMO = ("sowol.params", "sowol.spiece", "config.json")
 # A script for the AWS guide to KoGPT2, at the demo model's size.
 GUIDE = """import glob
@@ -109,7 +109,3 @@ def test_the_guides_loop_gives_the_built_in_handlers_text_and_steps(server: Serv
     guide, plain = (server.predict(name, "나는").json() for name in ("guide", "plain"))
     assert guide[:2] == plain[:2]
     assert guide[1] > 20
-
-
-def test_the_korean_document_has_the_same_examples() -> None:
-    assert (blocks(KOREAN), session(KOREAN)) == (blocks(PAGE), session(PAGE))

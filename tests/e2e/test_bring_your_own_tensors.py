@@ -17,7 +17,7 @@ from tests.handlers.tensors.graphs import TinyLM
 pytestmark = pytest.mark.slow
 
 LM = TinyLM(vocab=50_000)
-PAGE, KOREAN = (REPOSITORY / "docs" / "models" / f"tensors{end}" for end in (".md", ".ko.md"))
+PAGE = REPOSITORY / "docs" / "models" / "tensors.md"
 
 
 def sums(folder: Path) -> Path:
@@ -42,7 +42,6 @@ def server(clean: Server, tmp_path_factory: pytest.TempPathFactory) -> Server:
 
 def test_the_pages_commands_answer_as_it_shows(server: Server) -> None:
     commands = session(PAGE)
-    assert commands == session(KOREAN)
     assert len(commands) == 5
     for command, shown in commands:
         shown, cut, _ = shown.partition("...")
@@ -52,7 +51,6 @@ def test_the_pages_commands_answer_as_it_shows(server: Server) -> None:
 
 def test_the_pages_programs_run(server: Server) -> None:
     programs = [block for block in blocks(PAGE, "python") if "localhost" in block]
-    assert programs == [block for block in blocks(KOREAN, "python") if "localhost" in block]
     answers = [json.loads(ran(server, program)) for program in programs]
     likeliest = LM.logits(np.array([[5, 6, 7]]))[0, -1].argmax()
     assert answers == [likeliest, [[3.0, -1.0], [7.5, -1.5]]]
