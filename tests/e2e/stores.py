@@ -148,6 +148,14 @@ def in_flight(server: Server, name: str, clients: int) -> Iterator[list[Future[r
         yield answers
 
 
+def greedy(
+    server: Server, name: str, tokens: int = 16, prompt: str = "나는 오늘", **headers: Any
+) -> str:
+    """The likeliest text, by the server's own route."""
+    body = {"inputs": prompt, "parameters": {"max_new_tokens": tokens}}
+    return text(server.predict(name, body, **headers))
+
+
 def text(answer: requests.Response) -> str:
     assert answer.status_code == 200, answer.text
     generated: str = answer.json()["generated_text"]

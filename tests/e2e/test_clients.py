@@ -15,7 +15,7 @@ import requests
 
 from tests.e2e.clients import CHAT, FORMED, PROMPT, QUESTION, TEXT, TOKENS
 from tests.e2e.server import REPOSITORY, Server, free_port
-from tests.e2e.stores import events, serving, small, text
+from tests.e2e.stores import events, greedy, serving, small
 from tests.e2e.test_openai import TEMPLATE
 from tests.engine.hugging_face import make_hugging_face
 
@@ -42,8 +42,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 @pytest.fixture(scope="module")
 def expected(server: Server) -> dict[str, Any]:
     """By the server's own routes."""
-    asked = {"inputs": PROMPT, "parameters": {"max_new_tokens": TOKENS}}
-    completion = text(server.predict(TEXT, asked, **AUTHORIZATION))
+    completion = greedy(server, TEXT, TOKENS, PROMPT, **AUTHORIZATION)
     chat = post(server, "chat/completions", {"model": CHAT, "messages": MESSAGES}).json()
     said = chat["choices"][0]["message"]["content"]
     assert completion.strip()

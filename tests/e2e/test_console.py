@@ -17,7 +17,7 @@ import pytest
 from playwright.sync_api import Browser, Locator, Page, expect, sync_playwright
 
 from tests.e2e.server import Server, eventually
-from tests.e2e.stores import bearer, running, serving, slow, small, text
+from tests.e2e.stores import bearer, greedy, running, serving, slow, small
 
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 WIDE_MS = 60_000
@@ -138,11 +138,6 @@ def unload(server: Server, *names: str) -> None:
         assert answer.status_code in (200, 404)
 
 
-def greedy(server: Server, name: str, tokens: int) -> str:
-    body = {"inputs": PROMPT, "parameters": {"max_new_tokens": tokens}}
-    return text(server.predict(name, body, **bearer(CALL)))
-
-
 # What is served
 
 
@@ -213,7 +208,7 @@ def test_what_others_do_is_seen_as_it_happens(
     expect(page.locator("#models tbody tr")).to_have_count(len(LARGE))
     page.fill("#filter", "")
     for name in [SLOW, *LARGE]:  # more than there is room for
-        greedy(server, name, 2)
+        greedy(server, name, 2, **bearer(CALL))
         expect(row(page, name)).to_have_attribute("data-state", "ready")
     evicted = page.locator("#journal [data-event=evicted]")
     expect(evicted.first).to_contain_text("evicted, idle for")
@@ -235,7 +230,7 @@ def test_four_models_answer_side_by_side(server: Server, open_page: Callable[...
     page.fill("#parameter-max_new_tokens", "12")
     page.press("#prompt", "Control+Enter")
     for name in FOUR:
-        assert answer(page, name) == greedy(server, name, 12)
+        assert answer(page, name) == greedy(server, name, 12, PROMPT, **bearer(CALL))
         expect(pane(page, name).locator(".numbers")).to_contain_text("tokens/s")
     token = pane(page, FOUR[0]).locator(".token").first
     assert token.get_attribute("data-share") in "01234"

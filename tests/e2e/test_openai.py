@@ -16,7 +16,7 @@ from openai.types.responses import Response
 from pydantic import BaseModel
 
 from tests.e2e.server import Server
-from tests.e2e.stores import events, small, text
+from tests.e2e.stores import events, greedy, small
 from tests.engine.hugging_face import make_hugging_face, write_json
 
 PROMPT = "나는 오늘"
@@ -69,12 +69,6 @@ def checked(found: BaseModel) -> Any:
     return found
 
 
-def whole(server: Server, name: str, tokens: int = 16) -> str:
-    """The greedy text by the server's own route."""
-    body = {"inputs": PROMPT, "parameters": {"max_new_tokens": tokens}}
-    return text(server.predict(name, body))
-
-
 def refused(call: Any) -> Any:
     with pytest.raises(openai.APIStatusError) as caught:
         call()
@@ -114,7 +108,7 @@ def test_a_completion_loads_its_model_and_gives_its_text(
     found = client.completions.create(model="시/봄", prompt=PROMPT, temperature=0)
     made: Completion = checked(found)
     (choice,) = made.choices
-    assert choice.text == whole(server, "시/봄")  # 16 tokens, OpenAI's default
+    assert choice.text == greedy(server, "시/봄")  # 16 tokens, OpenAI's default
     assert (choice.index, choice.finish_reason, choice.logprobs) == (0, "length", None)
     assert (made.object, made.model, made.id[:5]) == ("text_completion", "시/봄", "cmpl-")
     assert made.usage.completion_tokens == 16
@@ -152,13 +146,13 @@ def test_texts_and_ids_n_of_each_in_their_order(complete: Any) -> None:
 def test_a_stream_of_a_completion_is_its_text(server: Server, complete: Any) -> None:
     options = {"include_usage": True}
     *chunks, last = complete(stream=True, stream_options=options, **GREEDY)
-    assert "".join(chunk.choices[0].text for chunk in chunks) == whole(server, "여름")
+    assert "".join(chunk.choices[0].text for chunk in chunks) == greedy(server, "여름")
     assert {chunk.id for chunk in chunks} == {last.id}
     assert [c.choices[0].finish_reason for c in chunks if c.choices[0].finish_reason] == ["length"]
     assert all(chunk.usage is None for chunk in chunks)
     assert last.choices == []
     assert last.usage.completion_tokens == 16
-    echoed = PROMPT + whole(server, "여름")
+    echoed = PROMPT + greedy(server, "여름")
     assert texts(complete(echo=True, **GREEDY)) == [echoed]
     chunks = complete(echo=True, stream=True, **GREEDY)
     assert "".join(chunk.choices[0].text for chunk in chunks) == echoed
@@ -275,7 +269,7 @@ def test_a_template_for_one_message_takes_one(server: Server, client: openai.Ope
     asked: dict[str, Any] = {"model": "한마디", "temperature": 0, "max_tokens": 16}
     one: list[Any] = [{"role": "user", "content": PROMPT}]
     made = client.chat.completions.create(**asked, messages=one)
-    assert made.choices[0].message.content == whole(server, "한마디")
+    assert made.choices[0].message.content == greedy(server, "한마디")
     error = refused(lambda: client.chat.completions.create(**asked, messages=CHAT))
     assert (error.status_code, error.param) == (400, "messages")
     assert "chat_template.jinja" in error.message

@@ -19,7 +19,7 @@ from tritonclient.utils import InferenceServerException
 from serving.api.grpc.inference import SERVICE
 from serving.api.grpc.messages import message
 from tests.e2e.server import WIDE_S, Server, eventually
-from tests.e2e.stores import ENDLESS_TOKENS, endless, running, small, text
+from tests.e2e.stores import ENDLESS_TOKENS, endless, greedy, running, small
 from tests.handlers.tensors.graphs import TinyLM, identity
 
 PROMPT = "나는 오늘"
@@ -51,12 +51,6 @@ def given(array: Any, name: str = "text", kind: str = "BYTES", by: Any = tritonc
 
 def prompt(text: str = PROMPT, by: Any = tritonclient.grpc) -> Any:
     return given(np.array([text.encode()], object), by=by)
-
-
-def whole(server: Server, name: str, tokens: int) -> str:
-    """The greedy text by the server's own route."""
-    body = {"inputs": PROMPT, "parameters": {"max_new_tokens": tokens}}
-    return text(server.predict(name, body))
 
 
 def generated(result: Any) -> str:
@@ -156,7 +150,7 @@ def test_a_text_goes_in_and_out_as_bytes(server: Server, either: Either) -> None
     for name in ("spring", "시/봄"):
         given = [prompt(by=either.module)]
         answer = client.infer(name, given, request_id="요청 1", parameters=parameters)
-        assert generated(answer) == whole(server, name, 9)
+        assert generated(answer) == greedy(server, name, 9)
         assert answer.as_numpy("tokens").tolist() == [9]
         assert answer.as_numpy("finish_reason").tolist() == [b"length"]
         head = answer.get_response(**either.as_json)
@@ -174,7 +168,7 @@ def test_inputs_and_outputs_may_be_bytes_or_json(server: Server, binary: tuple[b
     only = [tritonclient.http.InferRequestedOutput("generated_text", binary_data=binary[1])]
     with tritonclient.http.InferenceServerClient(f"127.0.0.1:{server.port}") as client:
         found = client.infer("spring", [text], outputs=only, parameters={"max_new_tokens": 9})
-    assert generated(found) == whole(server, "spring", 9)
+    assert generated(found) == greedy(server, "spring", 9)
 
 
 def test_tensors_go_in_and_out(either: Either) -> None:
@@ -272,7 +266,7 @@ def test_a_stream_is_the_text_token_by_token(client: Any, server: Server) -> Non
         pieces.append(generated(result))
         counted += int(result.as_numpy("tokens")[0])
         reasons.append(result.as_numpy("finish_reason")[0].decode())
-    assert "".join(pieces) == whole(server, "시/봄", 16)
+    assert "".join(pieces) == greedy(server, "시/봄", 16)
     assert (counted, len(pieces), reasons[-1]) == (16, 16, "length")
     stream.ask("시/봄", max_new_tokens=16, stream=False)
     result, error = stream.next()
@@ -294,4 +288,4 @@ def test_a_requests_own_timeout_ends_it(client: Any, server: Server) -> None:
     assert "no answer within 0.3 s" in str(error)
     eventually(lambda: running(server) == 0)
     stream.ask("spring", max_new_tokens=4, content_type="str")  # the call goes on; a hint
-    assert "".join(stream.texts(1)[""]) == whole(server, "spring", 4)
+    assert "".join(stream.texts(1)[""]) == greedy(server, "spring", 4)

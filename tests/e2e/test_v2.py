@@ -15,7 +15,7 @@ import tritonclient.http as triton
 from onnx import TensorProto
 
 from tests.e2e.server import Server
-from tests.e2e.stores import SHORT, events, small, text
+from tests.e2e.stores import SHORT, events, greedy, small, text
 from tests.e2e.test_triton import given
 from tests.handlers.tensors.graphs import TinyLM, identity
 
@@ -273,8 +273,7 @@ def generate(server: Server, **more: Any) -> Any:
 
 
 def test_a_text_is_generated_as_the_servers_own_route_does_it(server: Server) -> None:
-    asked = {"inputs": PROMPT, "parameters": {"max_new_tokens": 16}}
-    wanted = text(server.predict("text-model", asked))
+    wanted = greedy(server, "text-model")
     body = {"id": "요청 1", "text_input": PROMPT, "parameters": {"max_tokens": 16}}
     head = {"id": "요청 1", "model_name": "text-model", "model_version": "1"}
     for path in ("generate", "versions/1/generate"):
