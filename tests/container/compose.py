@@ -9,27 +9,25 @@ import shutil
 import pytest
 
 from tests.container.containers import BUILD_S, docker, program
-from tests.e2e.server import free_port
+from tests.e2e.server import Client, free_port
 
 STORE_IMAGE = "kogpt2-store:test"
 
 
-class Compose:
-    """`port` is the one of loopback where requests go."""
-
+class Compose(Client):
     def __init__(self, file: str, image: str, **environment: str) -> None:
         """`image` is the server's."""
         self._command = [*_program(), "-p", f"kogpt2-{secrets.token_hex(4)}", "-f", file]
         # Not on the server's, which has another name each time that it is built.
         store = ["-f", "tests/container/store/Dockerfile", "-t", STORE_IMAGE]
         docker("build", *store, "requirements", timeout_s=BUILD_S)
-        self.port = free_port()
+        self.port, self.management_port = free_port(), free_port()
         self._environment = {
             **os.environ,
             "KOGPT2_IMAGE": image,
             "STORE_IMAGE": STORE_IMAGE,
             "PORT": str(self.port),
-            "MANAGEMENT_PORT": str(free_port()),
+            "MANAGEMENT_PORT": str(self.management_port),
             **environment,
         }
 
@@ -45,9 +43,6 @@ class Compose:
 
     def close(self) -> None:
         self.run("down", "--volumes")
-
-    def url(self, path: str) -> str:
-        return f"http://127.0.0.1:{self.port}{path}"
 
 
 def _program() -> list[str]:

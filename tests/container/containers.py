@@ -11,7 +11,7 @@ from typing import Any
 
 import requests
 
-from tests.e2e.server import REPOSITORY, START, START_S, eventually, free_port
+from tests.e2e.server import REPOSITORY, START, START_S, Client, eventually, free_port
 
 IMAGE = os.environ.get("TEST_IMAGE", "kogpt2-serving:test")
 
@@ -65,14 +65,7 @@ def docker(*arguments: str, timeout_s: float = 60, check: bool = True) -> str:
     return done.stdout
 
 
-def answers_ping(url: str) -> bool:
-    try:
-        return requests.get(f"{url}/ping", timeout=5).status_code == 200
-    except requests.RequestException:
-        return False
-
-
-class Container:
+class Container(Client):
     """A running server, until it is closed."""
 
     def __init__(
@@ -95,28 +88,12 @@ class Container:
             raise
         return self
 
-    def is_ready(self) -> bool:
-        return answers_ping(self.url(""))
-
-    def url(self, path: str) -> str:
-        return f"http://127.0.0.1:{self.port}{path}"
-
-    def management(self, path: str) -> str:
-        return f"http://127.0.0.1:{self.management_port}{path}"
-
-    def load(self, name: str, url: str | None = None) -> requests.Response:
-        body = {"model_name": name, "url": url or name}
-        return requests.post(self.management("/models"), json=body, timeout=120)
-
-    def unload(self, name: str) -> requests.Response:
-        return requests.delete(self.management(f"/models/{name}"), timeout=60)
-
-    def predict(self, name: str, body: Any = PROMPT) -> requests.Response:
-        return requests.post(self.url(f"/predictions/{name}"), json=body, timeout=90)
+    def predict(self, name: str, body: Any = PROMPT, **headers: str) -> requests.Response:
+        return super().predict(name, body, **headers)
 
     def running(self) -> int:
         """Sequences that the engine works on."""
-        rows = requests.get(self.url("/metrics"), timeout=60).text.splitlines()
+        rows = self.get("/metrics").text.splitlines()
         return int(sum(float(r.split()[-1]) for r in rows if r.startswith("kogpt2_model_running{")))
 
     def signal(self, number: int, words: str) -> None:

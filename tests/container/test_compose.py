@@ -9,10 +9,9 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 
 import pytest
-import requests
 
 from tests.container.compose import Compose
-from tests.container.containers import BUILD_S, PROMPT, START_S, TEXT, answers_ping, docker
+from tests.container.containers import BUILD_S, PROMPT, START_S, TEXT, docker
 from tests.e2e.server import eventually
 
 pytestmark = pytest.mark.container
@@ -38,29 +37,29 @@ def fleet(image: str) -> Iterator[Compose]:
 
 
 def test_a_call_loads_a_demo_model_from_the_store(one: Compose) -> None:
-    eventually(lambda: answers_ping(one.url("")), START_S)
-    offered = requests.get(one.url("/models?available=true"), timeout=60).json()["models"]
+    eventually(one.is_ready, START_S)
+    offered = one.get("/models?available=true").json()["models"]
     assert {"sowol", "dongju"} <= {model["modelName"] for model in offered}
-    answer = requests.post(one.url("/predictions/sowol"), json=PROMPT, timeout=90)
+    answer = one.predict("sowol", PROMPT)
     assert answer.json()["generated_text"].startswith(TEXT)
-    metrics = requests.get(one.url("/metrics"), timeout=60).text
+    metrics = one.get("/metrics").text
     fetched = next(r for r in metrics.splitlines() if r.startswith("kogpt2_fetched_bytes_total "))
     assert float(fetched.split()[1]) > 1_000_000  # over the network
 
 
 def test_a_fleet_answers_while_servers_end_and_starts_them_again(fleet: Compose) -> None:
     def ask() -> tuple[int, bool, str]:
-        answer = requests.post(fleet.url("/predictions/sowol"), json=PROMPT, timeout=90)
+        answer = fleet.predict("sowol", PROMPT)
         return answer.status_code, TEXT in answer.text, answer.headers.get("x-served-by", "")
 
     def answering() -> set[str | None]:
         """The servers that were asked for names of no model, and said so."""
-        found = [requests.get(fleet.url(f"/v2/models/.{n}/ready"), timeout=60) for n in range(16)]
+        found = [fleet.get(f"/v2/models/.{n}/ready") for n in range(16)]
         return {answer.headers.get("x-served-by") for answer in found if answer.status_code == 400}
 
-    eventually(lambda: answers_ping(fleet.url("")) and len(answering()) == 3, 3 * START_S)
+    eventually(lambda: fleet.is_ready() and len(answering()) == 3, 3 * START_S)
     home = ask()[2]
-    assert requests.get(fleet.url("/models"), timeout=60).status_code == 403
+    assert fleet.get("/models").status_code == 403
     seen, ended = Counter[tuple[int, bool, str]](), threading.Event()
 
     def client() -> None:

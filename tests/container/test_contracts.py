@@ -20,7 +20,7 @@ HASH = "7f3e" * 16
 
 def test_the_session_of_the_documents_answers_as_it_is_shown(shared: Container) -> None:
     page = "docs/api/requests.md"
-    test_readme.test_the_session_answers_as_it_is_shown(shared, page)  # type: ignore[arg-type]
+    test_readme.test_the_session_answers_as_it_is_shown(shared, page)
 
 
 def test_the_backend_without_mxnet_runs_hardened_on_a_store_that_cannot_be_written(

@@ -12,10 +12,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import requests
 
 from tests.container.containers import IMAGE, START_S, docker
-from tests.e2e.server import REPOSITORY, eventually, free_port
+from tests.e2e.server import REPOSITORY, Client, eventually, free_port
 from tests.e2e.stores import small
 
 pytestmark = pytest.mark.container
@@ -32,7 +31,7 @@ def script(*arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-class Run:
+class Run(Client):
     """`scripts/run` in the foreground of a terminal that nobody sees."""
 
     def __init__(self, folder: Path, store: Path) -> None:
@@ -92,7 +91,7 @@ def test_run_shows_curl_lines_that_work_and_ends_with_ctrl_c(run: Run) -> None:
     assert said["CapDrop"] == ["ALL"]
     assert said["SecurityOpt"] == ["no-new-privileges"]
     assert said["Memory"] == said["MemorySwap"] == 2 << 30
-    assert requests.get(f"http://127.0.0.1:{run.port}/ping", timeout=60).ok
+    assert run.is_ready()
     run.process.send_signal(signal.SIGINT)
     assert run.process.wait(60) == 0
     eventually(lambda: docker("ps", "-aq", "--filter", f"name={run.name}") == "")

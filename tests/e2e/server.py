@@ -26,7 +26,56 @@ START = {"START_TIMEOUT_S": f"{START_S:.0f}"}  # of a server on a crowded machin
 STOP_S = 60.0
 
 
-class Server:
+class Client:
+    """Requests to a server by its ports."""
+
+    host = "127.0.0.1"
+    port: int
+    management_port: int
+
+    def is_ready(self) -> bool:
+        try:
+            return self.get("/ping", timeout=5).status_code == 200
+        except requests.RequestException:
+            return False
+
+    def request(
+        self, method: str, path: str, *, management: bool = False, **options: Any
+    ) -> requests.Response:
+        url = self.management(path) if management else self.url(path)
+        return requests.request(method, url, **{"timeout": 90, **options})  # noqa: S113
+
+    get = functools.partialmethod(request, "get")
+    head = functools.partialmethod(request, "head")
+    post = functools.partialmethod(request, "post")
+    put = functools.partialmethod(request, "put")
+    delete = functools.partialmethod(request, "delete")
+    options = functools.partialmethod(request, "options")
+
+    def loaded(self) -> list[str]:
+        """The names of the models."""
+        return [model["modelName"] for model in self.get("/models").json()["models"]]
+
+    def load(self, name: str, url: str | None = None, **options: Any) -> requests.Response:
+        body = {"model_name": name, "url": url or name, **options}
+        return self.post("/models", management=True, json=body, timeout=180)
+
+    def unload(self, name: str) -> requests.Response:
+        return self.delete(f"/models/{name}", management=True, timeout=180)
+
+    def predict(self, name: str, body: Any, **headers: str) -> requests.Response:
+        """`body` is sent as JSON, or as it is when it is bytes."""
+        sent = {"data" if isinstance(body, bytes) else "json": body}
+        return self.post(f"/predictions/{name}", headers=headers, timeout=600, **sent)
+
+    def url(self, path: str) -> str:
+        return f"http://{self.host}:{self.port}{path}"
+
+    def management(self, path: str) -> str:
+        return f"http://{self.host}:{self.management_port}{path}"
+
+
+class Server(Client):
     """`serve` in a process of its own; `log` is the file of everything it prints."""
 
     def __init__(
@@ -124,13 +173,6 @@ class Server:
             self.process.kill()
             self.process.wait()
 
-    def is_ready(self) -> bool:
-        try:
-            url = f"http://{self.host}:{self.port}/ping"
-            return requests.get(url, timeout=5).status_code == 200
-        except requests.RequestException:
-            return False
-
     def kill_gateway(self) -> None:
         """The next one is ready when this returns."""
         told = "the gateway was killed by SIGKILL"
@@ -138,40 +180,3 @@ class Server:
         self.descendants("serving.gateway")[0].kill()
         eventually(lambda: self.text().count(told) > before)
         eventually(self.is_ready)
-
-    # Requests
-
-    def request(
-        self, method: str, path: str, *, management: bool = False, **options: Any
-    ) -> requests.Response:
-        url = self.management(path) if management else self.url(path)
-        return requests.request(method, url, **{"timeout": 90, **options})  # noqa: S113
-
-    get = functools.partialmethod(request, "get")
-    head = functools.partialmethod(request, "head")
-    post = functools.partialmethod(request, "post")
-    put = functools.partialmethod(request, "put")
-    delete = functools.partialmethod(request, "delete")
-    options = functools.partialmethod(request, "options")
-
-    def loaded(self) -> list[str]:
-        """The names of the models."""
-        return [model["modelName"] for model in self.get("/models").json()["models"]]
-
-    def load(self, name: str, url: str | None = None, **options: Any) -> requests.Response:
-        body = {"model_name": name, "url": url or name, **options}
-        return self.post("/models", management=True, json=body, timeout=180)
-
-    def unload(self, name: str) -> requests.Response:
-        return self.delete(f"/models/{name}", management=True, timeout=180)
-
-    def predict(self, name: str, body: Any, **headers: str) -> requests.Response:
-        """`body` is sent as JSON, or as it is when it is bytes."""
-        sent = {"data" if isinstance(body, bytes) else "json": body}
-        return self.post(f"/predictions/{name}", headers=headers, timeout=600, **sent)
-
-    def url(self, path: str) -> str:
-        return f"http://{self.host}:{self.port}{path}"
-
-    def management(self, path: str) -> str:
-        return f"http://{self.host}:{self.management_port}{path}"
