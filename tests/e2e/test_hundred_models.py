@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import random
-import threading
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-import requests
 
 from testbed.trace import Kind, trace
 from tests.e2e.server import Server, eventually
@@ -26,44 +24,24 @@ FEW, ROOM_OF_FEW, WARM_UP, CHURN = 12, 5, 16, 48  # of `small`, in as much memor
 CLIENTS = 8
 
 
-def ask(server: Server, session: requests.Session, number: int) -> requests.Response:
-    return session.post(server.url(f"/predictions/m{number}"), json=SHORT, timeout=60)
-
-
 def alone(server: Server, count: int, clients: int) -> list[str]:
     """What each model says first."""
-    with ThreadPoolExecutor(clients) as pool, requests.Session() as session:
-        return list(pool.map(lambda number: text(ask(server, session, number)), range(count)))
+    with ThreadPoolExecutor(clients) as pool:
+        answers = pool.map(lambda number: server.predict(f"m{number}", SHORT), range(count))
+        return [text(answer) for answer in answers]
 
 
 def replay(server: Server, asked: Sequence[int], expected: list[str]) -> Counter[int | str]:
-    """Asks for all of them, by some clients at once: what the answers were, by their status, or
-    `wrong`, or `lost`."""
-    left, turn = iter(asked), threading.Lock()
+    """Asks for all of them, by some clients at once; counts the answers by their status, or as
+    `wrong`."""
 
-    def mine() -> Iterator[int]:
-        while True:
-            with turn:
-                number = next(left, None)
-            if number is None:
-                return
-            yield number
-
-    def client(_: int) -> Counter[int | str]:
-        seen = Counter[int | str]()
-        with requests.Session() as session:
-            for number in mine():
-                try:
-                    answer = ask(server, session, number)
-                except requests.RequestException:
-                    seen["lost"] += 1
-                    continue
-                right = answer.status_code != 200 or text(answer) == expected[number]
-                seen[answer.status_code if right else "wrong"] += 1
-        return seen
+    def outcome(number: int) -> int | str:
+        answer = server.predict(f"m{number}", SHORT)
+        right = answer.status_code != 200 or text(answer) == expected[number]
+        return answer.status_code if right else "wrong"
 
     with ThreadPoolExecutor(CLIENTS) as pool:
-        return sum(pool.map(client, range(CLIENTS)), Counter[int | str]())
+        return Counter(pool.map(outcome, asked))
 
 
 def unload_all(server: Server) -> None:

@@ -42,7 +42,7 @@ def test_thirty_fine_tunes_on_two_instances_with_memory_for_six_answer_as_each_d
 ) -> None:
     agents = [container.agent for container in pair]
     with client_of(Endpoint("poets", agents)) as client:
-        seen = invoke_all(client, "poets", texts, calls=120, clients=8)
+        seen = invoke_all(client, texts, calls=120, clients=8)
     assert seen == {"right": 120}
     for container, agent in zip(pair, agents, strict=True):
         assert agent.ping()
@@ -63,16 +63,16 @@ def test_a_replaced_container_gets_its_models_again(
     endpoint = Endpoint("poets", agents)
     some = dict(list(texts.items())[:8])
     with client_of(endpoint) as client, ThreadPoolExecutor(2) as pool:
-        assert invoke_all(client, "poets", some, calls=16) == {"right": 16}
+        assert invoke_all(client, some, calls=16) == {"right": 16}
         downloads = first.agent.disk.downloads
-        going = pool.submit(invoke_all, client, "poets", some, calls=60, clients=4)
+        going = pool.submit(invoke_all, client, some, calls=60, clients=4)
         endpoint.take_out(first.agent)
         assert first.server.stop() == 0
         first.replace()
         endpoint.put_back(first.agent)
         assert first.agent.loaded() == []
         assert going.result() == {"right": 60}
-        assert invoke_all(client, "poets", some, calls=24, seed=1) == {"right": 24}
+        assert invoke_all(client, some, calls=24, seed=1) == {"right": 24}
     assert first.agent.loaded()
     assert first.agent.disk.downloads == downloads  # its disk was still there
 
@@ -86,14 +86,14 @@ def test_a_container_that_is_killed_comes_back_without_a_wrong_answer(
         client_of(Endpoint("poets", [container.agent for container in pair])) as client,
         ThreadPoolExecutor(2) as pool,
     ):
-        assert invoke_all(client, "poets", some, calls=12) == {"right": 12}
-        going = pool.submit(invoke_all, client, "poets", some, calls=80, clients=4)
+        assert invoke_all(client, some, calls=12) == {"right": 12}
+        going = pool.submit(invoke_all, client, some, calls=80, clients=4)
         second.kill()
         seen = going.result()
         assert seen["wrong"] == 0
         assert seen["right"] >= 70, seen  # those in flight there are lost, the others go elsewhere
         second.replace()
-        assert invoke_all(client, "poets", some, calls=24, seed=1) == {"right": 24}
+        assert invoke_all(client, some, calls=24, seed=1) == {"right": 24}
 
 
 def test_only_the_platform_decides_what_is_loaded(
@@ -105,7 +105,7 @@ def test_only_the_platform_decides_what_is_loaded(
     outside = {"model_name": "x", "url": f"{pair[0].agent.inside}/../../outside"}
     assert error(server.post("/models", json=outside))[0] == 400
     with client_of(Endpoint("poets", [pair[0].agent])) as client:
-        assert invoke(client, "poets", target) == texts[target]
+        assert invoke(client, target) == texts[target]
     assert target in server.text()  # people know the model by this name
     (engine,) = server.descendants("-m engine ")  # a read-only container can write there
     assert engine.environ()["TMPDIR"] == str(server.run_dir)
@@ -117,7 +117,7 @@ def test_of_a_container_that_starts_as_root_one_process_stays_root_to_open_files
 ) -> None:
     server = pair[0].server
     with client_of(Endpoint("poets", [pair[0].agent])) as client:
-        assert invoke(client, "poets", next(iter(texts)))
+        assert invoke(client, next(iter(texts)))
     processes = [psutil.Process(server.process.pid), *server.descendants()]
     root = [process for process in processes if 0 in process.uids()]
     assert [process.cmdline()[2] for process in root] == [root_files.__file__]
