@@ -35,6 +35,14 @@ def python(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, timeout=120, check=False, **fixed, **options)
 
 
+def clients_python() -> str:
+    """The Python with requirements/clients.txt; skips the test without one."""
+    found = os.environ.get("CLIENTS_PYTHON")
+    if found is None or sys.version_info < (3, 11):
+        pytest.skip("CLIENTS_PYTHON names a Python >= 3.11 with requirements/clients.txt")
+    return str(Path(found).absolute())
+
+
 def eventually(condition: Any, seconds: float = WIDE_S) -> Any:
     """Waits for a true value and returns it. `seconds` is a net, not what is tested."""
     end = time.monotonic() + seconds

@@ -21,6 +21,7 @@ import kubernetes_validate
 import pytest
 
 from tests.e2e.server import REPOSITORY
+from tests.processes import clients_python
 
 Document = dict[str, Any]
 VERSIONS = ("1.29", "1.37")  # the oldest that managed clusters still run, and the newest here
@@ -103,11 +104,8 @@ def model_errors(documents: Iterable[Document], modules: Path, folder: Path) -> 
 
 def kserve_errors(documents: Iterable[Document]) -> list[list[str]]:
     """Those of each document."""
-    python = os.environ.get("CLIENTS_PYTHON")
-    if not python:
-        pytest.skip("CLIENTS_PYTHON names a Python >= 3.11 with requirements/clients.txt")
     done = subprocess.run(
-        [python, Path(__file__).with_name("kserve_models.py")],
+        [clients_python(), Path(__file__).with_name("kserve_models.py")],
         input=json.dumps(list(documents)),
         capture_output=True,
         text=True,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from tests.e2e.server import REPOSITORY, Server, free_port
 from tests.e2e.stores import events, greedy, serving, small
 from tests.e2e.test_openai import TEMPLATE
 from tests.engine.hugging_face import make_hugging_face
+from tests.processes import clients_python
 
 pytestmark = pytest.mark.slow
 
@@ -90,10 +90,7 @@ def output(command: list[str], folder: Path = REPOSITORY, program: str = "") -> 
 @pytest.fixture(scope="module")
 def found(server: Server) -> dict[str, Any]:
     """What Python's clients get, by client."""
-    python = os.environ.get("CLIENTS_PYTHON")
-    if python is None or sys.version_info < (3, 11):
-        pytest.skip("CLIENTS_PYTHON names a Python >= 3.11 with requirements/clients.txt")
-    command = [str(Path(python).absolute()), "-m", "tests.e2e.clients", server.url(""), TOKEN]
+    command = [clients_python(), "-m", "tests.e2e.clients", server.url(""), TOKEN]
     return output([*command, server.grpc_address, str(server.store / CHAT)])
 
 

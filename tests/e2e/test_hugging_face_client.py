@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +11,7 @@ import pytest
 from tests.e2e import hugging_face_client
 from tests.e2e.server import REPOSITORY, Server
 from tests.e2e.stores import small, text
+from tests.processes import clients_python
 
 
 @pytest.fixture(scope="module")
@@ -29,10 +28,7 @@ def found(url: str, request: pytest.FixtureRequest) -> dict[str, Any]:
     """By the version beside the server's own requirements, and by LiteLLM's."""
     if request.param == "here":
         return hugging_face_client.asked(url, "x")
-    python = os.environ.get("CLIENTS_PYTHON")
-    if python is None:
-        pytest.skip("CLIENTS_PYTHON names a Python with requirements/clients.txt")
-    command = [Path(python).absolute(), "-m", "tests.e2e.hugging_face_client", url, "x"]
+    command = [clients_python(), "-m", "tests.e2e.hugging_face_client", url, "x"]
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-4000:]
     answered: dict[str, Any] = json.loads(done.stdout)

@@ -8,16 +8,15 @@ import json
 import os
 import socket
 import subprocess
-import sys
 from pathlib import Path
 
 import psutil
 import pytest
 import requests
 
-from tests.e2e.server import REPOSITORY, START_S, Server, eventually, free_port
+from tests.e2e.server import START_S, Server, eventually, free_port
 from tests.e2e.stores import FAST, SHORT, bearer, small, statistics, text
-from tests.processes import has_ended, kill_at_once
+from tests.processes import has_ended, kill_at_once, python
 
 pytestmark = pytest.mark.slow
 
@@ -26,14 +25,8 @@ PORTS = {name: str(free_port()) for name in ("SAGEMAKER_BIND_TO_PORT", "MANAGEME
 
 
 def run_entrypoint(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "serving.entrypoint", *arguments],
-        cwd=REPOSITORY,
-        env={**os.environ, **PORTS, **environment},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
+    return python(
+        "-m", "serving.entrypoint", *arguments, env={**os.environ, **PORTS, **environment}
     )
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,6 +13,7 @@ import pytest
 from tests.e2e.server import REPOSITORY
 from tests.fuzz.lasting import Lasting
 from tests.fuzz.live import Client, served
+from tests.processes import clients_python
 
 pytestmark = pytest.mark.slow
 
@@ -47,10 +47,7 @@ def test_no_request_is_an_error_of_the_server(lasting: Lasting) -> None:
 def test_the_server_conforms_to_its_openapi_document(lasting: Lasting, tmp_path: Path) -> None:
     """The management port has the same code."""
     lasting.server.forget_log()  # which the test before has checked
-    python = os.environ.get("CLIENTS_PYTHON")
-    if python is None or sys.version_info < (3, 11):
-        pytest.skip("CLIENTS_PYTHON names a Python >= 3.11 with requirements/clients.txt")
-    command = [str(Path(python).absolute()), "-m", "schemathesis.cli", "run"]
+    command = [clients_python(), "-m", "schemathesis.cli", "run"]
     command += [lasting.server.url("/openapi.json"), "--max-examples=2", "--request-timeout=90"]
     command += ["--phases=coverage,fuzzing,stateful", "--seed=1", f"--checks={CHECKS}"]
     command += ["--generation-database=none", "--no-color"]
