@@ -291,6 +291,31 @@ def test_every_answer_has_a_request_id(server: Server) -> None:
             assert re.fullmatch(r"[0-9a-f-]{36}", answered(odd))
 
 
+JSON = "application/json"
+
+
+@pytest.mark.parametrize(
+    ("body", "content_type", "status", "names"),
+    [
+        ('{"inputs": "a", "parameters": {"온도": 1}}'.encode(), JSON, 400, "온도"),
+        (('"' + "가 나 다 " * 2000 + '"').encode(), JSON, 413, "tokens"),
+        ("가".encode("euc-kr"), "text/plain; charset=euc-kr", 415, "euc-kr"),
+        (b"inputs=a", "application/x-www-form-urlencoded", 415, "curl"),
+    ],
+)
+def test_a_bad_request_is_told_what_is_wrong_and_the_worker_lives(
+    server: Server, body: bytes, content_type: str, status: int, names: str
+) -> None:
+    """Other bodies: handlers/test_payload.py."""
+    server.load("x", "a", initial_workers=1)
+    workers = {p.pid for p in server.descendants("model_service_worker")}
+    answer = server.predict("x", body, **{"Content-Type": content_type})
+    assert error(answer)[0] == status
+    assert names in answer.json()["message"]
+    assert text(server.predict("x", SHORT))
+    assert {p.pid for p in server.descendants("model_service_worker")} == workers
+
+
 # The life of a model
 
 

@@ -1,4 +1,5 @@
-"""README.md is true: its session is run, its table of settings is the code's."""
+"""README.md is true: its models continue their poems, its session is run, its table of settings is
+the code's."""
 
 from __future__ import annotations
 
@@ -8,11 +9,23 @@ import re
 import pytest
 
 from tests.e2e.console import blocks, printed, ran, session, without_seconds
-from tests.e2e.server import REPOSITORY, Server
+from tests.e2e.server import REPOSITORY, Server, eventually
+from tests.e2e.stores import greedy
 from tests.scripts.command import run
 
 SESSIONS = ("README.md", "docs/api/requests.md")
 SETTINGS = ("docs/reference/settings.md", "docs/reference/settings.ko.md")
+
+
+def test_both_demo_models_continue_their_poems(server: Server) -> None:
+    for name, prompt, poem in (
+        ("sowol", "나 보기가 역겨워", "가실 때에는"),
+        ("dongju", "죽는 날까지 하늘을 우러러", "한 점 부끄럼이 없기를"),
+    ):
+        assert server.load(name).status_code == 200
+        assert greedy(server, name, 40, prompt).lstrip().startswith(poem)
+        assert server.unload(name).status_code == 200
+    eventually(lambda: not server.descendants("model_service_worker"))
 
 
 @pytest.mark.parametrize("page", SESSIONS)
