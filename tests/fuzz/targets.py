@@ -10,6 +10,8 @@ import atexit
 import contextlib
 import io
 import json
+import os
+import stat
 import tempfile
 from collections.abc import Callable
 from functools import cache
@@ -47,6 +49,7 @@ from serving.errors import BadRequest
 from serving.models.model_settings import FILE, ModelSettings
 from serving.names import is_clean, model_name
 from serving.store.archive import extract
+from serving.store.archive_limits import MAX_DEPTH, OWN_FOLDER
 from serving.store.locate import locate, open_store
 from serving.store.settings import StoreSettings
 from tests.bounded import bounded
@@ -281,11 +284,34 @@ def manifest(data: bytes) -> None:
 
 
 def archive(data: bytes) -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "m").mkdir()
-        extract(io.BytesIO(data), Path(folder) / "m", "모델.tar.gz", LIMIT, lambda size: None)
-        found = [*Path(folder).rglob("*")]
-        assert sum(f.stat().st_size for f in found if f.is_file() and not f.is_symlink()) <= LIMIT
+    """Also of a refused one, what is there is plain files within the bounds."""
+    sizes, refusal = [0], ""
+    with tempfile.TemporaryDirectory(prefix="archive-") as folder:
+        place = Path(folder) / "m"
+        place.mkdir()
+        try:
+            extract(io.BytesIO(data), place, "모델.tar.gz", LIMIT, sizes.append)
+        except ServiceError as error:
+            refusal = error.message
+            raise
+        finally:
+            assert folder not in refusal
+            assert min(sizes) >= 0
+            assert sum(sizes) <= LIMIT
+            assert os.listdir(folder) == ["m"]
+            within_bounds(place)
+
+
+def within_bounds(folder: Path) -> None:
+    size = 0
+    for parent, folders, names in os.walk(folder):
+        assert OWN_FOLDER not in (*folders, *names)
+        assert len(Path(parent).relative_to(folder).parts) < MAX_DEPTH
+        for name in names:
+            found = os.lstat(os.path.join(parent, name))
+            assert stat.S_ISREG(found.st_mode)
+            size += found.st_size // found.st_nlink
+    assert size <= LIMIT
 
 
 def answers(data: bytes) -> None:

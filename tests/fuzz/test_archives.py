@@ -6,14 +6,10 @@ from __future__ import annotations
 import contextlib
 import gzip
 import io
-import os
-import stat
 import struct
 import sys
-import tempfile
 import zipfile
 from collections.abc import Iterator
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -21,15 +17,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from serving.errors import ArchiveError
-from serving.store.archive import extract
-from serving.store.archive_limits import MAX_DEPTH, OWN_FOLDER
+from serving.store.archive_limits import OWN_FOLDER
 from tests.fuzz import cases
+from tests.fuzz.targets import LIMIT, TARGETS, attempt
 
 pytestmark = pytest.mark.slow
 
 CASES = settings(max_examples=100)
-MAX_BYTES = 100_000
 MAX_CALLS = 50_000  # of Python and C; what is right takes some thousands
 
 NAMES = st.one_of(
@@ -40,7 +34,7 @@ NAMES = st.one_of(
     ),
     st.text(st.sampled_from("ab/.한\0\ud800 "), max_size=12),
 )  # fmt: skip
-SIZES = st.sampled_from([0, 1, 5, 511, 512, 513, 70_000, MAX_BYTES, 1 << 33, -1, -512, 1 << 62])
+SIZES = st.sampled_from([0, 1, 5, 511, 512, 513, 70_000, LIMIT, 1 << 33, -1, -512, 1 << 62])
 NUMBERS = st.one_of(SIZES.map(str), st.sampled_from(["", "x", "1_0", " 5", "9" * 40, "0x10"]))
 MODES = st.sampled_from([0, 0o100755, 0o120777, 0o40755, 0o10644])
 # Of a member in a zip's list, place and bytes: flags, packing, packed and plain size, extra, start.
@@ -140,17 +134,6 @@ def zips(draw: st.DrawFn) -> bytes:
     return damaged(draw, bytes(data))
 
 
-class CountedStream(io.BytesIO):
-    """Counts the bytes that are read of it."""
-
-    count = 0
-
-    def read(self, size: int | None = -1, /) -> bytes:
-        data = super().read(size)
-        self.count += len(data)
-        return data
-
-
 @contextlib.contextmanager
 def few_calls() -> Iterator[None]:
     """Fails if more than `MAX_CALLS` are made inside."""
@@ -169,46 +152,16 @@ def few_calls() -> Iterator[None]:
     assert count < MAX_CALLS
 
 
-def within_bounds(packed: bytes) -> bool:
-    """Whether it is taken. What is there then, or after a refusal, is within the bounds."""
-    stream, sizes, refusal = CountedStream(packed), [0], None
-    with tempfile.TemporaryDirectory(prefix="archive-") as name:
-        folder = Path(name)
-        (folder / "m").mkdir()
-        try:
-            with few_calls():
-                extract(stream, folder / "m", "모델.tar.gz", MAX_BYTES, sizes.append)
-        except ArchiveError as error:
-            refusal = error.message
-        assert stream.count <= 10 * len(packed) + 200_000
-        assert min(sizes) >= 0
-        assert sum(sizes) <= MAX_BYTES
-        assert [path.name for path in folder.iterdir()] == ["m"]
-        check(folder / "m")
-        assert refusal is None or name not in refusal
-    return refusal is None
-
-
-def check(folder: Path) -> None:
-    size = 0
-    for parent, folders, names in os.walk(folder):
-        assert OWN_FOLDER not in (*folders, *names)
-        assert len(Path(parent).relative_to(folder).parts) < MAX_DEPTH
-        for name in names:
-            found = os.lstat(os.path.join(parent, name))
-            assert stat.S_ISREG(found.st_mode)
-            size += found.st_size // found.st_nlink
-    assert size <= MAX_BYTES
-
-
 @CASES
 @given(tars())
 def test_any_tar_is_unpacked_within_bounds_or_refused(packed: bytes) -> None:
-    within_bounds(packed)
+    with few_calls():
+        attempt(TARGETS["archive"], packed, measured=False)
 
 
 @pytest.mark.filterwarnings("ignore:Duplicate name")
 @CASES
 @given(zips())
 def test_any_zip_is_unpacked_within_bounds_or_refused(packed: bytes) -> None:
-    within_bounds(packed)
+    with few_calls():
+        attempt(TARGETS["archive"], packed, measured=False)
