@@ -10,11 +10,9 @@ import shutil
 from collections.abc import Iterator
 from typing import Any
 
-import grpc
 import pytest
 import requests
 import tritonclient.grpc as triton
-from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from tests.e2e.server import Server
 from tests.e2e.stores import SHORT, small, text
@@ -80,8 +78,8 @@ def test_kserves_agent_brings_changes_and_takes_a_model(server: Server) -> None:
 
 @pytest.fixture
 def agent(server: Server) -> Iterator[Any]:
-    with grpc.insecure_channel(server.grpc_address) as channel:
-        yield service_pb2_grpc.GRPCInferenceServiceStub(channel)
+    with triton.InferenceServerClient(server.grpc_address) as client:
+        yield client
 
 
 def placed(server: Server, name: str, seed: int) -> str:
@@ -97,51 +95,40 @@ def placed(server: Server, name: str, seed: int) -> str:
 
 
 def index(agent: Any) -> dict[str, str]:
-    answer = agent.RepositoryIndex(service_pb2.RepositoryIndexRequest(), timeout=60)
-    return {model.name: model.state for model in answer.models}
+    return {model.name: model.state for model in agent.get_model_repository_index().models}
 
 
-def load(agent: Any, name: str) -> None:
-    agent.RepositoryModelLoad(service_pb2.RepositoryModelLoadRequest(model_name=name), timeout=60)
-
-
-def unload(agent: Any, name: str) -> None:
-    request = service_pb2.RepositoryModelUnloadRequest(model_name=name)
-    agent.RepositoryModelUnload(request, timeout=60)
-
-
-def asked(server: Server, name: str) -> str:
-    with triton.InferenceServerClient(server.grpc_address) as client:
-        return generated(client.infer(name, [prompt()], parameters=SHORT["parameters"]))
+def asked(agent: Any, name: str) -> str:
+    return generated(agent.infer(name, [prompt()], parameters=SHORT["parameters"]))
 
 
 def test_seldons_agent_starts_places_and_evicts(server: Server, agent: Any) -> None:
     # It starts: the server lives, and what an agent before it has left goes.
-    assert agent.ServerLive(service_pb2.ServerLiveRequest(), timeout=60).live
+    assert agent.is_server_live()
     old = placed(server, "old", 3)
-    load(agent, old)
+    agent.load_model(old)
     for name, state in index(agent).items():
         if state in ("READY", "LOADING"):
-            unload(agent, name)
+            agent.unload_model(name)
         shutil.rmtree(server.store / name)
     assert index(agent) == {}
 
     spring, autumn = placed(server, "spring", 1), placed(server, "autumn", 2)
-    load(agent, spring)
-    load(agent, spring)  # after an answer that was lost
-    load(agent, autumn)
+    agent.load_model(spring)
+    agent.load_model(spring)  # after an answer that was lost
+    agent.load_model(autumn)
     assert index(agent) == {spring: "READY", autumn: "READY"}
-    texts = asked(server, spring), asked(server, autumn)
+    texts = asked(agent, spring), asked(agent, autumn)
     assert texts[0] != texts[1]
     assert texts[0] == text(server.predict(spring, SHORT))
 
     # Overcommitted: evicted, its files stay, and it comes back.
-    unload(agent, spring)
+    agent.unload_model(spring)
     assert index(agent)[spring] == "UNAVAILABLE"
-    load(agent, spring)
-    assert asked(server, spring) == texts[0]
+    agent.load_model(spring)
+    assert asked(agent, spring) == texts[0]
 
     for name in (spring, autumn):
-        unload(agent, name)
+        agent.unload_model(name)
         shutil.rmtree(server.store / name)
     assert index(agent) == {}
