@@ -18,6 +18,7 @@ from http.client import HTTPConnection
 from typing import Any
 
 import requests
+from requests import Response
 
 from tests.chaos.system import names
 from tests.platform import limits as platform
@@ -47,13 +48,6 @@ class Held:
     error: PlatformError | None = None
 
 
-@dataclass(frozen=True)
-class Answer:
-    status: int
-    headers: Mapping[str, str]
-    body: bytes
-
-
 class Agent:
     """`url`: the container's. `inside`: the folder of `disk` in the container."""
 
@@ -69,7 +63,7 @@ class Agent:
 
     def ping(self) -> bool:
         try:
-            return self._call("GET", "/ping", timeout_s=platform.PING_S).status == 200
+            return self._call("GET", "/ping", timeout_s=platform.PING_S).status_code == 200
         except requests.RequestException:
             return False
 
@@ -77,10 +71,9 @@ class Agent:
         """The names that the container lists, all pages."""
         return names(HTTPConnection(self.url.removeprefix("http://")))
 
-    def _call(self, method: str, path: str, *, timeout_s: float, **options: Any) -> Answer:
+    def _call(self, method: str, path: str, *, timeout_s: float, **options: Any) -> Response:
         timeout = (platform.CONNECT_S, timeout_s)
-        answer = requests.request(method, self.url + path, timeout=timeout, **options)
-        return Answer(answer.status_code, answer.headers, answer.content)
+        return requests.request(method, self.url + path, timeout=timeout, **options)
 
     # Invoking
 
@@ -90,7 +83,7 @@ class Agent:
             held = self._models.get(target)
             return held.in_flight + held.waiting if held else 0
 
-    def invoke(self, target: str, body: bytes, headers: Mapping[str, str]) -> Answer:
+    def invoke(self, target: str, body: bytes, headers: Mapping[str, str]) -> Response:
         """Raises `PlatformError`, or `requests.ConnectionError` without a container."""
         with self._changed:
             held = self._models.setdefault(target, Held(target, _hash(target)))
@@ -105,11 +98,11 @@ class Agent:
                 raise platform.timed_out() from None
             finally:
                 self._release(held)
-            if answer.status != 404:
+            if answer.status_code != 404:
                 break
             self._forget(held)  # the container has been started again
-        if answer.status >= 400:
-            raise platform.model_error(answer.status, answer.body)
+        if answer.status_code >= 400:
+            raise platform.model_error(answer.status_code, answer.content)
         return answer
 
     def _use(self, held: Held, ready_by: float) -> None:
@@ -183,12 +176,12 @@ class Agent:
         headers = {TARGET: held.target.encode()}
         while (left := end - time.monotonic()) > 0:
             answer = self._call("POST", "/models", json=body, headers=headers, timeout_s=left)
-            if answer.status == 507 and self._evict(held, end):
+            if answer.status_code == 507 and self._evict(held, end):
                 self.counts["no room"] += 1
                 continue
-            if answer.status == 409 or answer.status < 300:
+            if answer.status_code == 409 or answer.status_code < 300:
                 return
-            raise platform.model_error(answer.status, answer.body)
+            raise platform.model_error(answer.status_code, answer.content)
         raise platform.model_error(0, b"Timed out while loading the model")
 
     def _evict(self, loading: Held, end: float) -> bool:
@@ -213,7 +206,7 @@ class Agent:
         try:
             path = f"/models/{held.name}"
             answer = self._call("DELETE", path, timeout_s=platform.UNLOAD_S)
-            outcome = "unloads" if answer.status in (200, 404) else "failed unloads"
+            outcome = "unloads" if answer.status_code in (200, 404) else "failed unloads"
         except requests.RequestException:
             outcome = "failed unloads"
         with self._changed:

@@ -8,8 +8,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Protocol
 
 import requests
+from requests import Response
 
-from tests.platform.agent import Answer
 from tests.platform.limits import (
     ANSWER_S,
     CONNECT_S,
@@ -26,7 +26,7 @@ class Instance(Protocol):
     """`Agent`, or the one container of a single-model endpoint."""
 
     def requests_of(self, target: str) -> int: ...
-    def invoke(self, target: str, body: bytes, headers: Mapping[str, str]) -> Answer: ...
+    def invoke(self, target: str, body: bytes, headers: Mapping[str, str]) -> Response: ...
 
 
 class Endpoint:
@@ -64,7 +64,7 @@ class Endpoint:
     def _models_of(self, instance: Instance) -> int:
         return sum(instance in homes for homes in self._homes.values())
 
-    def invoke(self, target: str, body: bytes, headers: Mapping[str, str]) -> Answer:
+    def invoke(self, target: str, body: bytes, headers: Mapping[str, str]) -> Response:
         """Raises `PlatformError`."""
         tried: list[Instance] = []
         while True:
@@ -88,14 +88,15 @@ class SingleModel:
     def requests_of(self, target: str) -> int:
         return 0
 
-    def invoke(self, target: str, body: bytes, headers: Mapping[str, str]) -> Answer:
+    def invoke(self, target: str, body: bytes, headers: Mapping[str, str]) -> Response:
         if target:
             raise validation_error("TargetModel is for multi-model endpoints only")
         with self.stream(body, headers) as answer:
-            return Answer(answer.status_code, answer.headers, answer.content)
+            assert answer.content is not None  # read while the connection is open
+            return answer
 
     @contextlib.contextmanager
-    def stream(self, body: bytes, headers: Mapping[str, str]) -> Iterator[requests.Response]:
+    def stream(self, body: bytes, headers: Mapping[str, str]) -> Iterator[Response]:
         """The answer, to be read as it comes."""
         url, limits_s = self.url + "/invocations", (CONNECT_S, ANSWER_S)
         try:

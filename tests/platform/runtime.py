@@ -100,7 +100,7 @@ class _Handler(BaseHTTPRequestHandler):
         if not target and not isinstance(endpoint.instances[0], SingleModel):
             raise validation_error("TargetModel is needed: this is a multi-model endpoint")
         answer = endpoint.invoke(target, body, self._passed("Accept"))
-        self._send(answer.status, _returned(answer.headers), answer.body)
+        self._send(answer.status_code, _returned(answer.headers), answer.content)
 
     def _passed(self, accept: str) -> dict[str, str]:
         """The headers for the container; `accept` is the client's header for Accept."""
