@@ -16,7 +16,6 @@ TEXT, CHAT, FORMED = "시/봄", "채팅", "정형"
 PROMPT, QUESTION = "나는 오늘", "안녕?"
 TOKENS = 9
 FORM_TOKENS = 100
-CHOICE = ["긍정", "부정"]
 
 
 def review() -> Any:

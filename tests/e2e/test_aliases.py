@@ -13,7 +13,7 @@ import requests
 import tritonclient.grpc as triton
 
 from tests.e2e.server import Server, eventually
-from tests.e2e.stores import events, small, text
+from tests.e2e.stores import events, greedy, small, text
 from tests.e2e.test_triton import Stream, generated, prompt, refused
 from tests.scripts.command import run
 
@@ -29,26 +29,11 @@ COMPLETION = {"prompt": "나는 오늘", "max_tokens": TOKENS, "temperature": 0}
 class Setup:
     def __init__(self, server: Server) -> None:
         self.server = server
-        self.write(SPLIT)
-        # Greedy, so each has one text of its own, by which an answer tells its model.
-        self.texts = {text(server.predict(name, BODY)): name for name in (OLD, NEW)}
-        assert set(self.texts.values()) == {OLD, NEW}
-
-    def write(self, aliases: Any, told: str = "aliases.json has") -> None:
-        """Replaces the file, and waits until the server has told that it has read it."""
-        self.server.forget_log()
-        text = aliases if isinstance(aliases, str) else json.dumps(aliases, ensure_ascii=False)
-        new = self.server.store / "aliases.new"
-        new.write_text(text, encoding="utf-8")
-        new.replace(self.server.store / "aliases.json")
-        eventually(lambda: told in self.server.text())
-
-    def served(self, name: str = "상담", **headers: str) -> str:
-        """The model that answers, by its text and by the header."""
-        answer = self.server.predict(name, BODY, **headers)
-        model = self.texts[text(answer)]
-        assert unquote(answer.headers["x-served-model"]) == model
-        return model
+        aliases = json.dumps(SPLIT, ensure_ascii=False)
+        (server.store / "aliases.json").write_text(aliases, encoding="utf-8")
+        eventually(lambda: "aliases.json has" in server.text())
+        self.wanted = greedy(server, OLD, TOKENS)  # by which an answer tells its model
+        assert self.wanted != greedy(server, NEW, TOKENS)
 
     def post(self, path: str, body: Any, **headers: str) -> requests.Response:
         sent = {name.replace("_", "-"): value.encode() for name, value in headers.items()}
@@ -72,7 +57,7 @@ def client(setup: Setup) -> Iterator[Any]:
 
 def test_every_api_takes_an_alias_and_says_which_model_it_was(setup: Setup) -> None:
     """Every way to name a model: serving/api/test_naming.py."""
-    wanted = {model: text for text, model in setup.texts.items()}[OLD]
+    wanted = setup.wanted
     answer = setup.post("/invocations", BODY, X_Amzn_SageMaker_Target_Model="시.tar.gz")
     assert (text(answer), unquote(answer.headers["x-served-model"])) == (wanted, OLD)
     named = {**COMPLETION, "model": "시"}
@@ -95,7 +80,7 @@ def test_every_api_takes_an_alias_and_says_which_model_it_was(setup: Setup) -> N
 
 
 def test_grpc_takes_an_alias_whole_and_in_a_stream(setup: Setup, client: Any) -> None:
-    wanted = {model: text for text, model in setup.texts.items()}[OLD]
+    wanted = setup.wanted
     parameters = {"max_new_tokens": TOKENS}
     answer = client.infer("시", [prompt()], parameters=parameters)
     assert (answer.get_response().model_name, generated(answer)) == (OLD, wanted)

@@ -102,9 +102,6 @@ def test_a_server_that_is_killed_and_the_next_whose_output_nobody_reads(tmp_path
         os.close(output)
 
 
-WORKER = "--sock-name"
-
-
 @pytest.fixture(scope="module")
 def server(clean: Server) -> Server:
     for seed, name in enumerate(("a", "b", "봄")):

@@ -98,7 +98,7 @@ def damaged(draw: st.DrawFn, data: bytes) -> bytes:
     return data
 
 
-GNU, PAX, ZIP = REAL = cases.seeds("archive")
+GNU, PAX, ZIP = cases.seeds("archive")
 
 
 @st.composite

@@ -33,12 +33,12 @@ class Container:
     def __init__(self, folder: Path, s3: S3Server) -> None:
         self._folder = folder
         self._starts = 0
-        self.server = self.start()
+        self.start()
         models = folder / "ml" / "models"
         disk = Disk(models, s3.client, BUCKET, PREFIX, closed=IS_ROOT)
         self.agent = Agent(self.server.url(""), disk, str(models))
 
-    def start(self) -> Server:
+    def start(self) -> None:
         self._starts += 1
         folder = self._folder / f"start-{self._starts}"
         folder.mkdir(parents=True)
@@ -52,7 +52,6 @@ class Container:
         }
         prefix = readable_by_all(sys.executable) if IS_ROOT else ()
         self.server = Server(folder, None, environment, options=False, prefix=prefix)
-        return self.server
 
     def replace(self) -> None:
         """Starts a new container on the same disk."""
