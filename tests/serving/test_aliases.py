@@ -14,10 +14,9 @@ from common.errors import SettingError
 from serving import aliases
 from serving.aliases import Alias, Aliases, parse
 from serving.errors import StoreAccessDenied, StoreUnavailable
-from serving.store import Lookups, StoredModel
+from serving.store import Lookups, Sources, StoredModel
 from serving.store.folder import FolderStore
 from tests.serving.store.archives import touch
-from tests.serving.store.s3 import settings
 
 SPLIT = {"support-v7": 90.0, "support-v8": 10.0}
 
@@ -121,7 +120,7 @@ class Setup:
         (folder / "store").mkdir(exist_ok=True)
         self.file = folder / "store" / "aliases.json"
         self.store = FakeStore(folder / "store")
-        self.lookups = Lookups(self.store, settings(folder))
+        self.lookups = Lookups(Sources(self.store))
         self.copy = folder / "copy.json"
         self.aliases = Aliases(self.lookups, self.copy)
 

@@ -10,7 +10,7 @@ import pytest
 
 from serving.errors import ArtifactChanged, ModelNotInStore, NotAModel
 from serving.store.folder import CHUNK_BYTES, FolderStore
-from serving.store.locate import open_store
+from serving.store.sources import open_store
 from tests.serving.store.archives import touch
 from tests.serving.store.s3 import S3Server
 

@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 
 from serving.errors import ArchiveError
-from serving.store import Cache, archive_limits, download, locate, open_store
+from serving.store import Cache, Sources, archive_limits, download, open_store
 from serving.store.archive import extract
 from tests.serving.store.archives import MAX_BYTES, unpack
-from tests.serving.store.s3 import S3Server, open_cache, settings
+from tests.serving.store.s3 import S3Server, open_cache
 
 
 def make(path: Path, files: dict[str, bytes], mode: int = 0o100644) -> Path:
@@ -94,12 +94,12 @@ def test_a_store_offers_mars_by_name(tmp_path: Path) -> None:
     store = tmp_path / "store"
     (store / "team").mkdir(parents=True)
     make(store / "team" / "봄.mar", {"service.py": b"", "MAR-INF/MANIFEST.json": b"{}"})
-    own = settings(tmp_path / "cache", location=str(store))
     offered = open_store(str(store))
+    sources = Sources(offered)
     assert [model.name for model in offered.models()] == ["team/봄"]
     for url in ("team/봄", "team/봄.mar", str(store / "team" / "봄.mar")):
-        assert locate(url, offered, own).url == str(store / "team" / "봄.mar")
-    fetched = Cache(own, offered).acquire(offered.find("team/봄"))
+        assert sources.locate(url).url == str(store / "team" / "봄.mar")
+    fetched = Cache(sources, tmp_path / "cache", 0, MAX_BYTES).acquire(offered.find("team/봄"))
     assert (fetched.path / "MAR-INF" / "MANIFEST.json").exists()
 
 

@@ -19,10 +19,9 @@ from serving.errors import (
 )
 from serving.store import open_store
 from serving.store import s3 as s3_module
-from tests.serving.store.s3 import BUCKET, S3Server, archive, open_cache
+from tests.serving.store.s3 import BUCKET, LOCATION, S3Server, archive, open_cache
 
 pytestmark = pytest.mark.usefixtures("s3")
-LOCATION = f"s3://{BUCKET}/kogpt2/"
 
 
 def put_unpacked(s3: S3Server, name: str) -> None:
