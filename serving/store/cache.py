@@ -82,7 +82,7 @@ class Cache:
         `ModelNotInStore`, `StoreUnavailable`, `StoreAccessDenied`; `Stopping` soon after `stop` is
         set.
         """
-        if model.kind == "folder" and "://" not in model.url:
+        if model.in_place:
             if not Path(model.url).is_dir():
                 raise ModelNotInStore(f"there is no folder {model.url}")
             return Fetched(Path(model.url), hit=True)

@@ -90,9 +90,9 @@ class Sources:
 
         Raises `UrlNotAllowed` for a url in another bucket or prefix than the store's.
         """
-        scheme = _scheme(model.url)
-        if not scheme:
+        if model.is_local:
             return None
+        scheme = _scheme(model.url)
         if scheme in OBJECTS:
             if isinstance(self.store, ObjectStore) and model.url.startswith(self.store.location):
                 return self.store
