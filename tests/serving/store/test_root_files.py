@@ -15,6 +15,7 @@ import pytest
 
 from serving.errors import ArtifactChanged, ModelNotInStore, StoreUnavailable, UrlNotAllowed
 from serving.process.root_files import open_below, start
+from serving.process.user import become
 from serving.store import Cache, RootFiles, Sources, StoredModel, open_store
 from serving.store.root_files import is_readable
 from tests.processes import in_a_fork
@@ -63,14 +64,10 @@ def sources(models: Path) -> Iterator[Sources]:
 
 def as_a_user(sources: Sources, cache_dir: Path, function: Callable[[Cache], Any]) -> Any:
     """What `function` returns for a cache in a process that is not root."""
-    cache_dir.mkdir()
-    os.chown(cache_dir, A_USER, A_USER)
     codecs.lookup("ascii")  # imported now: the user may not read root's Python
 
     def user() -> Any:
-        os.setgroups([])
-        os.setresgid(A_USER, A_USER, A_USER)
-        os.setresuid(A_USER, A_USER, A_USER)
+        become(A_USER, [cache_dir])
         return function(Cache(sources, cache_dir, 0, 1 << 30))
 
     return in_a_fork(user)
