@@ -68,7 +68,8 @@ def test_names_and_paths_below_a_root_are_located(folder: Sources, tmp_path: Pat
     assert folder.locate(f"{root}/hash/model").url == f"{root}/hash/model"
     for url in (f"{folder.store.location}/시", f"file://{folder.store.location}/{quote('시')}"):
         assert folder.locate(url) == folder.locate("시")
-    touch(tmp_path, "store/file/a.params")
+    touch(tmp_path, "store/file/a.params", "root/hash/봄.mar")
+    assert folder.locate(f"{root}/hash/봄.mar").name == "봄"
     assert folder.locate("file").name == "file"  # and no scheme
     with pytest.raises(ModelNotInStore):
         folder.locate(f"{root}/없음")
