@@ -118,29 +118,6 @@ async def test_of_two_that_ask_for_room_at_the_same_time_one_counts_the_other(pa
     assert [asked[-2] for asked in parts.engine.checked] == [{}, {}, {"a#1": 100}]
 
 
-async def test_room_is_promised_in_the_order_in_which_it_was_asked_for(parts: Parts) -> None:
-    first = parts.model
-    later = dataclasses.replace(first, name="봄", id="2")
-
-    async def promised(model: Model) -> dict[str, int]:
-        with contextlib.suppress(OutOfMemory):
-            await parts.workers.check(model)
-        found: dict[str, int] = parts.engine.checked[-1][-2]
-        return found
-
-    assert await promised(first) == {}
-    assert await promised(later) == {"a#1": 100}
-    assert await promised(first) == {}
-    parts.engine.fits = True
-    assert await promised(first) == {}
-    assert await promised(later) == {"a#1": 100}  # which has yet to be loaded
-    await parts.workers.start(first)
-    assert await promised(later) == {}
-    assert parts.workers.promised_bytes(later) == 100
-    await parts.workers.end(later)
-    assert await promised(first) == {}
-
-
 async def test_a_worker_begins_with_one_connection_unless_requests_wait_for_it(
     parts: Parts,
 ) -> None:
