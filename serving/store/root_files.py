@@ -18,7 +18,7 @@ ANSWER_S = 30.0  # time limit of opening a file, which takes some 0.1 ms
 
 
 class RootFiles:
-    """A `Remote` of files below `folders`, opened by `serving.process.root_files`. Thread-safe."""
+    """A `Remote` of files below `folders`, opened by `serving.process.file_opener`. Thread-safe."""
 
     ranged, paced = True, False
 

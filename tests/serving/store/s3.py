@@ -8,7 +8,6 @@ import io
 import tarfile
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import requests
@@ -91,7 +90,6 @@ def open_cache(
     *,
     max_bytes: int = 1 << 30,
     model_max_bytes: int = 4 << 30,
-    **sources: Any,
 ) -> Cache:
     """The cache of a server with this store."""
-    return Cache(Sources(open_store(location), **sources), folder, max_bytes, model_max_bytes)
+    return Cache(Sources(open_store(location)), folder, max_bytes, model_max_bytes)

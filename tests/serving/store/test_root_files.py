@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from serving.errors import ArtifactChanged, ModelNotInStore, StoreUnavailable, UrlNotAllowed
-from serving.process.root_files import open_below, start
+from serving.process.file_opener import open_below, start
 from serving.process.user import become
 from serving.store import Cache, RootFiles, Sources, StoredModel, open_store
 from serving.store.root_files import is_readable
