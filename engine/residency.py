@@ -59,7 +59,6 @@ class Residency:
         self._queue: deque[tuple[Core, Callable[[list[Core]], object], float]] = deque()
         self._pool = ThreadPoolExecutor(OPENING_THREADS, thread_name_prefix="residency")
         self._victims = Victims[str]()
-        self._draining: list[Core] = []  # these admit no sequences
         self.opened = 0  # how many times an evicted core was opened again
         budget.on_kv_shortage = self._evict_for_kv
 
@@ -144,9 +143,8 @@ class Residency:
                 core.opening = True
                 self._set_held_bytes(core, core.reserved_bytes)
                 start(victims)
-            for core in self._draining:
+            for core in self._cores.values():  # no core is queued, so none drains
                 core.batch.admits = True
-            self._draining.clear()
 
     # The methods below are called with the lock.
 
@@ -221,8 +219,6 @@ class Residency:
                 and now - core.resident_since >= MIN_RESIDENCE_FACTOR * core.opening_s
             ):
                 core.batch.admits = False
-                if core not in self._draining:
-                    self._draining.append(core)
                 missing -= core.held_bytes
 
     def _evict_for_kv(self, missing: int) -> None:

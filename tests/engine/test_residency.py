@@ -214,16 +214,6 @@ def test_a_cancelled_load_leaves_the_queue(engine: Engine) -> None:
     assert not engine._residency._queue
 
 
-def test_a_core_that_drains_is_listed_once(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(residency, "MIN_RESIDENCE_FACTOR", 0)
-    fit(engine, 1)
-    ask(engine, "m0")
-    for _ in range(3):  # as each turn does while another core is queued
-        engine._residency._drain(engine.budget.weight_bytes)
-    assert {core.name for core in engine._residency._draining} == set(resident(engine))
-    assert len(engine._residency._draining) == len(resident(engine))
-
-
 def test_memory_that_a_close_will_free_is_not_freed_once_more(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
