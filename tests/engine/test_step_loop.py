@@ -299,21 +299,6 @@ def test_a_pass_that_fails_ends_the_rows_that_it_concerns(
     assert not bench.lost
 
 
-def test_a_step_without_memory_goes_on_with_one_row_less(bench: Bench) -> None:
-    model = bench.add(max_rows=3)
-
-    def fail_once(pieces: list[Piece]) -> None:
-        if len(pieces) == 3 and len(answers[0].ids()) == 2:
-            fake(model).before_run = len
-            raise MEMORY
-
-    fake(model).before_run = fail_once
-    answers: list[Answer] = []
-    bench.queue(*[(model, 5, 8)] * 4, change=answers.extend)
-    assert errors(answers) == [None, None, OutOfMemory, None]
-    assert [one.ids() for one in answers if not one.error] == [right(8)] * 3
-
-
 def test_all_answers_begin_when_their_prompt_is_computed(bench: Bench) -> None:
     """Also those for which there is no row yet; those of one token need none."""
     model, short = bench.add(max_rows=2), bench.add("short", max_rows=1)
