@@ -356,18 +356,6 @@ def test_a_model_that_was_lost_is_loaded_anew(tmp_path: Path, new_engine: NewEng
     assert len(Request(engine, "m", "가", max_new_tokens=4).wait().ids()) == 4
 
 
-def test_an_error_that_cannot_be_emitted_stops_no_other_answer(bench: Bench) -> None:
-    def closed(_: Any) -> None:
-        raise RuntimeError("Event loop is closed")
-
-    def change(made: list[Answer]) -> None:
-        made[0].sequence.emit = closed
-        made[0].sequence.deadline = 0
-
-    answers = bench.queue(*[(bench.add(), 5, 8)] * 2, change=change)
-    assert answers[1].wait().ids() == right(8)
-
-
 # Health
 
 
