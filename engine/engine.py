@@ -348,7 +348,7 @@ class Engine:
                     f" {self.settings.max_queue}"
                 )
             if waiting + len(sequences) > self.settings.max_queue:
-                pace = model.statistics.seconds_per_request / model.batch.max_rows
+                pace = model.statistics.seconds_per_request / model.batch.row_limit
                 raise Overloaded(
                     f"{waiting} requests wait for {model.name} already",
                     retry_after_s=max(1.0, round(waiting * pace)),

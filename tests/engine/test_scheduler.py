@@ -164,6 +164,20 @@ def test_prompts_start_in_the_order_of_the_queue_as_rows_get_free(bench: Bench) 
     assert (bench.budget.kv_bytes, bench.model.kv_bytes) == (0, 0)
 
 
+def test_no_more_rows_run_than_the_backend_can_have(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The setting may be larger than a GPU's cache of rows."""
+    monkeypatch.setattr(bench.model, "max_rows", 2)
+    bench.batch.open(bench.model, 0)
+    bench.batch.max_rows = 8  # as each load sets it anew
+    queued = [bench.queue(5, seed=i) for i in range(4)]
+    bench.step()
+    assert bench.batch.running == queued[:2]
+    bench.run()
+    assert [sequence.num_new for sequence in queued] == [4] * 4
+
+
 def test_a_sequence_waits_for_memory_or_fails_if_it_can_never_have_it(path: Path) -> None:
     bench = Bench(path, budget_tokens=130)
     first, large = bench.queue(10, new=60), bench.queue(10, new=80, seed=1)
