@@ -23,10 +23,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from common.errors import ArtifactError, EngineError, EngineUnavailable, Overloaded, named
+from common.memory import MIB
 from engine.sandbox.messages import receive, send
 
 ROOT = Path(__file__).parents[2]
-MIB = 1 << 20
 HELPER_S = 30.0  # a wide limit for the helper to fork a child
 STATUS_S = 5.0  # a wide limit for the helper to send a child's exit status
 ENDED = "its reader has ended"
