@@ -232,8 +232,8 @@ def test_memory_that_a_close_will_free_is_not_freed_once_more(
             gate.reached()
         assert len(resident(engine)) == 2
         engine._residency.request(core)
-        assert (len(resident(engine)), core.opening) == (2, False)
+        assert (len(resident(engine)), core.moving) == (2, False)
     finally:
         gate.open()
-    eventually(lambda: core.can_step)
+    eventually(lambda: core.resident)
     assert len(resident(engine)) == 3

@@ -27,7 +27,7 @@ from engine.artifacts.config import GPT2Config
 from engine.backends.interface import Piece
 from engine.backends.page_cache import Span
 from engine.budget import Budget
-from engine.model import Core, Model
+from engine.model import Core, Model, Residence
 from engine.prefixes import Prefixes
 from engine.scheduler import Batch
 from engine.sequence import Sequence
@@ -137,7 +137,7 @@ class Bench:
             batch=Batch(max_rows, self.budget, Prefixes(0)),
             reserved_bytes=0,
             compute=compute,
-            resident=True,
+            residence=Residence.RESIDENT,
         )
         core.batch.open(compute, 0)
         self.models[name] = Model(name, Path(), core, cast(Any, NoTexts()))
@@ -229,7 +229,7 @@ def test_a_prompt_goes_before_answers_that_only_go_on(bench: Bench) -> None:
 
 def test_a_model_that_cannot_compute_yet_still_ends_late_requests(bench: Bench) -> None:
     model = bench.add()
-    model.core.resident = False
+    model.core.residence = Residence.OPENING
     (answer,) = bench.queue((model, 3, 5))
     with bench.loop.changed:
         answer.sequence.deadline = time.monotonic() + 0.01
