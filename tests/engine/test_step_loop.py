@@ -33,7 +33,7 @@ from engine.scheduler import Batch
 from engine.sequence import Sequence
 from engine.step_loop import PREFILL_TOKENS, Loop
 from tests.engine.conftest import NewEngine
-from tests.engine.engines import Gate, Request, Result, make_talkative
+from tests.engine.engines import Gate, Request, Result, make_talkative, model_on
 from tests.processes import eventually
 
 VOCAB = 40
@@ -88,15 +88,6 @@ class Fake:
         self._do("close")
 
 
-class NoTexts:
-    """Stands in for `engine.text.texts.Texts`: sends tokens at once and without a text."""
-
-    def write(self, sequences: list[Sequence]) -> None:
-        for sequence in sequences:
-            for token in sequence.take_tokens():
-                sequence.send(token)
-
-
 class Answer(Result):
     """A sequence in a model's queue, and what became of it."""
 
@@ -126,21 +117,8 @@ class Bench:
             sequence.fail(EngineError("lost"))
 
     def add(self, name: str = "m", max_rows: int = 8) -> Model:
-        compute: Any = Fake(name, self.done)
-        core = Core(
-            name=name,
-            key=name,
-            backend="fake",
-            precision="",
-            artifact=compute,  # for its configuration
-            open=lambda run: compute,
-            batch=Batch(max_rows, self.budget, Prefixes(0)),
-            reserved_bytes=0,
-            compute=compute,
-            residence=Residence.RESIDENT,
-        )
-        core.batch.open(compute, 0)
-        self.models[name] = Model(name, Path(), core, cast(Any, NoTexts()))
+        batch = Batch(max_rows, self.budget, Prefixes(0))
+        self.models[name] = model_on(Fake(name, self.done), batch, name)
         return self.models[name]
 
     def queue(
