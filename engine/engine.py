@@ -321,8 +321,8 @@ class Engine:
             return sequences
 
         with self._changed:
-            model.submitting += 1
-            self._residency.acquire(model.core)
+            model.submitting += 1  # keeps its core resident
+            self._residency.used(model.core)
         try:
             future = model.texts.soon(submit)
         except BaseException:
@@ -334,7 +334,7 @@ class Engine:
     def _release(self, model: Model) -> None:
         with self._changed:
             model.submitting -= 1
-            self._residency.release(model.core)
+            self._residency.open_waiting()
 
     def _queue(self, model: Model, sequences: list[Sequence]) -> None:
         with self._changed:

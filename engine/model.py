@@ -49,7 +49,6 @@ class Core:
     compute: BackendModel | None = None  # while it is open
     residence: Residence = Residence.EVICTED
     held_bytes: int = 0  # bytes that the budget counts for it now
-    submitting: int = 0  # requests whose prompts are being tokenized
     resident_since: float = 0.0
     opening_s: float = 0.0  # how long the last opening took
 
@@ -77,7 +76,7 @@ class Core:
 
     @property
     def idle(self) -> bool:
-        return not self.submitting and not self.batch.has_work
+        return not self.batch.has_work and not any(model.submitting for model in self.models)
 
 
 @dataclass(eq=False)

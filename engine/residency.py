@@ -62,17 +62,11 @@ class Residency:
         self.opened = 0  # how many times an evicted core was opened again
         budget.on_kv_shortage = self._evict_for_kv
 
-    def acquire(self, core: Core) -> None:
-        """Keep a core resident for a request that is about to be queued, until `release`."""
+    def used(self, core: Core) -> None:
+        """Count a request that is about to be queued; queue its core, unless it is resident."""
         with self._changed:
             self._victims.used(core.name)
-            core.submitting += 1
             self.request(core)
-
-    def release(self, core: Core) -> None:
-        with self._changed:
-            core.submitting -= 1
-            self.open_waiting()
 
     def request(self, core: Core) -> None:
         """Queue a core, unless it is resident; a thread opens it as soon as it fits."""
