@@ -177,6 +177,37 @@ def test_what_cannot_be_computed_is_refused_and_changes_no_row(model: BackendMod
     model.close_row(other)
 
 
+def test_rows_take_what_admission_counted(model: BackendModel) -> None:
+    for lengths in ([1], [64], [65], [128, 3], [1] * 5, [100, 2, 128]):
+        needed = model.kv_bytes_for(lengths)
+        rows = [model.open_row() for _ in lengths]
+        for row, length in zip(rows, lengths, strict=True):
+            append(model, row, some_ids(length))
+        assert model.kv_bytes == needed == model.kv_bytes_for(lengths)
+        for row in rows:
+            model.close_row(row)
+        assert model.kv_bytes == model.kv_bytes_for([]) == 0
+
+
+@pytest.mark.parametrize("order", [[3, 2, 1, 0], [3, 1, 2]])
+def test_no_order_of_the_rows_takes_more_than_admission_counted(
+    model: BackendModel, name: str, order: list[int]
+) -> None:
+    """Where all rows of a GPU's cache are taken, none is free to swap two others."""
+    texts = [some_ids(9 + i, seed=i) for i in range(4)]
+    expected = [single(model, [ids[:-1], ids[-1:]])[-1] for ids in texts]
+    rows = [model.open_row() for _ in texts]
+    for row, ids in zip(rows, texts, strict=True):
+        append(model, row, ids[:-1])
+    needed = model.kv_bytes_for([len(ids) for ids in texts])
+    logits = model.run([Piece(rows[i], texts[i][-1:]) for i in order])
+    assert model.kv_bytes == needed
+    for i, found in zip(order, logits, strict=True):
+        assert_same(found, expected[i], name)
+    for row in rows:
+        model.close_row(row)
+
+
 def test_closing_a_model_frees_it_at_once(name: str, tmp_path: Path) -> None:
     """Python's collector, which does not see a GPU's memory, is not waited for."""
     path = make_artifact(tmp_path / "model", units=256, heads=4, vocab=20_000)
