@@ -6,7 +6,7 @@ the texts at which an answer stops have the fine-tune's own defaults.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,7 @@ from serving.api.answering import MAX_SCORES, EngineRequest
 from serving.api.openai import tools
 from serving.api.openai.errors import Refused
 from serving.api.openai.tools import ToolChoice
+from serving.api.schemas import fields_of
 
 Body = Mapping[str, Any]
 
@@ -40,26 +41,20 @@ OURS = (
     *("dry_multiplier", "dry_base", "dry_allowed_length", "dry_penalty_last_n"),
     "dry_sequence_breakers",
 )
-# Constraints on an answer, by the names of several servers.
-FORMS = (*answer_form.FIELDS, answer_form.PATTERN)
-SHARED = {
-    *("model", "stream", "stream_options", "temperature", "top_p", "n", "stop", "seed"),
-    *("frequency_penalty", "presence_penalty", "logit_bias", "logprobs", "max_tokens"),
-    *OURS,
-    *FORMS,
-    "choice_logprobs",
-}
 STREAM_OPTIONS = ("include_usage", "continuous_usage_stats", "include_obfuscation")
-# Fields that are not supported: why, and the values that are accepted as they have no effect.
+COMPLETION, CHAT = fields_of("OpenAICompletion"), fields_of("OpenAIChat")
 NO_TOOLS = "asks for tools; these are for /v1/chat/completions, with a tool_choice"
 NO_RESULTS = (
     "is not known to templates of these models: say what was called and what came of it in a"
     " message of the user's"
 )
 OLD_TOOLS = "is not known here; tools and tool_choice are"
+# Fields that are not supported: why, and the values that are accepted as they have no effect.
 NotDone = Mapping[str, tuple[str, tuple[Any, ...]]]
-NOT_DONE: NotDone = {
+NOT_IN_COMPLETIONS: NotDone = {
     "suffix": ("asks for an insertion; these models only continue a text", ("",)),
+}
+NOT_IN_CHATS: NotDone = {
     "functions": (OLD_TOOLS, ([],)),
     "function_call": (OLD_TOOLS, ("none", "auto")),
     "modalities": ('can only be ["text"]', (["text"],)),
@@ -67,12 +62,6 @@ NOT_DONE: NotDone = {
     "reasoning_effort": ("is for models that reason", ("none",)),
     "verbosity": ("is not known to these models", ()),
     "web_search_options": ("asks for a search of the web, which is not done here", ()),
-}
-COMPLETION = SHARED | {"prompt", "best_of", "echo", "suffix"}
-CHAT = SHARED | {
-    *("messages", "max_completion_tokens", "top_logprobs", "tools", "tool_choice", "functions"),
-    *("function_call", "modalities", "audio", "reasoning_effort", "verbosity"),
-    "web_search_options",
 }
 
 
@@ -105,7 +94,7 @@ class ParsedRequest(EngineRequest):
 
 def completion(body: Body) -> ParsedRequest:
     """Parse a body of /v1/completions. Raises `Refused`."""
-    given = known_fields(body, COMPLETION)
+    given = known_fields(body, COMPLETION, NOT_IN_COMPLETIONS)
     shared = common_fields(given)
     echo = get(given, "echo", fields.boolean, False)
     n: int = shared["n"]
@@ -139,7 +128,7 @@ def completion(body: Body) -> ParsedRequest:
 
 def chat(body: Body) -> ParsedRequest:
     """Parse a body of /v1/chat/completions. Raises `Refused`."""
-    given = known_fields(body, CHAT)
+    given = known_fields(body, CHAT, NOT_IN_CHATS)
     shared = common_fields(given)
     logprobs = get(given, "logprobs", fields.boolean, False)
     top = get(given, "top_logprobs", lambda name, v: fields.integer(name, v, 0, MAX_LOGPROBS), None)
@@ -164,19 +153,20 @@ def chat(body: Body) -> ParsedRequest:
     )
 
 
-def known_fields(body: Body, known: set[str], not_done: NotDone = NOT_DONE) -> dict[str, Any]:
+def known_fields(body: Body, known: Set[str], not_done: NotDone) -> dict[str, Any]:
     """Return the fields of a body that are not null.
 
     Raises `Refused` for fields that are unknown, or not supported with a value that has an effect.
     """
     given = {name: value for name, value in body.items() if value is not None}
     for name, value in given.items():
-        if name not in known | WITHOUT_EFFECT:
-            message = f"is not known here; known are {', '.join(sorted(known - not_done.keys()))}"
+        if name in not_done:
+            reason, harmless = not_done[name]
+            if value not in harmless:
+                raise Refused(name, reason, "unsupported_parameter")
+        elif name not in known | WITHOUT_EFFECT:
+            message = f"is not known here; known are {', '.join(sorted(known))}"
             raise Refused(name, message, "unknown_parameter")
-        reason, harmless = not_done.get(name, ("", (value,)))
-        if value not in harmless:
-            raise Refused(name, reason, "unsupported_parameter")
     return given
 
 

@@ -23,10 +23,8 @@ from serving.api.answering import Renderer
 from serving.api.openai.answers import Item, chat_logprobs, compact, token_name
 from serving.api.openai.errors import Refused, error_body
 from serving.api.openai.parsing import (
-    FORMS,
     MAX_TOKENS,
     NO_TOOLS,
-    OURS,
     Body,
     Kind,
     NotDone,
@@ -41,14 +39,9 @@ from serving.api.openai.parsing import (
     sampling,
     text,
 )
+from serving.api.schemas import fields_of
 
-KNOWN = {
-    *("model", "input", "instructions", "max_output_tokens", "temperature", "top_p", "include"),
-    *("top_logprobs", "stream", "stream_options", "text", "reasoning", "tools", "tool_choice"),
-    *("previous_response_id", "conversation", "prompt", "background", "truncation"),
-    *("max_tool_calls", "seed", "stop", *OURS),
-    *FORMS,
-} - {"response_format"}  # it is `text.format` here
+KNOWN = fields_of("OpenAIResponse")
 STATELESS = "names what an earlier request left, and nothing is kept: send the whole input"
 NOT_DONE: NotDone = {
     "previous_response_id": (STATELESS, ()),

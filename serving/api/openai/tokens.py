@@ -25,7 +25,7 @@ DETOKENIZE = {"model", "tokens"}
 
 async def tokenize(gateway: Gateway, model: Model, body: Body, end: float) -> dict[str, Any]:
     """Answer a body of `/tokenize`. Raises `Refused`."""
-    given = known_fields(body, TOKENIZE)
+    given = known_fields(body, TOKENIZE, {})
     if ("prompt" in given) == ("messages" in given):
         raise Refused("prompt", "or messages must be given, and not both")
     if "prompt" in given:
@@ -55,7 +55,7 @@ async def tokenize(gateway: Gateway, model: Model, body: Body, end: float) -> di
 
 async def detokenize(gateway: Gateway, model: Model, body: Body, end: float) -> dict[str, Any]:
     """Answer a body of `/detokenize`. Raises `Refused`."""
-    tokens: Any = known_fields(body, DETOKENIZE).get("tokens")
+    tokens: Any = known_fields(body, DETOKENIZE, {}).get("tokens")
     if not is_ids(tokens):
         raise Refused("tokens", "must be a list of token ids")
     name = model.engine_name
