@@ -10,6 +10,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import orjson
@@ -56,11 +57,15 @@ PARTS = ("input_text", "output_text")  # of the user's messages, and of earlier 
 LOGPROBS = "message.output_text.logprobs"
 
 
-def parse(body: Body) -> tuple[ParsedRequest, dict[str, Any]]:
-    """Parse a body; return the request, and the fields that its answer repeats.
+@dataclass(frozen=True, kw_only=True)
+class ResponseRequest(ParsedRequest):
+    """A request to the engine; `repeated` are the fields that its answer repeats."""
 
-    Raises `Refused`.
-    """
+    repeated: Mapping[str, Any]
+
+
+def parse(body: Body) -> ResponseRequest:
+    """Parse a body of /v1/responses. Raises `Refused`."""
     given = known_fields(body, KNOWN, NOT_DONE)
     shared = common_fields(given)
     shared["form"] = answer_form.only([shared["form"], _text_format(given)])
@@ -77,10 +82,7 @@ def parse(body: Body) -> tuple[ParsedRequest, dict[str, Any]]:
     if "instructions" in given:
         instructions = text("instructions", given["instructions"])
         messages.insert(0, {"role": "system", "content": instructions})
-    parsed = ParsedRequest(
-        kind=Kind.CHAT, prompts=[messages], parameters=parameters, logprobs=logprobs, **shared
-    )
-    return parsed, {
+    repeated = {
         "instructions": given.get("instructions"),
         "max_output_tokens": given.get("max_output_tokens"),
         "metadata": get(given, "metadata", mapping, {}),
@@ -93,6 +95,14 @@ def parse(body: Body) -> tuple[ParsedRequest, dict[str, Any]]:
         "top_p": given.get("top_p", 1.0),
         "truncation": "disabled",
     }
+    return ResponseRequest(
+        kind=Kind.CHAT,
+        prompts=[messages],
+        parameters=parameters,
+        logprobs=logprobs,
+        repeated=repeated,
+        **shared,
+    )
 
 
 def _text_format(given: Body) -> GivenForm | None:
@@ -131,11 +141,11 @@ def _input(value: Any) -> list[dict[str, str]]:
 class Response(Renderer):
     """Writes an answer: whole, or as the events of a stream."""
 
-    def __init__(self, parsed: ParsedRequest, request: Mapping[str, Any], model: str) -> None:
+    def __init__(self, parsed: ResponseRequest, model: str) -> None:
         self._parsed = parsed
         self._id, self._item_id = f"resp_{secrets.token_hex(24)}", f"msg_{secrets.token_hex(24)}"
         self._head = {"id": self._id, "object": "response", "created_at": int(time.time())}
-        self._head |= {"model": model, **request}
+        self._head |= {"model": model, **parsed.repeated}
         self._text, self._logprobs = "", list[dict[str, Any]]()
         self._bare = list[orjson.Fragment]()  # the log-probabilities as events have them
         self._reason, self._tokens = "", 0

@@ -23,6 +23,7 @@ import orjson
 from starlette.requests import Request
 from starlette.responses import Response
 
+from common import fields
 from common.errors import ServiceError
 from common.hints import HINTS, timeout_s
 from common.media_types import JSON
@@ -59,19 +60,14 @@ def parse(name: str, body: dict[str, Any], stream: bool) -> ParsedRequest:
     if not isinstance(id_, str | None):
         raise BadRequest("id must be a string")
     beside = {k: v for k, v in body.items() if k not in ("id", "text_input", "parameters")}
-    within = body.get("parameters") or {}
-    if not isinstance(within, dict):
-        raise BadRequest("parameters must be an object")
+    within = fields.mapping("parameters", body.get("parameters") or {})
     parameters = {**beside, **within}
-    stream = parameters.pop("stream", stream)
-    if not isinstance(stream, bool):
-        raise BadRequest("stream must be true or false")
+    stream = fields.boolean("stream", parameters.pop("stream", stream))
     limit_s = timeout_s(parameters) or math.inf
     for hint in HINTS:
         parameters.pop(hint, None)
     alone = parameters.pop("exclude_input_in_output", True)
-    if not isinstance(alone, bool):
-        raise BadRequest("exclude_input_in_output must be true or false")
+    fields.boolean("exclude_input_in_output", alone)
     if "max_tokens" in parameters:
         parameters.setdefault("max_new_tokens", parameters.pop("max_tokens"))
     # Sampling may be the model's own default, which only the engine knows.

@@ -12,7 +12,6 @@ import socket
 import struct
 import subprocess
 import threading
-from collections import defaultdict
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
@@ -98,8 +97,7 @@ class Served:
     @property
     def connections(self) -> http_protocol.Port:
         """Those of the first port."""
-        state = self._server.server_state
-        return http_protocol._ports.setdefault(state, defaultdict(http_protocol.Port))[self.port]
+        return http_protocol.PORTS[self.port]
 
     async def _wait(self, request: Request) -> Response:
         await request.body()
