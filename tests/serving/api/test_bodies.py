@@ -205,6 +205,7 @@ def test_a_newer_client_of_hugging_faces_is_known_by_its_name() -> None:
         ({"do_sample": False, "seed": 1}, {"do_sample": False, "seed": 1}),
         ({"top_n_tokens": 3, "best_of": 1, "watermark": False}, {}),
         ({"do_sample": False, "typical_p": 0.9}, {"typical_p": 0.9}),
+        ({"grammar": {"type": "regex", "value": "긍정|부정"}}, {"regex": "긍정|부정"}),
     ],
 )
 def test_the_clients_defaults_mean_what_they_mean_to_tgi(parameters: Any, sent: Any) -> None:
@@ -286,13 +287,6 @@ def test_a_model_of_its_own_code_is_no_adapter() -> None:
     body = {"inputs": "가", "parameters": {"adapter_id": adapter.name}}
     status, answer = call(made, ROUTES[0], body)
     assert (status, "by its own code" in answer["error"]) == (400, True)
-
-
-def test_a_grammar_of_tgis_is_a_form_of_the_engines() -> None:
-    made = world(*items("긍정", end="stop", special=True))
-    body = {"inputs": "가", "parameters": {"grammar": {"type": "regex", "value": "긍정|부정"}}}
-    assert call(made, ROUTES[0], body) == (200, {"generated_text": "긍정"})
-    assert made.engine.asked[0][2] == {"regex": "긍정|부정", "logprobs": 0}
 
 
 @pytest.mark.parametrize(
