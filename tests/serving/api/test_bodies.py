@@ -75,21 +75,6 @@ def test_other_bodies_and_other_models_are_their_workers_matter(body: Any) -> No
     assert made.engine.asked == []
 
 
-@pytest.mark.parametrize(
-    ("body", "headers"),
-    [
-        ({"inputs": "가"}, {"x_amzn_sagemaker_custom_attributes": "trace=7;model=%EB%B4%84"}),
-        ({"messages": MESSAGES, "model": "봄.tar.gz"}, {}),
-        # What AWS's own header says comes first.
-        ({"messages": MESSAGES, "model": "겨울"}, {"x_amzn_sagemaker_target_model": "봄"}),
-    ],
-)
-def test_the_body_or_the_custom_attributes_may_name_the_model(
-    body: Any, headers: dict[str, str]
-) -> None:
-    assert call(world(), "/invocations", body, **headers)[0] == 200
-
-
 def test_where_nothing_names_the_model_all_ways_are_said() -> None:
     for body in ({"inputs": "가"}, {"messages": MESSAGES}, {"messages": MESSAGES, "model": 1}):
         status, answer = call(world(), "/invocations", body)

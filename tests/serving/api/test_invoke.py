@@ -240,7 +240,7 @@ async def test_headers_of_a_service_reach_the_client_unless_they_are_dangerous()
         "X-Own": "1", "ETag": '"a"', "Content-Encoding": "gzip", "Retry-After": "7",
         "Connection": "close", "Transfer-Encoding": "chunked", "Set-Cookie": "a=b",
         "Content-Length": "7", "X-Request-Id": "theirs", "Odd": "가", "Date": "now",
-        "Strict-Transport-Security": "max-age=1",
+        "Strict-Transport-Security": "max-age=1", "X-Served-Model": "forged",
     }  # fmt: skip
     world.mms.answer = always(answered(**sent))
     _, headers, body = await world.call("POST", PATH, x_request_id="ours")
