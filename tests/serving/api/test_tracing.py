@@ -19,7 +19,7 @@ from serving.gateway import _traced
 from serving.settings import Settings
 from tests.e2e.server import free_port
 from tests.processes import python
-from tests.serving.api.collector import Collector, Span
+from tests.serving.api.collector import Collector, Span, collecting
 from tests.serving.api.gateways import FakeEngine, World, always, answered, held, model
 from tests.serving.fakes import Parts
 
@@ -38,7 +38,7 @@ ITEMS = [
 @pytest.fixture
 def collector(monkeypatch: pytest.MonkeyPatch) -> Iterator[Collector]:
     monkeypatch.setattr(tracing, "FLUSH_S", 60.0)  # a wide net
-    with Collector() as collector:
+    with collecting() as collector:
         monkeypatch.setenv(ENDPOINT, collector.url)
         yield collector
 
