@@ -258,6 +258,14 @@ def test_tgis_own_routes_are_a_text_and_a_stream_and_say_what_they_lack() -> Non
         assert said in found["error"]
 
 
+def test_tgis_parameters_are_an_object_or_null() -> None:
+    made = world(*items("가", end="length", special=False))
+    path, body = "/generate?model_name=봄", {"inputs": "산에는"}
+    assert call(made, path, {**body, "parameters": None}) == (200, {"generated_text": "가"})
+    status, found = call(made, path, {**body, "parameters": [1]})
+    assert (status, found["error"]) == (400, "parameters must be an object, is a list")
+
+
 @pytest.mark.parametrize("path", ["/predictions/봄", "/generate", "/generate_stream"])
 def test_an_adapter_that_there_is_not_is_a_404_of_tgis(path: str) -> None:
     made, _ = two_models()
