@@ -12,7 +12,6 @@ import pytest
 from common.form import KINDS
 from common.parameters import MAX_LOGPROBS, MAX_SEQUENCES, Parameters
 from serving.api import answer_form, routes
-from serving.api.management import LOAD_PARAMETERS
 from serving.api.openai.parsing import DEFAULT_TOKENS, OURS
 
 
@@ -77,7 +76,6 @@ def test_the_fields_are_those_that_are_taken() -> None:
     assert generate["max_new_tokens"]["default"] == Parameters.max_new_tokens
     assert generate["num_return_sequences"]["maximum"] == MAX_SEQUENCES
     assert generate["logprobs"]["maximum"] == MAX_LOGPROBS
-    assert set(properties("Load")) <= LOAD_PARAMETERS
     own = {*OURS, *answer_form.FIELDS, answer_form.PATTERN} - {"response_format"}
     for name in ("OpenAICompletion", "OpenAIChat", "OpenAIResponse"):
         assert own <= set(properties(name))
