@@ -25,8 +25,7 @@ def world(*items: Any) -> World:
 
 def call(made: World, path: str, body: Any, **headers: str) -> tuple[int, Any]:
     """The status and the answer, which is a list of its events where it is a stream."""
-    sent = json.dumps(body).encode()
-    status, found, answer = asyncio.run(made.call("POST", path, sent, **headers))
+    status, found, answer = asyncio.run(made.call("POST", path, body, **headers))
     assert (made.gateway.requests, made.model.in_flight, made.model.line.running) == (0, 0, 0)
     if found["content-type"] == "application/json":
         return status, json.loads(answer)
@@ -116,8 +115,7 @@ def test_a_model_of_its_own_code_has_no_format_of_another_api() -> None:
     made.model.line.running = made.model.line.capacity
 
     async def refused() -> dict[str, Any]:
-        sent = json.dumps({"messages": MESSAGES}).encode()
-        _, _, answer = await made.call("POST", ROUTES[0], sent)
+        _, _, answer = await made.call("POST", ROUTES[0], {"messages": MESSAGES})
         found: dict[str, Any] = json.loads(answer)
         return found
 

@@ -147,10 +147,10 @@ async def test_an_answer_that_is_late_is_504_in_the_format_of_its_body(
     world.engine.generate = generate
     world.engine.stream = stream
     late = "no answer within 0.1 s"
-    status, _, body = await world.call("POST", path, json.dumps(OPENAIS).encode())
+    status, _, body = await world.call("POST", path, OPENAIS)
     error = json.loads(body)["error"]
     assert (status, error["type"], error["message"]) == (504, "server_error", late)
-    status, _, body = await world.call("POST", path, json.dumps(TGIS).encode())
+    status, _, body = await world.call("POST", path, TGIS)
     error = json.loads(body)
     assert (status, error["error"], error["error_type"]) == (504, late, "generation")
     assert (world.model.line.running, world.model.in_flight) == (0, 0)
@@ -336,7 +336,7 @@ async def test_a_form_that_netty_could_not_take_reaches_no_worker() -> None:
 
 
 async def test_a_stream_of_a_model_that_the_engine_has_lost_is_503_and_not_404() -> None:
-    body = json.dumps({"inputs": "가", "stream": True}).encode()
+    body = {"inputs": "가", "stream": True}
     lost = FakeEngine(*[ModelNotFound("model 봄 is not loaded")] * 99)
     status, headers, answer = await World(engine=lost).call("POST", PATH, body)
     assert (status, headers["retry-after"]) == (503, "1")

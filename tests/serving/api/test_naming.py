@@ -84,9 +84,8 @@ async def test_an_alias_is_answered_by_its_models_in_turn_and_all_tell_which(
 async def test_every_way_to_name_a_model_takes_an_alias(
     path: str, headers: dict[str, str], body: Any
 ) -> None:
-    sent = json.dumps(body).encode()
-    status, answered, body = await world_of().call("POST", path, sent, **headers)
-    assert (status, unquote(answered["x-served-model"])) == (200, "봄"), body
+    status, answered, said = await world_of().call("POST", path, body, **headers)
+    assert (status, unquote(answered["x-served-model"])) == (200, "봄"), said
 
 
 async def test_a_session_or_user_stays_with_one_model() -> None:
@@ -106,7 +105,7 @@ async def test_an_open_session_of_sagemakers_stays_when_the_weights_change(tmp_p
     world.gateway.sessions = Sessions(tmp_path / "sessions", 60)
     began = {}
     for _ in range(12):
-        body = json.dumps({"requestType": NEW}).encode()
+        body = {"requestType": NEW}
         _, answered, _ = await world.call("POST", "/invocations?model_name=x", body)
         id = answered[NEW_SESSION_ID.lower()].partition(";")[0]
         began[id] = await served(world, **{SESSION_ID.lower(): id})
@@ -170,7 +169,7 @@ async def test_nothing_is_loaded_pinned_or_unloaded_by_an_aliass_name(
 
     world = world_of()
     world.gateway.lookups.locate = locate  # type: ignore[method-assign]
-    status, _, said = await world.call(method, path, json.dumps(body).encode())
+    status, _, said = await world.call(method, path, body)
     kind = json.loads(said).get("type", "ConflictStatusException")  # Triton's have none
     assert (status, kind) == (409, "ConflictStatusException"), said
     assert "고객 is an alias in aliases.json: name the model, 봄 or 여름" in said.decode()
