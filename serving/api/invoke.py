@@ -129,13 +129,13 @@ async def _answer_directly(
     return await answer(gateway, model, parsed, renderer, end, resources)
 
 
-async def describe(gateway: Gateway, request: Request, name: str) -> Model:
-    """Load a model as `invoke` does and return it with its metadata (`GET /v2/models/{name}`).
+async def describe(gateway: Gateway, request: Request) -> Model:
+    """Load the path's model as `invoke` does; return it with its metadata (`/v2/models/{name}`).
 
     For an alias, this is the model with the largest weight.
     """
     gateway.check_ready()
-    name, *_ = described_models(gateway, name)
+    name, *_ = described_models(gateway, request.path_params["name"])
     with Counted(gateway, request):
         async with AsyncExitStack() as used, loaded(gateway, request, name, used) as (model, _):
             return model

@@ -83,8 +83,7 @@ async def model_ready(gateway: Gateway, request: Request) -> Response:
 
 async def describe_model(gateway: Gateway, request: Request) -> Response:
     """The model's inputs and outputs; loads it."""
-    name = request.path_params["name"]
-    model = await describe(gateway, request, name)
+    model = await describe(gateway, request)
     return JSONResponse(_described(model.name, model.metadata))
 
 
@@ -123,8 +122,7 @@ async def generate_stream(gateway: Gateway, request: Request) -> Response:
 
 async def config(gateway: Gateway, request: Request) -> Response:
     """The model's inputs and outputs, as Triton describes them; loads it."""
-    name = request.path_params["name"]
-    model = await describe(gateway, request, name)
+    model = await describe(gateway, request)
     described = _described(model.name, model.metadata)
     sides = {"input": described["inputs"], "output": described["outputs"]}
     tensors = {side: [_configured(t) for t in listed] for side, listed in sides.items()}
