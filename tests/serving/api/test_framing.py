@@ -119,9 +119,3 @@ CLEAR = {
 def test_what_ends_in_one_way_is_answered_and_so_is_the_next(served: Served, case: str) -> None:
     answer = served.ask(CLEAR[case] + LAST)
     assert answer.count(b"HTTP/1.1 200 OK") == 2
-
-
-@pytest.mark.parametrize("path", [b"%ff", b"%ED%A0%80", b"%C0%AF", b"%zz", b"%", b"%00", b"%EC"])
-def test_a_path_that_is_not_utf_8_is_no_name_and_no_error(served: Served, path: bytes) -> None:
-    answer = served.ask(b"GET /name/" + path + b" HTTP/1.1\r\n" + HOST + b"\r\n" + LAST)
-    assert answer.count(b"HTTP/1.1 200 OK") == 2

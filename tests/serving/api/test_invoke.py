@@ -194,19 +194,6 @@ async def test_a_client_that_goes_while_it_waits_is_never_worked_on() -> None:
     assert world.engine.called_off == []
 
 
-async def test_a_client_that_goes_meanwhile_frees_its_place_in_the_batch() -> None:
-    world = World()
-    world.mms.answer = always(answered(499), after=world.engine.over)
-    gone = asyncio.Event()
-    call = asyncio.create_task(world.call("POST", PATH, gone=gone))
-    await settle()
-    gone.set()
-    await call
-    await asyncio.gather(*world.registry._tasks)
-    assert len(world.engine.called_off) == 1
-    assert (world.model.line.running, world.model.in_flight) == (0, 0)
-
-
 async def test_where_multi_model_server_has_no_worker_it_is_asked_again_after_a_while() -> None:
     world = World()
     times: list[float] = []

@@ -258,14 +258,3 @@ async def test_where_they_are_not_enabled_sessions_are_refused_and_nothing_else(
     assert endpoint.world.mms.told_s == []
     for body in (b'"text"', b'{"requestType": "of a script"}'):
         assert (await endpoint.invoke(body))[0] == 200
-
-
-async def test_a_session_needs_the_token_for_calls_and_a_server_that_is_ready(
-    endpoint: Endpoint,
-) -> None:
-    endpoint.world.gateway.draining = True
-    assert (await endpoint.invoke(OPEN))[0] == 503
-    world = World(inference_token="비밀")  # noqa: S106
-    world.gateway.sessions = endpoint.world.gateway.sessions
-    assert (await world.call("POST", "/invocations", OPEN))[0] == 401
-    assert endpoint.files() == []
