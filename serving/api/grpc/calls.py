@@ -195,16 +195,17 @@ def with_request(idle: Idle, answer: Answering) -> Answering:
             raise BadRequest("the call has no request")
         return await answer(request, context)
 
-    return guarded(answer_one)
+    return answer_one
 
 
-def service(name: str, answers: Mapping[str, Answering]) -> Any:
+def service(name: str, answers: Mapping[str, Answering], idle: Idle) -> Any:
     """Return the handler of a service; `answers` has the functions that answer its methods."""
     handlers = {}
     for method_name, method in methods(name).items():
+        answer = answers[method_name]
         stream, unary = grpc.stream_stream_rpc_method_handler, grpc.stream_unary_rpc_method_handler
         handlers[method_name] = (stream if method.server_streaming else unary)(
-            answers[method_name],
+            guarded(answer if method.client_streaming else with_request(idle, answer)),
             request_deserializer=message(method.input_type.full_name).FromString,
             response_serializer=message(method.output_type.full_name).SerializeToString,
         )

@@ -15,10 +15,8 @@ from serving.api.grpc.calls import (
     Reply,
     RouteError,
     Routes,
-    guarded,
     service,
     trailing,
-    with_request,
 )
 from serving.api.grpc.convert import from_http, parameters, to_http
 from serving.api.grpc.messages import message, methods
@@ -82,9 +80,9 @@ SHAPED: dict[str, Callable[[Any, Any], dict[str, Any]]] = {
 
 def handlers(routes: Routes, stream: Answering, idle: Idle) -> Any:
     """Return the service's handler; `stream` answers ModelStreamInfer."""
-    answers = {"ModelInfer": _infer(routes), **{name: _describe(routes, name) for name in CALLS}}
-    waiting = {name: with_request(idle, answer) for name, answer in answers.items()}
-    return service(SERVICE, {**waiting, "ModelStreamInfer": guarded(stream)})
+    answers = {name: _describe(routes, name) for name in CALLS}
+    answers |= {"ModelInfer": _infer(routes), "ModelStreamInfer": stream}
+    return service(SERVICE, answers, idle)
 
 
 def _describe(routes: Routes, name: str) -> Answering:
