@@ -96,9 +96,9 @@ def completion(body: Body) -> ParsedRequest:
     """Parse a body of /v1/completions. Raises `Refused`."""
     given = known_fields(body, COMPLETION, NOT_IN_COMPLETIONS)
     shared = common_fields(given)
-    echo = get(given, "echo", fields.boolean, False)
+    echo = fields.boolean("echo", given.get("echo", False))
     n: int = shared["n"]
-    best_of = get(given, "best_of", lambda name, v: fields.integer(name, v, 1, MAX_SEQUENCES), n)
+    best_of = fields.integer("best_of", given.get("best_of", n), 1, MAX_SEQUENCES)
     if best_of < n:
         raise Refused("best_of", f"must be at least n, {n}, is {best_of}")
     if best_of > n and shared["stream"]:
@@ -130,9 +130,9 @@ def chat(body: Body) -> ParsedRequest:
     """Parse a body of /v1/chat/completions. Raises `Refused`."""
     given = known_fields(body, CHAT, NOT_IN_CHATS)
     shared = common_fields(given)
-    logprobs = get(given, "logprobs", fields.boolean, False)
-    top = get(given, "top_logprobs", lambda name, v: fields.integer(name, v, 0, MAX_LOGPROBS), None)
-    if top is not None and not logprobs:
+    logprobs = fields.boolean("logprobs", given.get("logprobs", False))
+    top = fields.integer("top_logprobs", given.get("top_logprobs", 0), 0, MAX_LOGPROBS)
+    if "top_logprobs" in given and not logprobs:
         raise Refused("top_logprobs", "needs logprobs true")
     tool_choice = tools.read(given)
     if tool_choice is not None:
@@ -141,7 +141,7 @@ def chat(body: Body) -> ParsedRequest:
     limit = "max_tokens" if given.get("max_completion_tokens") is None else "max_completion_tokens"
     parameters["max_new_tokens"] = max_tokens(given, limit, MAX_TOKENS)
     if logprobs:
-        parameters["logprobs"] = top or 0
+        parameters["logprobs"] = top
     _check_scores(parameters, 1)
     return ParsedRequest(
         kind=Kind.CHAT,
@@ -170,16 +170,12 @@ def known_fields(body: Body, known: Set[str], not_done: NotDone) -> dict[str, An
     return given
 
 
-def get(given: Body, name: str, check: Callable[[str, Any], Any], default: Any) -> Any:
-    return check(name, given[name]) if name in given else default
-
-
 def common_fields(given: Body) -> dict[str, Any]:
     """Return those fields of `ParsedRequest` that all requests for text share."""
     if "model" not in given:
         raise Refused("model", "is missing, must name a model (GET /v1/models lists them)")
-    stream = get(given, "stream", fields.boolean, False)
-    options = get(given, "stream_options", mapping, {})
+    stream = fields.boolean("stream", given.get("stream", False))
+    options = mapping("stream_options", given.get("stream_options", {}))
     if options and not stream:
         raise Refused("stream_options", "are for streams: stream is not true")
     for name, value in options.items():
@@ -190,7 +186,7 @@ def common_fields(given: Body) -> dict[str, Any]:
             fields.boolean(f"stream_options.{name}", value)
     return {
         "model": text("model", given["model"]),
-        "n": get(given, "n", lambda name, v: fields.integer(name, v, 1, MAX_SEQUENCES), 1),
+        "n": fields.integer("n", given.get("n", 1), 1, MAX_SEQUENCES),
         "stream": stream,
         "include_usage": bool(options.get("include_usage")),
         "continuous_usage": bool(
@@ -202,8 +198,8 @@ def common_fields(given: Body) -> dict[str, Any]:
 
 def sampling(given: Body, sequences: int, form: GivenForm | None) -> dict[str, Any]:
     """Return the engine's parameters, except the number of tokens."""
-    temperature = get(given, "temperature", lambda n, v: fields.number(n, v, 0, 2), 1.0)
-    top_p = get(given, "top_p", lambda n, v: fields.number(n, v, 0, 1), 1.0)
+    temperature = fields.number("temperature", given.get("temperature", 1.0), 0, 2)
+    top_p = fields.number("top_p", given.get("top_p", 1.0), 0, 1)
     parameters: dict[str, Any] = {"num_return_sequences": sequences, "do_sample": True}
     checks: Mapping[str, Callable[[str, Any], Any]] = {
         "frequency_penalty": lambda n, v: fields.number(n, v, -2, 2),
@@ -227,8 +223,7 @@ def sampling(given: Body, sequences: int, form: GivenForm | None) -> dict[str, A
 
 
 def max_tokens(given: Body, name: str, default: int, least: int = 1) -> int:
-    value: int = get(given, name, lambda n, v: fields.integer(n, v, least, MAX_TOKENS), default)
-    return value
+    return fields.integer(name, given.get(name, default), least, MAX_TOKENS)
 
 
 def _check_scores(parameters: Mapping[str, Any], prompts: int) -> None:

@@ -32,7 +32,6 @@ from serving.api.openai.parsing import (
     ParsedRequest,
     bounded,
     common_fields,
-    get,
     known_fields,
     mapping,
     max_tokens,
@@ -72,7 +71,7 @@ def parse(body: Body) -> ResponseRequest:
     include = given.get("include", [])
     if not isinstance(include, list):
         raise Refused("include", "must be a list")
-    top = get(given, "top_logprobs", lambda n, v: fields.integer(n, v, 0, MAX_LOGPROBS), 0)
+    top = fields.integer("top_logprobs", given.get("top_logprobs", 0), 0, MAX_LOGPROBS)
     parameters = sampling(given, 1, shared["form"])
     parameters["max_new_tokens"] = max_tokens(given, "max_output_tokens", MAX_TOKENS)
     logprobs = LOGPROBS in include
@@ -85,7 +84,7 @@ def parse(body: Body) -> ResponseRequest:
     repeated = {
         "instructions": given.get("instructions"),
         "max_output_tokens": given.get("max_output_tokens"),
-        "metadata": get(given, "metadata", mapping, {}),
+        "metadata": mapping("metadata", given.get("metadata", {})),
         "parallel_tool_calls": bool(given.get("parallel_tool_calls", True)),
         "temperature": given.get("temperature", 1.0),
         "text": {"format": given.get("text", {}).get("format") or {"type": "text"}},
@@ -110,10 +109,10 @@ def _text_format(given: Body) -> GivenForm | None:
 
     Raises `Refused` for fields of `text` or `reasoning` that would otherwise change the answer.
     """
-    about = get(given, "text", mapping, {})
+    about = mapping("text", given.get("text", {}))
     if about.get("verbosity") not in (None, "medium"):
         raise Refused("text.verbosity", "is not known to these models")
-    for name, value in get(given, "reasoning", mapping, {}).items():
+    for name, value in mapping("reasoning", given.get("reasoning", {})).items():
         if value not in (None, "none"):
             raise Refused(f"reasoning.{name}", "is for models that reason")
     form = about.get("format")

@@ -13,7 +13,7 @@ from common import fields
 from serving.api.engine_calls import left_s, while_restored
 from serving.api.gateway import Gateway
 from serving.api.openai.errors import Refused
-from serving.api.openai.parsing import Body, get, is_ids, known_fields, messages, text
+from serving.api.openai.parsing import Body, is_ids, known_fields, messages, text
 from serving.models.model import Model
 
 TOKENIZE = {
@@ -33,10 +33,10 @@ async def tokenize(gateway: Gateway, model: Model, body: Body, end: float) -> di
     else:
         inputs = messages(given["messages"])
     for name, only in (("add_generation_prompt", True), ("continue_final_message", False)):
-        if get(given, name, fields.boolean, only) is not only:
+        if fields.boolean(name, given.get(name, only)) is not only:
             raise Refused(name, f"can only be {str(only).lower()}", "unsupported_parameter")
-    special = get(given, "add_special_tokens", fields.boolean, True)
-    strings = get(given, "return_token_strs", fields.boolean, False)
+    special = fields.boolean("add_special_tokens", given.get("add_special_tokens", True))
+    strings = fields.boolean("return_token_strs", given.get("return_token_strs", False))
     kind = "prompt" if "prompt" in given else "messages"
     name = model.engine_name
     result = await while_restored(
