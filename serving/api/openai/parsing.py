@@ -6,7 +6,7 @@ the texts at which an answer stops have the fine-tune's own defaults.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,6 +34,8 @@ WITHOUT_EFFECT = {
     *("prompt_cache_key", "prompt_cache_retention", "parallel_tool_calls"),
     "guided_decoding_backend",
 }
+# Parameters that the engine has, too.
+SAME = ("frequency_penalty", "presence_penalty", "stop", "choice_logprobs")
 # Parameters that OpenAI's API does not have, by the names of vLLM, llama.cpp and their clients.
 OURS = (
     *("top_k", "min_p", "typical_p", "repetition_penalty", "repeat_penalty", "ignore_eos"),
@@ -201,20 +203,15 @@ def sampling(given: Body, sequences: int, form: GivenForm | None) -> dict[str, A
     temperature = fields.number("temperature", given.get("temperature", 1.0), 0, 2)
     top_p = fields.number("top_p", given.get("top_p", 1.0), 0, 1)
     parameters: dict[str, Any] = {"num_return_sequences": sequences, "do_sample": True}
-    checks: Mapping[str, Callable[[str, Any], Any]] = {
-        "frequency_penalty": lambda n, v: fields.number(n, v, -2, 2),
-        "presence_penalty": lambda n, v: fields.number(n, v, -2, 2),
-        "logit_bias": _biases,
-        "stop": lambda n, v: list(fields.stops(n, v)),
-        # OpenAI's seeds may be negative.
-        "seed": lambda n, v: fields.integer(n, v, -MAX_SEED - 1, MAX_SEED) & MAX_SEED,
-    }
-    parameters |= {
-        name: check(name, given[name]) for name, check in checks.items() if name in given
-    }
+    if "logit_bias" in given:
+        fields.biases("logit_bias", given["logit_bias"])
+        parameters["logit_bias"] = given["logit_bias"]
+    if "seed" in given:  # OpenAI's may be negative
+        seed = fields.integer("seed", given["seed"], -MAX_SEED - 1, MAX_SEED)
+        parameters["seed"] = seed & MAX_SEED
     parameters |= form.parameters if form else {}
-    own = {name: ALIASES.get(name, name) for name in (*OURS, "choice_logprobs") if name in given}
-    parameters |= {known: CHECKS[known](name, given[name]) for name, known in own.items()}
+    same = {name: ALIASES.get(name, name) for name in (*SAME, *OURS) if name in given}
+    parameters |= {known: CHECKS[known](name, given[name]) for name, known in same.items()}
     if (temperature == 0 or top_p == 0) and sequences == 1:
         return {**parameters, "do_sample": False}
     if temperature == 0 or top_p == 0:  # greedy decoding, for several sequences
@@ -323,11 +320,6 @@ def mapping(name: str, value: Any) -> Mapping[str, Any]:
     if not isinstance(value, Mapping):
         raise Refused(name, "must be an object")
     return value
-
-
-def _biases(name: str, value: Any) -> Mapping[str, float]:
-    fields.biases(name, value)
-    return mapping(name, value)
 
 
 def is_ids(value: Any) -> bool:
