@@ -28,16 +28,13 @@ async def tokenize(gateway: Gateway, model: Model, body: Body, end: float) -> di
     given = known_fields(body, TOKENIZE, {})
     if ("prompt" in given) == ("messages" in given):
         raise Refused("prompt", "or messages must be given, and not both")
-    if "prompt" in given:
-        inputs: Any = text("prompt", given["prompt"])
-    else:
-        inputs = messages(given["messages"])
+    kind = "prompt" if "prompt" in given else "messages"
+    inputs: Any = text(kind, given[kind]) if kind == "prompt" else messages(given[kind])
     for name, only in (("add_generation_prompt", True), ("continue_final_message", False)):
         if fields.boolean(name, given.get(name, only)) is not only:
             raise Refused(name, f"can only be {str(only).lower()}", "unsupported_parameter")
     special = fields.boolean("add_special_tokens", given.get("add_special_tokens", True))
     strings = fields.boolean("return_token_strs", given.get("return_token_strs", False))
-    kind = "prompt" if "prompt" in given else "messages"
     name = model.engine_name
     result = await while_restored(
         gateway,
