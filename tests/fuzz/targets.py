@@ -325,7 +325,7 @@ TARGETS: dict[str, Target] = {
     "archive": archive,
     "config.json": in_artifact("config.json"),
     "csv": tensors(CSV, FLOATS, TEXTS),
-    "generate": lambda data: parse_generate("시", json_object(data), stream=b"\x01" in data),
+    "generate": lambda data: parse_generate(json_object(data), stream=b"\x01" in data),
     "generation.json": in_artifact("generation.json"),
     "grpc": grpc_infer,
     "json": tensors("application/json", FLOATS, SEVERAL, TEXTS, ROWS),
