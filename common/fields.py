@@ -40,6 +40,13 @@ def boolean(name: str, value: Any) -> bool:
     return value
 
 
+def mapping(name: str, value: Any) -> Mapping[str, Any]:
+    """Check a JSON object."""
+    if not isinstance(value, Mapping):
+        raise wrong(name, f"must be an object, is {kind(value)}")
+    return value
+
+
 def integer(name: str, value: Any, low: int, high: int) -> int:
     """Check an integer from `low` to `high`; 3.0 is 3, because JSON has one kind of number."""
     if isinstance(value, float) and value.is_integer():
