@@ -6,7 +6,8 @@ The names are those of Hugging Face's text generation APIs.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from dataclasses import fields as fields_of
 from typing import Any
 
 from common import fields as checks
@@ -18,39 +19,9 @@ MAX_SEQUENCES = 16
 MAX_LOGPROBS = 20
 MAX_LABELS = 64  # texts of a choice whose probabilities are computed, in a pass for each
 MAX_SEED = 2**63 - 1
+MAX_BAD_WORDS = 256
+MAX_BAD_WORD_CHARACTERS = 64
 
-# The check of each parameter: called with its name and value, returns the value to use.
-CHECKS: dict[str, Callable[[str, Any], Any]] = {
-    "max_new_tokens": lambda n, v: checks.integer(n, v, 1, 1_000_000),
-    "stop": checks.stops,
-    "do_sample": checks.boolean,
-    "temperature": lambda n, v: checks.number(n, v, 0, 100),
-    "top_k": checks.top_k,
-    "top_p": lambda n, v: checks.number(n, v, 0, 1, above=True),
-    "min_p": lambda n, v: checks.number(n, v, 0, 1),
-    "repetition_penalty": lambda n, v: checks.number(n, v, 0, 100, above=True),
-    "frequency_penalty": lambda n, v: checks.number(n, v, -2, 2),
-    "presence_penalty": lambda n, v: checks.number(n, v, -2, 2),
-    "logit_bias": checks.biases,
-    "seed": lambda n, v: checks.integer(n, v, 0, MAX_SEED),
-    "num_return_sequences": lambda n, v: checks.integer(n, v, 1, MAX_SEQUENCES),
-    "logprobs": lambda n, v: checks.integer(n, v, 0, MAX_LOGPROBS),
-    "return_full_text": checks.boolean,
-    "decoder_input_details": checks.boolean,
-    "ignore_eos": checks.boolean,
-    "typical_p": lambda n, v: checks.number(n, v, 0, 1, above=True),
-    "no_repeat_ngram_size": lambda n, v: checks.integer(n, v, 0, 1_000_000),
-    "min_new_tokens": lambda n, v: checks.integer(n, v, 0, 1_000_000),
-    "bad_words": checks.bad_words,
-    "bad_words_ids": checks.bad_words_ids,
-    "dry_multiplier": lambda n, v: checks.number(n, v, 0, 100),
-    "dry_base": lambda n, v: checks.number(n, v, 1, 100),
-    "dry_allowed_length": lambda n, v: checks.integer(n, v, 0, 1_000_000),
-    "dry_penalty_last_n": lambda n, v: checks.integer(n, v, -1, 1_000_000),
-    "dry_sequence_breakers": checks.stops,
-    **forms.CHECKS,
-    "choice_logprobs": checks.boolean,
-}
 # Names in llama.cpp, Triton and vLLM of parameters that have another name here.
 ALIASES = {
     "repeat_penalty": "repetition_penalty",
@@ -59,6 +30,14 @@ ALIASES = {
 }
 WORDS = ("stop_words", "bad_words")  # Triton's quick starts send these empty, which means none
 SAMPLING = {"temperature", "top_k", "top_p", "min_p", "typical_p", "seed"}
+
+
+def _parameter(default: Any, check: Callable[..., Any], *bounds: Any, **options: Any) -> Any:
+    """Define a parameter by its default and its check, called with name, value and `bounds`."""
+    return field(
+        default=default,
+        metadata={"check": lambda name, value: check(name, value, *bounds, **options)},
+    )
 
 
 @dataclass(frozen=True)
@@ -101,35 +80,37 @@ class Parameters:
     dry_sequence_breakers: texts at which a repetition ends
     """
 
-    max_new_tokens: int = 64
-    stop: tuple[str, ...] = ()
-    do_sample: bool = False
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    frequency_penalty: float = 0.0
-    presence_penalty: float = 0.0
-    logit_bias: tuple[tuple[int, float], ...] = ()
-    seed: int | None = None
-    num_return_sequences: int = 1
-    logprobs: int | None = None
-    return_full_text: bool = False
-    decoder_input_details: bool = False
-    ignore_eos: bool = False
+    max_new_tokens: int = _parameter(64, checks.integer, 1, 1_000_000)
+    stop: tuple[str, ...] = _parameter((), checks.stops)
+    do_sample: bool = _parameter(False, checks.boolean)
+    temperature: float = _parameter(1.0, checks.number, 0, 100)
+    top_k: int = _parameter(0, checks.top_k)
+    top_p: float = _parameter(1.0, checks.number, 0, 1, above=True)
+    min_p: float = _parameter(0.0, checks.number, 0, 1)
+    repetition_penalty: float = _parameter(1.0, checks.number, 0, 100, above=True)
+    frequency_penalty: float = _parameter(0.0, checks.number, -2, 2)
+    presence_penalty: float = _parameter(0.0, checks.number, -2, 2)
+    logit_bias: tuple[tuple[int, float], ...] = _parameter((), checks.biases)
+    seed: int | None = _parameter(None, checks.integer, 0, MAX_SEED)
+    num_return_sequences: int = _parameter(1, checks.integer, 1, MAX_SEQUENCES)
+    logprobs: int | None = _parameter(None, checks.integer, 0, MAX_LOGPROBS)
+    return_full_text: bool = _parameter(False, checks.boolean)
+    decoder_input_details: bool = _parameter(False, checks.boolean)
+    ignore_eos: bool = _parameter(False, checks.boolean)
     form: Form | None = None
-    choice_logprobs: bool = False
-    typical_p: float = 1.0
-    no_repeat_ngram_size: int = 0
-    min_new_tokens: int = 0
-    bad_words: tuple[str, ...] = ()
-    bad_words_ids: tuple[tuple[int, ...], ...] = ()
-    dry_multiplier: float = 0.0
-    dry_base: float = 1.75
-    dry_allowed_length: int = 2
-    dry_penalty_last_n: int = -1
-    dry_sequence_breakers: tuple[str, ...] = ("\n", ":", '"', "*")
+    choice_logprobs: bool = _parameter(False, checks.boolean)
+    typical_p: float = _parameter(1.0, checks.number, 0, 1, above=True)
+    no_repeat_ngram_size: int = _parameter(0, checks.integer, 0, 1_000_000)
+    min_new_tokens: int = _parameter(0, checks.integer, 0, 1_000_000)
+    bad_words: tuple[str, ...] = _parameter(
+        (), checks.texts, MAX_BAD_WORDS, MAX_BAD_WORD_CHARACTERS
+    )
+    bad_words_ids: tuple[tuple[int, ...], ...] = _parameter((), checks.bad_words_ids)
+    dry_multiplier: float = _parameter(0.0, checks.number, 0, 100)
+    dry_base: float = _parameter(1.75, checks.number, 1, 100)
+    dry_allowed_length: int = _parameter(2, checks.integer, 0, 1_000_000)
+    dry_penalty_last_n: int = _parameter(-1, checks.integer, -1, 1_000_000)
+    dry_sequence_breakers: tuple[str, ...] = _parameter(("\n", ":", '"', "*"), checks.stops)
 
     @classmethod
     def parse(cls, given: Any, defaults: Mapping[str, Any] | None = None) -> Parameters:
@@ -173,6 +154,13 @@ class Parameters:
                 "num_return_sequences" if self.num_return_sequences > 1 else "decoder_input_details"
             )
             raise InvalidRequest(f"{name} and parameters.{other} cannot be asked for together")
+
+
+# The check of each parameter: called with its name and value, returns the value to use.
+CHECKS: dict[str, Callable[[str, Any], Any]] = {
+    **{f.name: f.metadata["check"] for f in fields_of(Parameters) if f.metadata},
+    **forms.CHECKS,
+}
 
 
 def _checked(given: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
