@@ -93,6 +93,5 @@ class MMSService:
             values = self._handle(data, context)
         except PredictionException as error:
             status = error.error_code if isinstance(error.error_code, int) else 500
-            status = status if 400 <= status <= 599 else 500
             raise ScriptError(str(error.message), status, "PredictionException") from None
         return answers_of_batch(values, context, self._what)
