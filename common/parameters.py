@@ -42,74 +42,70 @@ def _parameter(default: Any, check: Callable[..., Any], *bounds: Any, **options:
 
 @dataclass(frozen=True)
 class Parameters:
-    """How to continue a prompt. Without `do_sample` (or any of its parameters) decoding is greedy.
+    """How to continue a prompt: greedily without `do_sample` or a parameter that implies it."""
 
-    max_new_tokens: at most this many tokens are made (also bounded by the context)
-    stop: texts at which the answer ends; they are not part of it
-    do_sample: draw from the distribution; implied by temperature, top_k, top_p, min_p,
-        typical_p or seed
-    temperature: divides the logits; 0 is greedy
-    top_k: draw among the k likeliest tokens; 0 and -1 mean all
-    top_p: draw among the likeliest tokens that together reach this probability, 0 < p <= 1
-    min_p: draw among tokens that have at least this share of the likeliest one's probability
-    repetition_penalty: > 0; logits of tokens seen before are divided (positive) or multiplied by
-        it (negative), Keskar et al. 2019 (CTRL)
-    frequency_penalty: from -2 to 2; subtracted from a token's logit per occurrence in the answer
-    presence_penalty: from -2 to 2; subtracted from the logits of tokens that occur in the answer
-    logit_bias: pairs of a token id and the number, from -100 to 100, that is added to its logit
-    seed: the same seed gives the same text
-    num_return_sequences: answers to one prompt; the i-th is drawn with seed + i
-    logprobs: also return this many likeliest tokens per step with their log-probabilities
-    return_full_text: also return the prompt, in front of the answer
-    decoder_input_details: also return the prompt's tokens, with their log-probabilities if
-        `logprobs` is given
-    ignore_eos: end tokens do not end the answer
-    form: what the answer must match, from one of choice, regex, json_schema and grammar
-    choice_logprobs: also return the log-probability of each text of the choice, relative to the
-        others; the answer is then the likeliest text as a whole, or drawn by these probabilities
-    typical_p: draw among the tokens whose surprisal is nearest to the entropy, as many as together
-        reach this probability, Meister et al. 2022; 1 is off
-    no_repeat_ngram_size: no n tokens in sequence occur twice in prompt and answer; 0 is off
-    min_new_tokens: no end token and no stop text ends the answer before it has this many tokens
-    bad_words: texts that never occur in the answer, whatever tokens they consist of
-    bad_words_ids: sequences of token ids that never occur in the answer
-    dry_multiplier: factor of DRY's penalty, see `engine.rules.Dry`; 0 is off
-    dry_base: base of DRY's penalty, whose exponent grows with the length of a repetition
-    dry_allowed_length: repetitions of fewer tokens are not penalized
-    dry_penalty_last_n: how many of the last tokens DRY searches for repetitions; -1 means all
-    dry_sequence_breakers: texts at which a repetition ends
-    """
-
+    # At most this many tokens are made; also bounded by the context.
     max_new_tokens: int = _parameter(64, checks.integer, 1, 1_000_000)
+    # Texts at which the answer ends; they are not part of it.
     stop: tuple[str, ...] = _parameter((), checks.stops)
+    # Draw from the distribution; implied by the parameters in `SAMPLING`.
     do_sample: bool = _parameter(False, checks.boolean)
+    # Divides the logits; 0 is greedy.
     temperature: float = _parameter(1.0, checks.number, 0, 100)
+    # Draw among the k likeliest tokens; 0 and -1 mean all.
     top_k: int = _parameter(0, checks.top_k)
+    # Draw among the likeliest tokens that together reach this probability.
     top_p: float = _parameter(1.0, checks.number, 0, 1, above=True)
+    # Draw among tokens that have at least this share of the likeliest one's probability.
     min_p: float = _parameter(0.0, checks.number, 0, 1)
+    # Logits of tokens seen before are divided (positive) or multiplied (negative) by it, Keskar
+    # et al. 2019 (CTRL).
     repetition_penalty: float = _parameter(1.0, checks.number, 0, 100, above=True)
+    # Subtracted from a token's logit per occurrence in the answer.
     frequency_penalty: float = _parameter(0.0, checks.number, -2, 2)
+    # Subtracted from the logits of tokens that occur in the answer.
     presence_penalty: float = _parameter(0.0, checks.number, -2, 2)
+    # Pairs of a token id and the number, from -100 to 100, that is added to its logit.
     logit_bias: tuple[tuple[int, float], ...] = _parameter((), checks.biases)
+    # The same seed gives the same text.
     seed: int | None = _parameter(None, checks.integer, 0, MAX_SEED)
+    # Answers to one prompt; the i-th is drawn with seed + i.
     num_return_sequences: int = _parameter(1, checks.integer, 1, MAX_SEQUENCES)
+    # Also return this many likeliest tokens per step with their log-probabilities.
     logprobs: int | None = _parameter(None, checks.integer, 0, MAX_LOGPROBS)
+    # Also return the prompt, in front of the answer.
     return_full_text: bool = _parameter(False, checks.boolean)
+    # Also return the prompt's tokens, with their log-probabilities if `logprobs` is given.
     decoder_input_details: bool = _parameter(False, checks.boolean)
+    # End tokens do not end the answer.
     ignore_eos: bool = _parameter(False, checks.boolean)
+    # What the answer must match, from one of choice, regex, json_schema and grammar.
     form: Form | None = None
+    # Also return the log-probability of each text of the choice, relative to the others; the
+    # answer is then the likeliest text as a whole, or drawn by these probabilities.
     choice_logprobs: bool = _parameter(False, checks.boolean)
+    # Draw among the tokens whose surprisal is nearest to the entropy, as many as together reach
+    # this probability, Meister et al. 2022; 1 is off.
     typical_p: float = _parameter(1.0, checks.number, 0, 1, above=True)
+    # No n tokens in sequence occur twice in prompt and answer; 0 is off.
     no_repeat_ngram_size: int = _parameter(0, checks.integer, 0, 1_000_000)
+    # No end token and no stop text ends the answer before it has this many tokens.
     min_new_tokens: int = _parameter(0, checks.integer, 0, 1_000_000)
+    # Texts that never occur in the answer, whatever tokens they consist of.
     bad_words: tuple[str, ...] = _parameter(
         (), checks.texts, MAX_BAD_WORDS, MAX_BAD_WORD_CHARACTERS
     )
+    # Sequences of token ids that never occur in the answer.
     bad_words_ids: tuple[tuple[int, ...], ...] = _parameter((), checks.bad_words_ids)
+    # Factor of DRY's penalty, see `engine.rules.Dry`; 0 is off.
     dry_multiplier: float = _parameter(0.0, checks.number, 0, 100)
+    # Base of DRY's penalty, whose exponent grows with the length of a repetition.
     dry_base: float = _parameter(1.75, checks.number, 1, 100)
+    # Repetitions of fewer tokens are not penalized.
     dry_allowed_length: int = _parameter(2, checks.integer, 0, 1_000_000)
+    # How many of the last tokens DRY searches for repetitions; -1 means all.
     dry_penalty_last_n: int = _parameter(-1, checks.integer, -1, 1_000_000)
+    # Texts at which a repetition ends.
     dry_sequence_breakers: tuple[str, ...] = _parameter(("\n", ":", '"', "*"), checks.stops)
 
     @classmethod
