@@ -44,8 +44,7 @@ def serve(listener: socket.socket) -> None:
             pass
         except OSError as error:
             accept_failed("a model's owner", error)
-        server.start_threads()
-        for model in server.abandoned():  # the owner exits, and the server then unloads the model
+        for model in server.maintain():  # the owner exits, and the server then unloads the model
             if model.owner is not None:
                 with contextlib.suppress(OSError):
                     model.owner.send(UNREGISTERED)

@@ -21,7 +21,7 @@ MAX_THREADS = 512
 # Idle threads (16 KiB each). Further threads end after their request.
 MAX_IDLE_THREADS = 32
 # With fewer idle threads, more are started. Two, so that one still reads messages while the start
-# of another fails; that is retried with the next message or `start_threads`.
+# of another fails; that is retried with the next message or `maintain`.
 MIN_IDLE_THREADS = 2
 # A model ends when MMS has had no connection to it for this long: it has unregistered the model or
 # has ended. A smaller value ends models to which MMS only reconnects.
@@ -123,10 +123,7 @@ class Server:
     # Threads
 
     def start_threads(self, least_idle: int = MIN_IDLE_THREADS) -> None:
-        """Starts threads until `least_idle` are idle, or the system refuses one.
-
-        Call this repeatedly: without a message nothing else retries a refused start.
-        """
+        """Starts threads until `least_idle` are idle, or the system refuses one."""
         with self._lock:
             while self._idle < least_idle and self._threads < MAX_THREADS:
                 try:
@@ -175,9 +172,13 @@ class Server:
         if model.owner is not None:
             self._poller.add(model.owner, lambda: self._drop(model))
 
-    def abandoned(self) -> list[ServedModel]:
-        """List the models that MMS has unregistered."""
+    def maintain(self) -> list[ServedModel]:
+        """Start threads that were refused before, and list the models that MMS has unregistered.
+
+        Call this periodically: without a message nothing else starts threads.
+        """
         with self._lock:
+            self.start_threads()
             return [model for model in self._models if model.is_abandoned]
 
     def _connect(self, model: ServedModel) -> bool:

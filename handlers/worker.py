@@ -45,8 +45,7 @@ def serve(listener: socket.socket, path: Path, watcher: int, model: LoadedModel)
     """Answers until MMS has abandoned the model or the watcher has ended; then ends the process."""
     server = Server()
     server.add(ServedModel(listener, model))
-    while not server.abandoned() and os.getppid() == watcher:
-        server.start_threads()
+    while not server.maintain() and os.getppid() == watcher:
         time.sleep(POLL_INTERVAL_S)
     # Exit immediately, even with a request in flight.
     with contextlib.suppress(OSError):  # a confined process may not; the watcher does
