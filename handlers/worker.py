@@ -68,6 +68,13 @@ def confinement_of(spec: ModelSpec) -> Confinement | None:
     return Confinement(read=[spec.folder, spec.path, *targets], write=[], network=False, uid=uid)
 
 
+def not_confined(error: OSError) -> EngineError:
+    return EngineError(
+        f"the model's process cannot be confined: {error.strerror}; allow Landlock and seccomp in"
+        " the container, or turn them off by SCRIPT_ISOLATION=false"
+    )
+
+
 def refused(error: EngineError) -> LoadedModel:
     """Return a model that answers with `error`; nothing of it is read."""
     from handlers.handler_service import HandlerService
@@ -90,12 +97,15 @@ def main() -> None:
     # the process has ended. After them it detects an end at once: print them before slow imports.
     print(f"[PID] {os.getpid()}", flush=True)
     print("MMS worker started.", flush=True)
-    watcher, confinement, refusal = os.getpid(), None, None
+    watcher, confinement = os.getpid(), None
+    refusal: EngineError | None = None
+    spec = ModelSpec.read(Path(arguments.model_path), arguments.model_name)
     try:  # here, so that a process that is forked again has the same user
-        spec = ModelSpec.read(Path(arguments.model_path), arguments.model_name)
         confinement = confinement_of(spec)
     except Overloaded as error:
         refusal = error
+    except OSError as error:
+        refusal = not_confined(error)
     while True:
         try:
             child = os.fork()
@@ -104,8 +114,11 @@ def main() -> None:
             time.sleep(RESTART_BACK_OFF_S)
             continue
         if child == 0:
-            if confinement is not None:
-                confinement.enter()  # before threads start
+            try:
+                if confinement is not None:
+                    confinement.enter()  # before threads start
+            except OSError as error:  # the load fails, and MMS unregisters the model
+                refusal = not_confined(error)
             # Kill this process when its watcher ends, even while a connection is open.
             ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
             model = LoadedModel() if refusal is None else refused(refusal)

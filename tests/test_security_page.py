@@ -132,7 +132,7 @@ TESTS = {
     ),
     "Answers hold no secrets and no signed query": (
         "test_the_secret_of_the_probe_is_not_told "
-        "test_an_https_host_that_is_not_there_is_an_error_without_the_query"
+        "test_no_error_and_no_log_has_the_query_of_an_address"
     ),
     "[A": "test_a_hostile_form_is_refused_or_stays_small",
     "The console shows models' text as text,": (

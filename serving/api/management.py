@@ -96,7 +96,7 @@ async def load(gateway: Gateway, request: Request) -> Response:
         name = model_name(name)
     name_model(gateway, request, name)
     check_no_alias(gateway, name)
-    load = gateway.registry.begin(name, public_url(url), stored, settings, **options)
+    load = gateway.registry.load(name, public_url(url), stored, settings, **options)
     counted = gateway.registry.spawn(gateway.metrics.loaded(load))
     if wait:
         await asyncio.shield(counted)

@@ -47,8 +47,7 @@ from serving.errors import BadRequest
 from serving.models.model_settings import FILE, ModelSettings
 from serving.names import is_clean, model_name
 from serving.store.archive import extract
-from serving.store.locate import locate, open_store
-from serving.store.settings import StoreSettings
+from serving.store.sources import Sources, open_store
 from tests.bounded import bounded
 from tests.engine.hugging_face import make_hugging_face
 from tests.engine.models import make_artifact
@@ -184,10 +183,10 @@ def url(data: bytes) -> None:
         root.mkdir()
         for name in ("시.tar.gz", "../secret.tar.gz"):
             (root / name).write_bytes(b"x")
-        stores = StoreSettings(str(root), Path(folder) / "cache", 1, 1, (root,), ())
+        sources = Sources(open_store(str(root)))
         address = data.decode("utf-8", "replace").replace("ROOT", str(root))
         try:
-            found = locate(address, open_store(str(root)), stores)
+            found = sources.locate(address)
         except OSError as error:  # a name that the file system cannot have
             raise BadRequest(str(error)) from None
         assert (root / found.url).resolve().is_relative_to(root)

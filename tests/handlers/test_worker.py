@@ -19,16 +19,22 @@ from common import landlock
 from handlers.user_code.confinement.rules import UIDS, may_change_user
 from tests.e2e.server import REPOSITORY, eventually
 from tests.handlers.messages import ask, load_message, request_message, worker_arguments
-from tests.processes import has_ended, nothing_starts_in
+from tests.processes import WIDE_S, has_ended, nothing_starts_in
 
 PROGRAM = """
-import sys
+import ctypes, sys
 import handlers.worker as worker, handlers.mms_server as mms
+from common import seccomp
+from handlers.user_code.confinement.rules import PR_SET_NO_NEW_PRIVS
 from tests.processes import become_a_user
 import tests.handlers.confined_service  # which a confined one cannot read
 mms.FIRST_CONNECTION_TIMEOUT_S = float(sys.argv.pop(1))
 if user := int(sys.argv.pop(1)):
     become_a_user(user)
+if forbidden := int(sys.argv.pop(1)):
+    libc = ctypes.CDLL(None)
+    libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
+    assert seccomp.load(libc, seccomp.refuse([(forbidden, forbidden)]))
 worker.main()
 """
 A_USER = 54325
@@ -37,9 +43,12 @@ A_USER = 54325
 class Worker:
     """Started as Multi Model Server does."""
 
-    def __init__(self, folder: Path, never_connected_s: float = 60, user: int = 0) -> None:
+    def __init__(
+        self, folder: Path, never_connected_s: float = 60, user: int = 0, forbidden: int = 0
+    ) -> None:
+        """forbidden: the number of a system call that fails in it"""
         self.socket = folder / ".mms.sock.9000"
-        command = [sys.executable, "-c", PROGRAM, str(never_connected_s), str(user)]
+        command = [sys.executable, "-c", PROGRAM, *map(str, (never_connected_s, user, forbidden))]
         command += worker_arguments(self.socket, "m", folder, "handlers.handler_service")
         self.process = subprocess.Popen(
             [*command, "--tmp-dir", str(folder)],
@@ -152,6 +161,26 @@ def test_a_worker_of_tensors_without_a_free_user_answers_503(tmp_path: Path, sta
             assert b'"code":503' in answer.replace(b" ", b"")
             assert b"users for models' programs are in use" in answer
             assert len(worker.children()) == 1
+
+
+def test_a_worker_of_tensors_that_cannot_be_confined_answers_with_the_reason(
+    tmp_path: Path, start: Start
+) -> None:
+    if not landlock.abi():
+        pytest.skip("this kernel has no Landlock")
+    model = tmp_path / "그래프"
+    model.mkdir()
+    (model / "model.onnx").write_bytes(b"x")
+    worker = start(model, forbidden=landlock.RESTRICT_SELF)
+    (child,) = eventually(worker.children)
+    with worker.connect() as connection:
+        connection.settimeout(WIDE_S)
+        assert b"loaded model" in ask(
+            connection, load_message("그래프", model, "handlers.handler_service")
+        )
+        answer = ask(connection, request_message("입력".encode()))
+        assert b"cannot be confined: Operation not permitted; allow Landlock" in answer
+    assert worker.children() == [child]  # it was not started again
 
 
 @pytest.mark.skipif(not may_change_user(), reason="only root gives models users of their own")

@@ -9,14 +9,14 @@ import json
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import common.errors
 from common.worker_protocol import TIMEOUT_HEADER, WORKER_HEADER
 from serving.api.app import App
 from serving.mms.client import Answer
 from serving.models.model import Model, State
-from serving.store import Lookups, StoredModel, StoreSettings
+from serving.store import Lookups, Sources, StoredModel
 from serving.tokens import Tokens
 from tests.serving.fakes import Parts
 
@@ -141,7 +141,7 @@ class World:
         parts = Parts(Path("/nowhere"), **settings)
         self.workers, self.registry, self.recovery = parts.workers, parts.registry, parts.recovery
         self.add(self.model, in_engine=engine is not None)
-        lookups = Lookups(None, StoreSettings("/nowhere", Path("/nowhere"), 1, 1, (), ()))
+        lookups = Lookups(Sources(cast(Any, None)))
         self.gateway = parts.gateway(
             mms=self.mms,
             engine=self.engine,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import resource
 from collections.abc import Iterator
 from pathlib import Path
@@ -33,6 +34,7 @@ def artifact(tmp_path: Path) -> Artifact:
 @pytest.fixture
 def limited() -> Iterator[None]:
     """An array of `HUGE` does not fit into this process's address space."""
+    gc.collect()  # else arenas of other tests' models, of gigabytes each, may go during this test
     limits = resource.getrlimit(resource.RLIMIT_AS)
     resource.setrlimit(resource.RLIMIT_AS, (status_bytes("VmSize") + FREE, limits[1]))
     yield
