@@ -124,18 +124,16 @@ def binary_tensors(data: bytes) -> None:
     for model in (SEVERAL, TEXTS, FLOATS):
         with contextlib.suppress(ServiceError):
             tensor_model.transform_fn(model, body, kind, None, 60)
-    found = text_v2.parse(body, kind)
-    if found is not None:
-        payload.parse(found[1], "application/json")
+    text_v2.parse(body, kind)
 
 
 def text_request(data: bytes) -> None:
     found = text_v2.parse(data, "application/json")
-    request = payload.parse(data if found is None else found[1], "application/json")
+    request = payload.parse(data, "application/json") if found is None else found[1]
     answer = {"completions": [{"text": "가", "tokens": 1, "finish_reason": "stop"}], "seconds": 0}
-    body, _ = payload.format_answer(request, answer, "application/json")
+    payload.format_answer(request, answer, "application/json")
     if found is not None:
-        text_v2.answer(found[0], body, "시")
+        text_v2.answer(found[0], payload.sequences_of(request, answer), "시")
 
 
 def types(data: bytes) -> None:
