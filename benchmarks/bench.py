@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from benchmarks.process import WORKDIR
+from command.documents import write_json
 from command.errors import Problem
 from command.options import option, seconds
 
@@ -159,7 +160,7 @@ def run(options: Bench) -> int:
 
     def save() -> None:
         results["seconds"] = time.monotonic() - began
-        file.write_text(json.dumps(results, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+        write_json(file, results)
 
     measured.measure(save)
     save()

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 
+from command.documents import write_json
 from command.environments import use_load_environment
 from command.errors import Problem
 from command.options import option, seconds
@@ -134,10 +134,6 @@ def measure(options: LoadTest, models: tuple[str, ...] | None, prompts: tuple[st
         return 0
     results = run.run(made, target, count_loads, options.web)
     print("\n".join(report.lines(results)))
-    try:
-        if options.json:
-            text = json.dumps(results, ensure_ascii=False, indent=1)
-            options.json.write_text(text + "\n", encoding="utf-8")
-    except OSError as error:
-        raise Problem(f"cannot write {error.filename}: {error.strerror}") from None
+    if options.json:
+        write_json(options.json, results)
     return 1 if results["all"]["errors"] else 0

@@ -52,12 +52,7 @@ def rate(results: Results, system: str, use: str) -> list[float]:
 
 
 def lines(results: Results) -> str:
-    plan, config = results["plan"], results["plan"]["config"]
-    what = (
-        f"random model of {config['num_layers']} layers x {config['units']} units,"
-        f" vocabulary {config['vocab_size']:,}; {plan['prompt_tokens']}-token prompt,"
-        f" {plan['new_tokens']} new tokens; medians of {plan['rounds']} rounds (min-max)"
-    )
+    what = f"random model of {report.sizes(results['plan'])} (min-max)"
     return report.page(results, what, [table(results) for table in TABLES])
 
 
