@@ -7,10 +7,8 @@ import re
 import statistics
 from pathlib import Path
 
-import pytest
-
 from tests.e2e.server import REPOSITORY, Server
-from tests.scripts.conftest import Poets, Run, refusal
+from tests.scripts.conftest import Run, refusal
 
 PUBLISHED = json.loads((REPOSITORY / "scripts/published_latency.json").read_text(encoding="utf-8"))
 
@@ -37,22 +35,5 @@ def test_the_table_has_this_machine_and_every_published_one(
         assert line.split()[-2:] == [f"{seconds:.2f}", f"{seconds / here:.1f}x"]
 
 
-def test_an_endpoint_is_measured_too(run: Run, poets: Poets) -> None:
-    options = ("--endpoint", "poets", "--model", "시/봄", "--calls", "3")
-    done = run("latency-table", *options, **poets.environment)
-    assert done.returncode == 0, done.stderr
-    assert "endpoint poets: 3 calls after one to warm up" in done.stdout
-
-
-@pytest.mark.parametrize(
-    ("options", "status", "message"),
-    [
-        (("--url", "http://127.0.0.1:9", "--model", "m0"), 1, "Connection refused"),
-        (("--text", ""), 2, "--text is empty"),
-        (("--calls", "0"), 2, "0 is not in the range x>=1"),
-    ],
-)
-def test_a_wrong_call_is_refused(
-    run: Run, options: tuple[str, ...], status: int, message: str
-) -> None:
-    assert message in refusal(run("latency-table", *options), status)
+def test_an_empty_prompt_is_refused(run: Run) -> None:
+    assert "--text is empty" in refusal(run("latency-table", "--text", ""), 2)

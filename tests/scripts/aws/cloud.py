@@ -24,7 +24,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import botocore.session
 import pytest
 import requests
 import yaml
@@ -165,8 +164,6 @@ def cloud(folder: Path) -> Iterator[Cloud]:
 
 
 def fill_gaps(patch: pytest.MonkeyPatch, made: Cloud) -> None:
-    loader = botocore.session.create_loader()  # the one of `s3_server`, for moto itself, too
-    patch.setattr("botocore.loaders.create_loader", lambda *_: loader)
     yaml.CLoader.add_multi_constructor("", yaml_tag_constructor)
     patch.setattr("yaml.Loader", yaml.CLoader)  # moto reads a template several times for each call
     patch.setattr(FakeEndpointConfig, "validate_instance_type", lambda self, name: None)
