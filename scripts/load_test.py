@@ -46,7 +46,11 @@ class LoadTest(Target, Sampling):
     order_seed: int = option(0, "seed of the order of models and prompts", metavar="N")
     json: Path | None = option(None, "write the results as JSON", metavar="FILE")
     web: int | None = option(
-        None, "serve Locust's page on this port of 127.0.0.1 during the test", min=1, metavar="PORT"
+        None,
+        "serve Locust's page on this port of 127.0.0.1 during the test",
+        min=1,
+        max=65535,
+        metavar="PORT",
     )
     cloudwatch: bool = option(False, "read the endpoint's cold starts from CloudWatch (90 s more)")
     dry_run: bool = option(False, "print the plan and a request, and send nothing")

@@ -15,6 +15,7 @@ import benchmarks.__main__ as benchmark_cli
 import tests.chaos.__main__ as chaos_cli
 from scripts import cli
 from tests.e2e.server import REPOSITORY, Server
+from tests.fleet.upstream import upstreams
 from tests.scripts.conftest import Run, refusal
 
 GROUPS = [typer.main.get_command(app) for app in (cli.app, benchmark_cli.app)]
@@ -83,6 +84,7 @@ def test_the_commands_of_a_page_parse(page: Path) -> None:
         (["package"], "package: Missing argument 'FOLDER'."),
         (["fine-tune", "--steps", "0"], "fine-tune: Invalid value for '--steps': 0 is not in the"),
         (["load-test", "--rate", "-1"], "load-test: Invalid value for '--rate': -1 is not a num"),
+        (["load-test", "--web", "70000"], "load-test: Invalid value for '--web': 70000 is not in"),
         (["ask", "소월", "가", "--온도", "1"], "ask: No such option: --온도"),
         (["소월"], "kogpt2: No such command '소월'."),
     ],
@@ -129,6 +131,14 @@ def test_a_setting_of_any_name_reaches_the_server(run: Run, served: Server, name
 def test_a_setting_is_not_what_an_argument_gives(run: Run, name: str) -> None:
     said = refusal(run("load", "m1", "--url", "http://127.0.0.1:9", "--setting", f"{name}=봄"), 2)
     assert said == f"load: --setting {name}: give it as an argument, NAME or ARTIFACT\n"
+
+
+def test_an_answer_that_is_not_this_servers_is_a_failure(run: Run) -> None:
+    with upstreams(1) as [server]:
+        server.act = lambda handler: handler.answer(200, "<html>시</html>".encode())
+        url = f"http://127.0.0.1:{server.port}"
+        said = refusal(run("unload", "m1", "--url", url), 1)
+    assert said == f"unload: {url} is not this server's management port: it answers without JSON\n"
 
 
 def test_a_server_that_is_not_there_is_a_failure(run: Run) -> None:
