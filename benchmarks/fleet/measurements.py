@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from benchmarks.report import tables as report
-from benchmarks.report.tables import Goal, Results, Row, Values, added, ratios, scaled, shown
+from benchmarks.report.tables import Goal, Results, Row, Values, added, in_ms, ratios, shown
 from benchmarks.run import Run, in_turns
 from benchmarks.worker import at_once
 from engine.artifacts.config import GPT2Config
@@ -108,7 +108,7 @@ class FleetRun(Run):
                 for way, port in ports.items()
             }
             measured = in_turns(ways, plan.calls, plan.warm_up)
-        return {way: scaled(seconds for seconds, _ in each) for way, each in measured.items()}
+        return {way: in_ms(seconds for seconds, _ in each) for way, each in measured.items()}
 
     def _proxy_of(self, servers: Sequence[Server]) -> HAProxy:
         return HAProxy(self.logs, [f"127.0.0.1:{server.port}" for server in servers])

@@ -90,8 +90,8 @@ def added(measured: Results, way: str, other: str) -> list[float]:
     return [statistics.median(a - b for a, b in pairs)]
 
 
-def scaled(values: Iterable[float], factor: float = 1000) -> list[float]:
-    return [factor * value for value in values]
+def in_ms(seconds: Iterable[float]) -> list[float]:
+    return [1000 * value for value in seconds]
 
 
 def medians(rows: Sequence[dict[str, float]]) -> dict[str, float]:
