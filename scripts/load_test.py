@@ -9,6 +9,7 @@ from command.documents import write_json
 from command.environments import use_load_environment
 from command.errors import Problem
 from command.options import option, seconds
+from scripts.aws.account import Account
 from scripts.client.options import Sampling, Target
 from scripts.traffic import compare, plan
 
@@ -115,8 +116,8 @@ def measure(options: LoadTest, models: tuple[str, ...] | None, prompts: tuple[st
         models = models or loads.models_of(options.url)
         count_loads: loads.Loads = loads.Prometheus(options.url).end
     elif options.cloudwatch and options.endpoint:
-        place = (options.endpoint, options.region, options.profile)
-        count_loads = loads.CloudWatch(*place, run.sleep_with_bar).end
+        client = Account(options).client("cloudwatch")
+        count_loads = loads.CloudWatch(options.endpoint, client, run.sleep_with_bar).end
     else:
         count_loads = loads.not_counted
     made = plan.Plan(

@@ -286,7 +286,7 @@ def test_cold_starts_of_an_endpoint_come_from_cloudwatch(
     for name, value in poets.environment.items():
         monkeypatch.setenv(name, value)
     client = boto3.client("cloudwatch")
-    counter = loads.CloudWatch("poets", None, None, delay_s=0)
+    counter = loads.CloudWatch("poets", client, delay_s=0)
     assert "no ModelCacheHit" in counter.end()["unknown"]
     now = datetime.now(timezone.utc)
     own = [
