@@ -16,7 +16,8 @@ import tests.chaos.__main__ as chaos_cli
 from scripts import cli
 from tests.e2e.server import REPOSITORY, Server
 from tests.fleet.upstream import upstreams
-from tests.scripts.conftest import Run, refusal
+from tests.scripts.command import output, refusal
+from tests.scripts.conftest import Run
 
 GROUPS = [typer.main.get_command(app) for app in (cli.app, benchmark_cli.app)]
 COMMANDS = {
@@ -97,26 +98,23 @@ def test_a_wrong_call_is_refused_in_one_sentence(
 
 
 def test_without_a_command_all_are_listed(run: Run) -> None:
-    done = run("--help")
-    assert done.returncode == 0
-    assert all(re.search(rf"^│ {name} ", done.stdout, re.M) for name in [*COMMANDS, *cli.SHELL])
+    listed = output(run("--help"))
+    assert all(re.search(rf"^│ {name} ", listed, re.M) for name in [*COMMANDS, *cli.SHELL])
 
 
 def test_models_are_loaded_listed_called_and_unloaded(run: Run, served: Server) -> None:
     management = ["--url", served.management("")]
     served.unload("m1")  # an earlier test may have loaded it
-    assert run("load", "m1", *management).returncode == 0
-    listed = json.loads(run("models", "--json", *management).stdout)
+    output(run("load", "m1", *management))
+    listed = json.loads(output(run("models", "--json", *management)))
     assert "시/봄" in {model["modelName"] for model in listed["available"]}
     assert "m1" in {model["modelName"] for model in listed["loaded"]}
     assert re.search(r"^ *m1 +(hot|parked)", run("models", *management).stdout, re.M)
     ask = ("ask", "m1", "--max-new-tokens", "4", "--url", served.url(""))
     whole, streamed = run(*ask, "나는 오늘", "--no-stream"), run(*ask, stdin="나는 오늘\n")
-    assert streamed.returncode == 0, streamed.stderr
-    assert streamed.stdout == whole.stdout
-    done, again = (run("unload", "m1", *management) for _ in range(2))
-    assert (done.returncode, "unregistered" in done.stdout) == (0, True)
-    assert (again.returncode, "m1" in again.stderr) == (1, True)
+    assert output(streamed) == output(whole)
+    assert "unregistered" in output(run("unload", "m1", *management))
+    assert "m1" in refusal(run("unload", "m1", *management), 1)
 
 
 @pytest.mark.parametrize("name", ["path", "method", "options", "설정"])

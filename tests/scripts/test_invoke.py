@@ -17,7 +17,8 @@ from scripts.client.targets import Call, Local
 from tests.e2e.server import Server
 from tests.e2e.stores import SHORT, text
 from tests.platform.limits import Limits
-from tests.scripts.conftest import Poets, Run, refusal
+from tests.scripts.command import output, refusal
+from tests.scripts.conftest import Poets, Run
 
 PROMPT = ("--text", "나는 오늘", "--max-new-tokens", "16")
 
@@ -75,9 +76,7 @@ def test_a_model_that_the_platform_is_still_loading_is_waited_for(run: Run, poet
         call = ("invoke", "--endpoint", "poets", "--model", "m1", *PROMPT)
         impatient = run(*call, "--wait", "0.1", **poets.environment)
         assert (impatient.returncode, "still being loaded" in impatient.stderr) == (1, True)
-        patient = run(*call, **poets.environment)
-        assert patient.returncode == 0, patient.stderr
-        assert patient.stdout.strip()
+        assert output(run(*call, **poets.environment)).strip()
     finally:
         poets.agent.limits = Limits()
 
@@ -99,9 +98,8 @@ def test_the_json_of_a_stream_is_that_of_the_whole_answer(run: Run, served: Serv
 
 
 def test_an_endpoint_of_one_model_streams(run: Run, served: Server, poets: Poets) -> None:
-    done = run("invoke", "--endpoint", "one", "--stream", "--json", *PROMPT, **poets.environment)
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
+    options = ("--endpoint", "one", "--stream", "--json", *PROMPT)
+    found = json.loads(output(run("invoke", *options, **poets.environment)))
     whole = served.predict("m0", SHORT).json()  # the same model
     assert found["time_to_first_token_s"] > 0
     for name in ("generated_text", "tokens", "finish_reason"):
