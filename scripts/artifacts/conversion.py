@@ -76,7 +76,8 @@ def to_hugging_face(
         vocabulary = json.loads(tokenizer_file.read_text(encoding="utf-8"))["model"]["vocab"]
         tokens = {name: token for name, token in tokens.items() if token in vocabulary}
         ends = {f"{n[:3]}_token_id": vocabulary[t] for n, t in tokens.items() if n != "pad_token"}
-        write_json(target / "tokenizer_config.json", {**_TOKENIZER_CLASS, **tokens}, 2)
+        kind = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+        write_json(target / "tokenizer_config.json", {**kind, **tokens}, 2)
         write_json(target / CONFIG_FILE, {**_their_config(config), **ends}, 2)
         write_json(target / HUGGING_FACE_FILE, ends, 2)
     else:
@@ -90,12 +91,6 @@ def to_hugging_face(
         for spiece in source.path.glob("*.spiece"):
             shutil.copyfile(spiece, target / spiece.name)
     return lines + _copy_templates(source, target)
-
-
-_TOKENIZER_CLASS = {
-    "tokenizer_class": "PreTrainedTokenizerFast",
-    "clean_up_tokenization_spaces": False,
-}
 
 
 def _their_config(config: GPT2Config) -> dict[str, Any]:
