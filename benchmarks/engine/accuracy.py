@@ -60,34 +60,24 @@ def compare(
     """
     artifact = open_artifact(folder)
     tokenizer = SentencePieceTokenizer(artifact.tokenizer_file)
+    same = positions = agreed = 0
+    worst = squares = power = divergence = 0.0
     with (
         contextlib.closing(backends.load(artifact, "native", "fp32")) as exact,
         contextlib.closing(load(folder)) as other,
     ):
-        return _compare(exact, other, tokenizer, prompts, new_tokens)
-
-
-def _compare(
-    exact: BackendModel,
-    other: BackendModel,
-    tokenizer: SentencePieceTokenizer,
-    prompts: Sequence[list[int]] | Sequence[str],
-    new_tokens: int,
-) -> dict[str, Any]:
-    same = positions = agreed = 0
-    worst = squares = power = divergence = 0.0
-    for prompt in prompts:
-        ids = tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
-        made = greedy(exact, ids, new_tokens, tokenizer.eos_id)
-        same += greedy(other, ids, new_tokens, tokenizer.eos_id) == made
-        a, b = forced(exact, ids, made), forced(other, ids, made)
-        positions += len(made)
-        agreed += int((a.argmax(axis=-1) == b.argmax(axis=-1)).sum())
-        worst = float(np.maximum(worst, np.abs(a - b).max()))  # NaN stays NaN
-        squares += float(np.square(a - b, dtype=np.float64).mean(axis=-1).sum())
-        power += float(a.var(axis=-1, dtype=np.float64).sum())
-        p, q = log_softmax(a), log_softmax(b)
-        divergence += float((np.exp(p) * (p - q)).sum())
+        for prompt in prompts:
+            ids = tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
+            made = greedy(exact, ids, new_tokens, tokenizer.eos_id)
+            same += greedy(other, ids, new_tokens, tokenizer.eos_id) == made
+            a, b = forced(exact, ids, made), forced(other, ids, made)
+            positions += len(made)
+            agreed += int((a.argmax(axis=-1) == b.argmax(axis=-1)).sum())
+            worst = float(np.maximum(worst, np.abs(a - b).max()))  # NaN stays NaN
+            squares += float(np.square(a - b, dtype=np.float64).mean(axis=-1).sum())
+            power += float(a.var(axis=-1, dtype=np.float64).sum())
+            p, q = log_softmax(a), log_softmax(b)
+            divergence += float((np.exp(p) * (p - q)).sum())
     return {
         "texts": len(prompts),
         "same_texts": same,
