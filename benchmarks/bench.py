@@ -76,13 +76,13 @@ def chosen(options: Bench, kinds: Mapping[str, type[Run]]) -> str:
         raise Problem(f"give {_flag(names[0])} or {_flag(names[1])}, not both")
     for option_name in given:
         if option_name not in {*takes[names[0]], *names}:
-            fitting = [_flag(name) for name in kinds if option_name in takes[name]]
-            raise Problem(f"{_flag(option_name)} is for {' or '.join(fitting)}")
+            fitting = ", ".join(_flag(name) for name in kinds if option_name in takes[name])
+            raise Problem(f"{_flag(option_name)} is for {' or '.join(fitting.rsplit(', ', 1))}")
     return names[0]
 
 
 def _flag(name: str) -> str:
-    return "none of these" if name == ENGINES else f"--{name.replace('_', '-')}"
+    return "the run that no option names" if name == ENGINES else f"--{name.replace('_', '-')}"
 
 
 def run(options: Bench) -> int:
