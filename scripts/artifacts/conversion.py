@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from command.documents import write_json
 from command.errors import Problem
+from command.logits import logits_after
 from command.model_writer import write_params, write_safetensors
 from common.errors import EngineError
 from engine import backends
@@ -28,7 +29,6 @@ from engine.artifacts.generation_config import FILE as GENERATION_FILE
 from engine.artifacts.generation_config import HUGGING_FACE_FILE
 from engine.artifacts.merged import merge
 from engine.artifacts.open import open_artifact
-from engine.backends.interface import Piece
 from engine.native.adapter import load_adapter
 from engine.prepared.folder import NAME as PREPARED
 from engine.prepared.manifest import Manifests
@@ -226,9 +226,7 @@ def logits(
         backends.load(artifact, BACKEND, precision, cache_dir=cache_dir)
     ) as model:
         for ids in prompts(artifact.config):
-            row = model.open_row()
-            rows.append(model.run([Piece(row, ids.tolist(), adapter=packed)])[0].copy())
-            model.close_row(row)
+            rows.append(logits_after(model, ids.tolist(), adapter=packed)[0])
     return np.stack(rows)
 
 
