@@ -7,14 +7,23 @@ import json
 import signal
 import sys
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from benchmarks.process import WORKDIR
+from command.documents import write_json
 from command.errors import Problem
-from command.options import option
+from command.options import option, seconds
 
+if TYPE_CHECKING:
+    from benchmarks.run import Run
+
+ENGINES = "benchmark"  # the run that no option names, and its files
+ALONE = ("pages", "install_peers")  # options that measure nothing and take no others
+ANY_RUN = ("quick", "only", "json", "workdir", "add")  # options of all runs
 _switching = partial(option, rich_help_panel="Switching")
 
 
@@ -24,7 +33,9 @@ class Bench:
     rounds: int | None = option(None, "(5, or 1 with --quick)", min=1)
     gateway: bool = option(False, "measure what stands in front of the engine")
     fleet: bool = option(False, "measure one, two and three servers behind HAProxy")
-    cpus: float | None = option(None, "of each server of --fleet (a core), by root", metavar="N")
+    cpus: float | None = option(
+        None, "of each server of --fleet (a core), by root", parser=seconds, metavar="N"
+    )
     adapters: bool = option(False, "measure adapters (LoRA) of one base")
     forms: bool = option(False, "measure answers that are held to a form")
     only: str | None = option(None, "what to measure; a wrong name lists all", metavar="NAME,...")
@@ -37,13 +48,41 @@ class Bench:
     switching: bool = _switching(False, "measure many models that do not all fit")
     models: int | None = _switching(None, "fine-tunes (8), or adapters (1000)", min=1, metavar="N")
     clients: int | None = _switching(None, "that ask them (4, or 8)", min=1, metavar="N")
-    minutes: float = _switching(0.0, "for so long (300 requests, or 2)", metavar="M")
+    minutes: float | None = _switching(
+        None, "for so long (300 requests, or 2)", parser=seconds, metavar="M"
+    )
     engine_mib: int | None = _switching(
         None, "ENGINE_MEMORY_MIB (720: five fit)", min=1, metavar="N"
     )
     container_mib: int | None = _switching(None, "in a control group, by root", min=1, metavar="N")
     against: str | None = _switching(None, "and the same on another commit", metavar="COMMIT")
     sweep: bool = _switching(False, "and with less and less memory, with a plot")
+
+
+def chosen(options: Bench, kinds: Mapping[str, type[Run]]) -> str:
+    """Return the kind of run that the options name, or one of `ALONE`.
+
+    A run takes the options that its plan has as fields, and those that are parts of it. Raises
+    `Problem` for any other.
+    """
+    takes: dict[str, set[str]] = {name: set() for name in ALONE}
+    for name, kind in kinds.items():
+        takes[name] = {*ANY_RUN, *kind.PARTS, *(f.name for f in dataclasses.fields(kind.PLAN))}
+        if takes[name] & {"contenders", "sweep"}:
+            takes[name].add("plot")
+    given = [f.name for f in dataclasses.fields(Bench) if getattr(options, f.name) != f.default]
+    names = [name for name in given if name in takes] or [ENGINES]
+    if len(names) > 1:
+        raise Problem(f"give {_flag(names[0])} or {_flag(names[1])}, not both")
+    for option_name in given:
+        if option_name not in {*takes[names[0]], *names}:
+            fitting = ", ".join(_flag(name) for name in kinds if option_name in takes[name])
+            raise Problem(f"{_flag(option_name)} is for {' or '.join(fitting.rsplit(', ', 1))}")
+    return names[0]
+
+
+def _flag(name: str) -> str:
+    return "the run that no option names" if name == ENGINES else f"--{name.replace('_', '-')}"
 
 
 def run(options: Bench) -> int:
@@ -76,37 +115,33 @@ def run(options: Bench) -> int:
     from benchmarks.fleet import measurements as fleet
     from benchmarks.forms import measurements as forms
     from benchmarks.gateway import measurements as gateway
-    from benchmarks.run import Run
     from benchmarks.switching import measurements as switching
     from testbed.process import Program, ProgramError
 
     # SIGTERM raises SystemExit, so that context managers end the child processes.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     began = time.monotonic()
-    if options.pages:
-        from benchmarks.report import pages
-
-        print(*pages.write(), sep="\n")
-        return 0
-    if options.install_peers:
-        peers.install()
-        return 0
     kinds: dict[str, type[Run]] = {
         "gateway": gateway.GatewayRun,
         "fleet": fleet.FleetRun,
         "switching": switching.SwitchingRun,
         "adapters": adapters.AdaptersRun,
         "forms": forms.FormsRun,
-        "benchmark": engine.EngineRun,
+        ENGINES: engine.EngineRun,
     }
-    name = next((name for name in kinds if vars(options).get(name)), "benchmark")
+    name = chosen(options, kinds)
+    if name == "pages":
+        from benchmarks.report import pages
+
+        print(*pages.write(), sep="\n")
+        return 0
+    if name == "install_peers":
+        peers.install()
+        return 0
     kind = kinds[name]
     wanted = options.only.split(",") if options.only else [*kind.DEFAULT]
     if unknown := [part for part in wanted if part not in kind.PARTS]:
         raise Problem(f"--only {unknown[0]}: known are {', '.join(kind.PARTS)}")
-    for one in ("against", "sweep"):
-        if vars(options)[one] and name != "switching":
-            raise Problem(f"--{one} goes with --switching")
     if options.sweep and "sweep" not in wanted:
         wanted.append("sweep")
     plan = kind.PLAN
@@ -125,7 +160,7 @@ def run(options: Bench) -> int:
 
     def save() -> None:
         results["seconds"] = time.monotonic() - began
-        file.write_text(json.dumps(results, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+        write_json(file, results)
 
     measured.measure(save)
     save()

@@ -13,8 +13,11 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 # What `start` returns: a description of the process (versions, sizes), and its commands by name.
 Started = tuple[Mapping[str, Any], Mapping[str, Callable[..., Any]]]
@@ -77,6 +80,16 @@ def generation(
         return {"steps_s": clock.steps, "ids": ids}
 
     return command
+
+
+def at_once(
+    threads: int, call: Callable[..., T], *arguments: Iterable[Any]
+) -> tuple[list[T], float]:
+    """Map `call` over the arguments in threads; return the results, and the seconds of all."""
+    began = time.perf_counter()
+    with ThreadPoolExecutor(threads) as pool:
+        results = [*pool.map(call, *arguments)]
+    return results, time.perf_counter() - began
 
 
 if __name__ == "__main__":

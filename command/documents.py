@@ -1,9 +1,11 @@
-"""Reads text files that users give. Imports the standard library only, so errors show at once."""
+"""Reads and writes users' files. Imports the standard library only, so errors show at once."""
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
+from typing import Any
 
 from command.errors import Problem
 
@@ -21,6 +23,15 @@ def read_text(path: Path) -> str:
         ) from None
     except OSError as error:
         raise Problem(f"cannot read {path}: {error.strerror}") from None
+
+
+def write_json(path: Path, value: Any, indent: int = 1) -> None:
+    """Writes a JSON file in UTF-8. Raises `Problem`."""
+    text = json.dumps(value, ensure_ascii=False, indent=indent) + "\n"
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise Problem(f"cannot write {path}: {error.strerror}") from None
 
 
 def read_documents(path: Path) -> Documents:

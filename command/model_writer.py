@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import struct
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -12,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 from safetensors import TensorSpec, serialize_file
 
+from command.documents import write_json
 from common.model_files import ADAPTER
 from engine.artifacts import read_params
 from engine.artifacts.adapter import PRODUCTS, WEIGHT_FILES
@@ -96,5 +96,4 @@ def write_adapter(
         "bias": "none",
         "inference_mode": True,
     }
-    text = json.dumps(config, ensure_ascii=False, indent=2) + "\n"
-    (folder / ADAPTER).write_text(text, encoding="utf-8")
+    write_json(folder / ADAPTER, config, indent=2)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import typer
 
 from command import program
+from command.environments import ROOT
 from command.errors import Problem
 from scripts import (
     ask,
@@ -32,7 +32,6 @@ from scripts import (
     upload,
 )
 
-ROOT = Path(__file__).resolve().parent.parent
 app = program.application("Serves many KoGPT2 fine-tunes at once, and manages them.")
 PANELS: dict[str, dict[str, Callable[[Any], int | None]]] = {
     "A server's models": {

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from command.documents import write_json
 from command.errors import Problem
 from command.options import option
 from command.tables import table
@@ -54,8 +55,7 @@ def run(options: LatencyTable) -> None:
     results = measure(options, target, call)
     print("\n".join(lines(results)))
     if options.json:
-        text = json.dumps(results, ensure_ascii=False, indent=1) + "\n"
-        options.json.write_text(text, encoding="utf-8")
+        write_json(options.json, results)
 
 
 def measure(options: LatencyTable, target: Any, call: Any) -> dict[str, Any]:

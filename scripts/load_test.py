@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 
+from command.documents import write_json
 from command.environments import use_load_environment
 from command.errors import Problem
 from command.options import option, seconds
+from scripts.aws.account import Account
 from scripts.client.options import Sampling, Target
 from scripts.traffic import compare, plan
 
@@ -46,7 +47,11 @@ class LoadTest(Target, Sampling):
     order_seed: int = option(0, "seed of the order of models and prompts", metavar="N")
     json: Path | None = option(None, "write the results as JSON", metavar="FILE")
     web: int | None = option(
-        None, "serve Locust's page on this port of 127.0.0.1 during the test", min=1, metavar="PORT"
+        None,
+        "serve Locust's page on this port of 127.0.0.1 during the test",
+        min=1,
+        max=65535,
+        metavar="PORT",
     )
     cloudwatch: bool = option(False, "read the endpoint's cold starts from CloudWatch (90 s more)")
     dry_run: bool = option(False, "print the plan and a request, and send nothing")
@@ -111,8 +116,8 @@ def measure(options: LoadTest, models: tuple[str, ...] | None, prompts: tuple[st
         models = models or loads.models_of(options.url)
         count_loads: loads.Loads = loads.Prometheus(options.url).end
     elif options.cloudwatch and options.endpoint:
-        place = (options.endpoint, options.region, options.profile)
-        count_loads = loads.CloudWatch(*place, run.sleep_with_bar).end
+        client = Account(options).client("cloudwatch")
+        count_loads = loads.CloudWatch(options.endpoint, client, run.sleep_with_bar).end
     else:
         count_loads = loads.not_counted
     made = plan.Plan(
@@ -134,10 +139,6 @@ def measure(options: LoadTest, models: tuple[str, ...] | None, prompts: tuple[st
         return 0
     results = run.run(made, target, count_loads, options.web)
     print("\n".join(report.lines(results)))
-    try:
-        if options.json:
-            text = json.dumps(results, ensure_ascii=False, indent=1)
-            options.json.write_text(text + "\n", encoding="utf-8")
-    except OSError as error:
-        raise Problem(f"cannot write {error.filename}: {error.strerror}") from None
+    if options.json:
+        write_json(options.json, results)
     return 1 if results["all"]["errors"] else 0

@@ -23,27 +23,27 @@ def run(options: Models) -> None:
     kogpt2 models
     kogpt2 models --json --url http://localhost:9001
     """
-    available = pages(options, available="true")
-    loaded = {model["modelName"]: model for model in pages(options)}
+    store = call(options, "GET", "/models", {"available": "true"})
+    loaded = {model["modelName"]: model for model in loaded_models(options)}
     if options.json:
-        answer = {"available": available, "loaded": [*loaded.values()]}
+        answer = {"available": store["models"], "loaded": [*loaded.values()]}
         print(json.dumps(answer, ensure_ascii=False))
         return
-    names = sorted({model["modelName"] for model in available} | loaded.keys())
+    names = sorted({model["modelName"] for model in store["models"]} | loaded.keys())
     rows = [
         [name, loaded.get(name, {}).get("residency", "loaded" if name in loaded else "")]
         for name in names
     ]
-    aliases = call(options, "GET", "/models", {"limit": "1"}).get("aliases", {})
-    rows += [[name, f"alias of {', '.join(of)}"] for name, of in aliases.items()]
+    aliases = store.get("aliases", {}).items()
+    rows += [[name, f"alias of {', '.join(of)}"] for name, of in aliases]
     print(table(["model", "loaded"], rows))
 
 
-def pages(options: Management, **query: str) -> list[dict[str, Any]]:
+def loaded_models(options: Management) -> list[dict[str, Any]]:
     """Return the models of all pages of a server's list."""
-    answer = call(options, "GET", "/models", query)
+    answer = call(options, "GET", "/models")
     models: list[dict[str, Any]] = answer["models"]
     while token := answer.get("nextPageToken"):
-        answer = call(options, "GET", "/models", {**query, "next_page_token": token})
+        answer = call(options, "GET", "/models", {"next_page_token": token})
         models += answer["models"]
     return models

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
+from command.environments import ROOT
 
 
 @dataclass(kw_only=True)

@@ -9,24 +9,24 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 PACKAGES = ("numpy", "mxnet", "onnxruntime", "sentencepiece", "multi-model-server", "uvicorn")
 INSTRUCTION_SETS = ("avx2", "avx512f", "avx512_vnni", "avx_vnni", "avx512_bf16", "amx_int8")
 
 
 def instruction_sets() -> list[str]:
     """Return the AVX and AMX instruction sets that this processor has, by names in cpuinfo."""
-    flags = _fields(Path("/proc/cpuinfo")).get("flags", "").split()
+    flags = _cpu_info().get("flags", "").split()
     return [name for name in INSTRUCTION_SETS if name in flags]
 
 
 def describe() -> dict[str, Any]:
-    cpu = _fields(Path("/proc/cpuinfo"))
-    memory = _fields(Path("/proc/meminfo"))
     return {
-        "cpu": cpu.get("model name", platform.machine()),
+        "cpu": _cpu_info().get("model name", platform.machine()),
         "instruction_sets": instruction_sets(),
         "cores": len(os.sched_getaffinity(0)),
-        "memory_bytes": int(memory["MemTotal"].split()[0]) * 1024,
+        "memory_bytes": psutil.virtual_memory().total,
         "system": platform.platform(),
         "python": platform.python_version(),
         "packages": {name: metadata.version(name) for name in PACKAGES},
@@ -34,10 +34,10 @@ def describe() -> dict[str, Any]:
     }
 
 
-def _fields(path: Path) -> dict[str, str]:
-    """Parse a file of `key: value` lines; the first line of a repeated key counts."""
+def _cpu_info() -> dict[str, str]:
+    """Parse /proc/cpuinfo: `key: value` lines for each processor, of which the first counts."""
     results: dict[str, str] = {}
-    for line in path.read_text(encoding="utf-8").splitlines():
+    for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
         key, _, value = line.partition(":")
         results.setdefault(key.strip(), value.strip())
     return results

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import ClassVar, TypeVar
 
 from command.errors import Failed
+from common.errors import EngineError
 
 ROOT = Path(__file__).resolve().parents[1]
 START_S = 120.0
@@ -115,7 +116,10 @@ class Program:
 
     def _until(self, condition: Callable[[], object], failure: str, limit_s: float) -> None:
         end = time.monotonic() + limit_s
-        while not condition():
+        while True:
+            with contextlib.suppress(OSError, EngineError):  # the program does not answer yet
+                if condition():
+                    return
             if self._process.poll() is not None or time.monotonic() > end:
                 raise self._failure(failure)
             time.sleep(0.02)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,8 @@ KINDS = (
     ("engine.sandbox", "texts"),
     ("engine", "engine"),
 )
+
+SIZES = {"rss": "Rss", "pss": "Pss", "anonymous": "Pss_Anon"}  # names of ours and the kernel's
 
 
 def rollup(pid: int) -> dict[str, int]:
@@ -40,19 +42,15 @@ def kind_of(command: str) -> str:
 
 def memory(pid: int) -> dict[str, Any]:
     """Sum RSS, PSS and anonymous PSS, in bytes, of a process and its descendants, also by kind."""
-    kinds: dict[str, dict[str, int]] = {}
+    kinds: defaultdict[str, Counter[str]] = defaultdict(Counter)
     for process in processes(pid):
         try:
-            results = rollup(process.pid)
-            command = " ".join(process.cmdline())
+            sizes = rollup(process.pid)
+            kind = kind_of(" ".join(process.cmdline()))
         except (OSError, psutil.Error):  # the process has just ended
             continue
-        kind = kind_of(command)
-        each = {"rss": results["Rss"], "pss": results["Pss"], "anonymous": results["Pss_Anon"]}
-        counts = kinds.setdefault(kind, dict.fromkeys((*each, "processes"), 0))
-        for key, value in {**each, "processes": 1}.items():
-            counts[key] += value
-    keys = ("rss", "pss", "anonymous", "processes")
+        kinds[kind].update({key: sizes[name] for key, name in SIZES.items()}, processes=1)
+    keys = (*SIZES, "processes")
     return {key: sum(k[key] for k in kinds.values()) for key in keys} | {"by_kind": kinds}
 
 
@@ -79,7 +77,7 @@ def each_further(before: dict[str, Any], after: dict[str, Any], models: int) -> 
     return {
         kind: {
             key: (counts[key] - before["by_kind"].get(kind, {}).get(key, 0)) / max(models, 1)
-            for key in ("rss", "pss", "anonymous")
+            for key in SIZES
         }
         for kind, counts in after["by_kind"].items()
     }

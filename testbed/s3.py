@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import sys
 from pathlib import Path
@@ -30,13 +29,7 @@ class S3(Program):
         self.url = f"http://127.0.0.1:{self.port}"
         command = [sys.executable, "-m", "moto.server", "-H127.0.0.1", f"-p{self.port}"]
         super().__init__(command, log)
-        self._wait(self._is_there)
-
-    def _is_there(self) -> bool:
-        with contextlib.suppress(OSError):
-            fetch(self.url, 5)
-            return True
-        return False
+        self._wait(lambda: fetch(self.url, 5))
 
 
 def client(

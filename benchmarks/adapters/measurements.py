@@ -6,7 +6,7 @@ import contextlib
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, partialmethod
 from pathlib import Path
 from typing import Any
 
@@ -216,12 +216,6 @@ class AdaptersRun(Run):
             again = [client.must(name, new_tokens=1).first_s for name in names]
         return {"ever": first, "again": again}
 
-    def trace(self) -> Results:
-        return self._trace(ZIPF)
-
-    def uniform(self) -> Results:
-        return self._trace(UNIFORM)
-
     def _trace(self, kind: Kind) -> Results:
         """Measure a trace of requests to all adapters, then requests to one adapter alone."""
         plan = self.plan
@@ -236,6 +230,8 @@ class AdaptersRun(Run):
             turns = [(self.names[m], 0) for m in trace(plan.seed, kind, plan.models, requests)]
             answers, measured = self.clients.measure(server, turns, expected, 60 * plan.minutes)
             return {**measured, "requests": len(answers), "loaded": len(server.states())}
+
+    trace, uniform = partialmethod(_trace, ZIPF), partialmethod(_trace, UNIFORM)
 
     def peers(self) -> list[Results]:
         """Measure one trace of requests to a few adapters on this server, llama.cpp's and PEFT."""

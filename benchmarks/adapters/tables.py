@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from benchmarks.report import tables as report
-from benchmarks.report.tables import FAULTS, QUANTILES, Goal, Results, Row, mb, ms, scaled, shown
+from benchmarks.report.tables import FAULTS, QUANTILES, Goal, Results, Row, in_ms, mb, ms, shown
 
 
 def _against(results: Results, kind: str, adapters: int) -> list[float]:
@@ -27,7 +27,7 @@ GOALS: tuple[Goal, ...] = (
     ("8 rows of 8 adapters against 8 whole models in turns", ">=", 4, "x",
      lambda r: _against(r, "whole models", 8)),
     ("a call for an adapter that is not loaded: first token", "<=", 60, "ms",
-     lambda r: scaled(r["first"]["again"])),
+     lambda r: in_ms(r["first"]["again"])),
     ("a further adapter beyond its bytes", "<=", 1.5, "MB", _memory_mb),
     ("all adapters, Zipf: errors and wrong answers", "<=", 0, "",
      lambda r: [sum(r["trace"]["faults"][name] for name in FAULTS)]),
@@ -90,7 +90,7 @@ def _peers(results: Results) -> Iterator[Row]:
 def _others(results: Results) -> Iterator[Row]:
     for which, what in (("ever", "was never loaded"), ("again", "is not loaded any more")):
         if "first" in results:
-            cell = shown(scaled(results["first"][which]), 0)
+            cell = shown(in_ms(results["first"][which]), 0)
             yield f"a call for an adapter that {what}: first token, ms", cell
     if "memory" in results:
         for kind, measured in results["memory"]["each"].items():

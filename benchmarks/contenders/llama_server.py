@@ -53,7 +53,11 @@ class LlamaServer(Program):
     ) -> tuple[str, dict[str, Any]]:
         """Return the path and the body of a streaming request."""
         body = {"model": model, "prompt": ids, "n_predict": new_tokens}
-        return "/completion", {**body, **GREEDY, **parameters}
+        return "/completion", {**body, **GREEDY, **self.parameters(model), **parameters}
+
+    def parameters(self, model: str) -> dict[str, Any]:
+        """Return what every request to a model has beside the body of `stream`."""
+        return {}
 
     def states(self) -> dict[str, str]:
         return {}
@@ -68,11 +72,8 @@ class LlamaAdapters(LlamaServer):
         options = {"model": base, "lora": files, "ctx-size": CONTEXT, "parallel": rows}
         super().__init__(options, log)
 
-    def stream(
-        self, model: str, ids: list[int], new_tokens: int, **parameters: Any
-    ) -> tuple[str, dict[str, Any]]:
-        adapter = {"lora": [{"id": self._numbers[model], "scale": 1.0}], "cache_prompt": False}
-        return super().stream(model, ids, new_tokens, **adapter)
+    def parameters(self, model: str) -> dict[str, Any]:
+        return {"lora": [{"id": self._numbers[model], "scale": 1.0}], "cache_prompt": False}
 
 
 class Router(LlamaServer):
@@ -86,10 +87,8 @@ class Router(LlamaServer):
         options = {"models-dir": models_dir, "models-max": at_once}
         super().__init__({**options, "ctx-size": CONTEXT, "parallel": rows}, log)
 
-    def stream(
-        self, model: str, ids: list[int], new_tokens: int, **parameters: Any
-    ) -> tuple[str, dict[str, Any]]:
-        return super().stream(model, ids, new_tokens, cache_prompt=False)
+    def parameters(self, model: str) -> dict[str, Any]:
+        return {"cache_prompt": False}
 
     def states(self) -> dict[str, str]:
         rows = (self.get("/v1/models") or {}).get("data", [])

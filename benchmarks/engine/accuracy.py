@@ -10,23 +10,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from command.logits import divergence, greedy
 from engine import backends
 from engine.artifacts.open import open_artifact
-from engine.backends.interface import BackendModel, Piece
+from engine.backends.interface import BackendModel, Logits, Piece
 from engine.text.sentencepiece import SentencePieceTokenizer
-
-Logits = NDArray[np.float32]
-
-
-def greedy(model: BackendModel, prompt: list[int], new_tokens: int, eos: int | None) -> list[int]:
-    """Decode greedily; return the new ids, up to and including `eos`."""
-    row, made = model.open_row(), list[int]()
-    while len(made) < new_tokens and made[-1:] != [eos]:
-        made.append(int(model.run([Piece(row, made[-1:] or prompt)])[0].argmax()))
-    model.close_row(row)
-    return made
 
 
 def forced(model: BackendModel, prompt: list[int], ids: list[int]) -> Logits:
@@ -37,11 +26,6 @@ def forced(model: BackendModel, prompt: list[int], ids: list[int]) -> Logits:
     ]
     model.close_row(row)
     return np.stack(results)
-
-
-def log_softmax(logits: Logits) -> NDArray[np.float64]:
-    x = logits - logits.max(axis=-1, keepdims=True).astype(np.float64)
-    return x - np.log(np.exp(x).sum(axis=-1, keepdims=True))  # type: ignore[no-any-return]
 
 
 def int8(folder: str) -> BackendModel:
@@ -60,34 +44,23 @@ def compare(
     """
     artifact = open_artifact(folder)
     tokenizer = SentencePieceTokenizer(artifact.tokenizer_file)
+    same = positions = agreed = 0
+    worst = squares = power = kl = 0.0
     with (
         contextlib.closing(backends.load(artifact, "native", "fp32")) as exact,
         contextlib.closing(load(folder)) as other,
     ):
-        return _compare(exact, other, tokenizer, prompts, new_tokens)
-
-
-def _compare(
-    exact: BackendModel,
-    other: BackendModel,
-    tokenizer: SentencePieceTokenizer,
-    prompts: Sequence[list[int]] | Sequence[str],
-    new_tokens: int,
-) -> dict[str, Any]:
-    same = positions = agreed = 0
-    worst = squares = power = divergence = 0.0
-    for prompt in prompts:
-        ids = tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
-        made = greedy(exact, ids, new_tokens, tokenizer.eos_id)
-        same += greedy(other, ids, new_tokens, tokenizer.eos_id) == made
-        a, b = forced(exact, ids, made), forced(other, ids, made)
-        positions += len(made)
-        agreed += int((a.argmax(axis=-1) == b.argmax(axis=-1)).sum())
-        worst = float(np.maximum(worst, np.abs(a - b).max()))  # NaN stays NaN
-        squares += float(np.square(a - b, dtype=np.float64).mean(axis=-1).sum())
-        power += float(a.var(axis=-1, dtype=np.float64).sum())
-        p, q = log_softmax(a), log_softmax(b)
-        divergence += float((np.exp(p) * (p - q)).sum())
+        for prompt in prompts:
+            ids = tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
+            made = greedy(exact, ids, new_tokens, tokenizer.eos_id)
+            same += greedy(other, ids, new_tokens, tokenizer.eos_id) == made
+            a, b = forced(exact, ids, made), forced(other, ids, made)
+            positions += len(made)
+            agreed += int((a.argmax(axis=-1) == b.argmax(axis=-1)).sum())
+            worst = float(np.maximum(worst, np.abs(a - b).max()))  # NaN stays NaN
+            squares += float(np.square(a - b, dtype=np.float64).mean(axis=-1).sum())
+            power += float(a.var(axis=-1, dtype=np.float64).sum())
+            kl += divergence(a, b)
     return {
         "texts": len(prompts),
         "same_texts": same,
@@ -96,5 +69,5 @@ def _compare(
         "max_logit_error": worst,
         "rms_logit_error": float(np.sqrt(squares / positions)),
         "relative_logit_error": float(np.sqrt(squares / power)),
-        "kl_divergence": divergence / positions,
+        "kl_divergence": kl / positions,
     }

@@ -141,12 +141,6 @@ class EngineRun(Run):
                 about |= worker.about
         return steps
 
-    def _rounds(self, name: str, measure: Callable[..., Any], **about: Any) -> Step:
-        """Return a step that calls `measure` and appends the result to the rounds of `name`."""
-        rounds: list[Any] = []
-        self.results[name] = {**about, "rounds": rounds}
-        return lambda: rounds.append(measure())
-
     def _worker(
         self, started: contextlib.ExitStack, name: str, worker: Worker, about: Results | None = None
     ) -> Callable[..., Any]:
@@ -159,7 +153,7 @@ class EngineRun(Run):
         size, one_thread = str(self.plan.bandwidth_floats), {"OPENBLAS_NUM_THREADS": "1"}
         log = self.log("bandwidth")
         worker = Worker(sys.executable, "engine.bandwidth", [size], log, one_thread)
-        step = self._rounds("bandwidth", partial(worker.call, "measure"))
+        step = _rounds(self.results, "bandwidth", partial(worker.call, "measure"))
         self._worker(started, "bandwidth", worker, self.results["bandwidth"])
 
         def measure() -> float:
@@ -205,12 +199,12 @@ class EngineRun(Run):
     def _start_turns(self, started: contextlib.ExitStack) -> Step:
         settings = (f"backend={Worker.backend}", "precision=int8")
         step = self._start_engine(started, "turns", *settings, *self.models)
-        return self._rounds("turns", step, models=len(self.models))
+        return _rounds(self.results, "turns", step, models=len(self.models))
 
     def _start_speculation(self, started: contextlib.ExitStack) -> Step:
         settings = ("backend=native", "precision=int8", "prefix_cache_mib=0", "speculation=auto")
         step = self._start_engine(started, "speculation", *settings, self.models[0])
-        return self._rounds("speculation", step, guesses=FEWEST)
+        return _rounds(self.results, "speculation", step, guesses=FEWEST)
 
     def _start_system(self, one: Contender, started: contextlib.ExitStack) -> Step:
         model, exports, log = self.models[0], self.workdir / "peers", self.log(one.name)
@@ -230,9 +224,7 @@ class EngineRun(Run):
         sizes = {"vocab_size": config.vocab_size, "max_length": config.max_length}
         sizes |= {"prompt_tokens": plan.prompt_tokens, "new_tokens": plan.new_tokens}
         step = partial(measure, parts=one.parts, pause_s=plan.pause_s, **sizes)
-        rounds: list[Any] = []
-        self.results["uses"][one.name] = {"label": one.label, "rounds": rounds}
-        return lambda: rounds.append(step())
+        return _rounds(self.results["uses"], one.name, step, label=one.label)
 
     def _start_serving(self, started: contextlib.ExitStack) -> Step:
         models = {"full": self.models[0], "tiny": self.tiny}
@@ -242,7 +234,7 @@ class EngineRun(Run):
             overhead = {f"overhead_{name}_ms": self._overhead_ms(server, name) for name in models}
             return {"tokens_per_s": self._throughput(server), **overhead}
 
-        return self._rounds("serving", measure, clients=self.plan.clients)
+        return _rounds(self.results, "serving", measure, clients=self.plan.clients)
 
     def _throughput(self, server: Server) -> float:
         """Return tokens per second of clients that send a request after each answer."""
@@ -303,6 +295,13 @@ class EngineRun(Run):
             **profile.measured(artifact, "int8", (1, BATCH)),
             **profile.measured(artifact, "int8", (BATCH,), behind),  # last: a goal reads this case
         }
+
+
+def _rounds(results: Results, name: str, measure: Callable[..., Any], **about: Any) -> Step:
+    """Return a step that calls `measure` and appends the result to the rounds of `name`."""
+    rounds: list[Any] = []
+    results[name] = {**about, "rounds": rounds}
+    return lambda: rounds.append(measure())
 
 
 def _ask(server: Server | LlamaServer, sampling: Results, count: str) -> Ask:

@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 
-from common.errors import EngineError
 from engine.backends.page_cache import present
 from engine.http.client import LOAD_TIMEOUT_S, EngineClient
 from testbed.process import ROOT, Program
@@ -30,14 +29,7 @@ class Engine(Program):
         settings |= {"ENGINE_SOCKET": socket, "ENGINE_CACHE_DIR": str(cache_dir or "")}
         self._client = EngineClient(socket)
         super().__init__([sys.executable, "-m", "engine"], log, settings, root)
-        self._wait(self._is_there)
-
-    def _is_there(self) -> bool:
-        try:
-            self._client.request("GET", "/health", timeout_s=2)
-        except EngineError:
-            return False
-        return True
+        self._wait(lambda: self._client.request("GET", "/health", timeout_s=2))
 
     def close(self) -> None:
         super().close()

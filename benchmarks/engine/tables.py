@@ -52,12 +52,7 @@ def rate(results: Results, system: str, use: str) -> list[float]:
 
 
 def lines(results: Results) -> str:
-    plan, config = results["plan"], results["plan"]["config"]
-    what = (
-        f"random model of {config['num_layers']} layers x {config['units']} units,"
-        f" vocabulary {config['vocab_size']:,}; {plan['prompt_tokens']}-token prompt,"
-        f" {plan['new_tokens']} new tokens; medians of {plan['rounds']} rounds (min-max)"
-    )
+    what = f"random model of {report.sizes(results['plan'])} (min-max)"
     return report.page(results, what, [table(results) for table in TABLES])
 
 
@@ -201,10 +196,6 @@ def _ragged(results: Results) -> list[float]:
     return [min(pair) for pair in zip(*map(ratios, ours, theirs), strict=True)]
 
 
-def _of_turns(results: Results, key: str) -> list[float]:
-    return of_rounds(results, "turns", f"{key}_tokens_per_s")
-
-
 def _ready(kind: str) -> Values:
     return lambda r: [entry["ready_s"] for entry in r["loading"][kind]]
 
@@ -255,7 +246,7 @@ GOALS: Sequence[Goal] = (
     ("HTTP overhead of a request, tiny model", "<=", 3, "ms", _overhead("tiny")),
     ("clients over HTTP, tokens/s against in-process B=8", ">=", 1, "x", _over_http),
     ("models in turns, tokens/s against one alone", ">=", 0.85, "x",
-     lambda r: ratios(_of_turns(r, "turns"), _of_turns(r, "alone"))),
+     lambda r: ratios(*(of_rounds(r, "turns", f"{n}_tokens_per_s") for n in ("turns", "alone")))),
     ("load of an int8 model, page cache warm", "<=", 0.2, "s", _ready("warm")),
     ("load of an int8 model, page cache cold", "<=", 0.4, "s", _ready("cold")),
     ("RSS of a further int8 model, against its weights", "<=", 1.2, "x", _memory("rss_bytes")),

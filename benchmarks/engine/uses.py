@@ -10,10 +10,12 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import numpy as np
+
+from benchmarks.worker import at_once
 
 ROWS = 8
 TURNS = 8
@@ -50,13 +52,9 @@ def measurement(ask: Ask) -> Callable[..., dict[str, Any]]:
         def tokens_per_s(work: list[tuple[int, int]], sampled: bool = False) -> float:
             """Return tokens per second of `ROWS` clients; `work` has (prompt, answer) lengths."""
             prompts = [prompt(length) for length, _ in work]
-            began = time.perf_counter()
-            with ThreadPoolExecutor(ROWS) as clients:
-                answers = clients.map(
-                    lambda ids, new: ask(ids, new, sampled), prompts, [new for _, new in work]
-                )
-                tokens: int = sum(answer.tokens for answer in answers)
-            return tokens / (time.perf_counter() - began)
+            news = [new for _, new in work]
+            answers, seconds = at_once(ROWS, partial(ask, sampled=sampled), prompts, news)
+            return float(sum(answer.tokens for answer in answers) / seconds)
 
         def chat(pause_s: float) -> list[float]:
             """Return seconds to each turn's first token; the second follows `history` tokens."""

@@ -12,13 +12,13 @@ import os
 import random
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 
 from benchmarks.report import tables as report
-from benchmarks.report.tables import Goal, Results, Row, Values, added, ratios, scaled, shown
+from benchmarks.report.tables import Goal, Results, Row, Values, added, in_ms, ratios, shown
 from benchmarks.run import Run, in_turns
+from benchmarks.worker import at_once
 from engine.artifacts.config import GPT2Config
 from testbed import random_model
 from testbed.control_group import ControlGroup
@@ -108,7 +108,7 @@ class FleetRun(Run):
                 for way, port in ports.items()
             }
             measured = in_turns(ways, plan.calls, plan.warm_up)
-        return {way: scaled(seconds for seconds, _ in each) for way, each in measured.items()}
+        return {way: in_ms(seconds for seconds, _ in each) for way, each in measured.items()}
 
     def _proxy_of(self, servers: Sequence[Server]) -> HAProxy:
         return HAProxy(self.logs, [f"127.0.0.1:{server.port}" for server in servers])
@@ -145,8 +145,7 @@ class FleetRun(Run):
 
     def _round(self, connect: Connect, nodes: int, turn: int) -> tuple[list[float], float]:
         """Start calls for `plan.seconds`; return the seconds of each call, and until the last."""
-        began = time.perf_counter()
-        end = began + self.plan.seconds
+        end = time.perf_counter() + self.plan.seconds
 
         def client(number: int) -> list[float]:
             chance, seconds = random.Random(1000 * turn + number), []  # noqa: S311
@@ -156,6 +155,6 @@ class FleetRun(Run):
                     seconds.append(ask(connection, name, self.text, self.plan.new_tokens)[0])
             return seconds
 
-        with ThreadPoolExecutor(CLIENTS * nodes) as pool:
-            calls = [*itertools.chain(*pool.map(client, range(CLIENTS * nodes)))]
-        return calls, time.perf_counter() - began
+        count = CLIENTS * nodes
+        calls, seconds = at_once(count, client, range(count))
+        return [*itertools.chain(*calls)], seconds

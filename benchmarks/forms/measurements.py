@@ -89,9 +89,9 @@ GOALS: tuple[report.Goal, ...] = (
     ("a step of one row, held to a form, against none", "<=", 1.05, "x", lambda r: _against(r, 1)),
     ("the same of eight rows", "<=", 1.05, "x", lambda r: _against(r, 8)),
     ("another row's longest wait for a token beside a hostile form", "<=", 100, "ms",
-     lambda r: report.scaled(np.max([s["longest"] for s in r["stalls"]], axis=0).tolist())),
+     lambda r: report.in_ms(np.max([s["longest"] for s in r["stalls"]], axis=0).tolist())),
     (f"a schema of {FIELDS} fields is ready", "<=", 20, "ms",
-     lambda r: report.scaled(r["ready"]["schema"])),
+     lambda r: report.in_ms(r["ready"]["schema"])),
 )  # fmt: skip
 
 

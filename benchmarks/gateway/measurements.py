@@ -21,7 +21,7 @@ from typing import Any
 from benchmarks.engine.process import measure_cycles
 from benchmarks.gateway import fetching
 from benchmarks.report import tables as report
-from benchmarks.report.tables import Goal, Results, Row, Table, added, mb, ratios, scaled, shown
+from benchmarks.report.tables import Goal, Results, Row, Table, added, in_ms, mb, ratios, shown
 from benchmarks.run import Run, in_turns
 from engine.artifacts.config import GPT2Config
 from engine.http.client import UnixConnection
@@ -177,7 +177,7 @@ class GatewayRun(Run):
                 "mms_ms": partial(call, mms, f"/models/{self.server.id_of(tiny)}/invoke", body),
             }
             measured = in_turns(ways, self.plan.calls, self.plan.warm_up)
-        return {name: scaled(seconds for seconds, _ in each) for name, each in measured.items()}
+        return {name: in_ms(seconds for seconds, _ in each) for name, each in measured.items()}
 
     def streams(self) -> Results:
         """Measure milliseconds to a stream's first bytes (`first_ms`) and to its end, in all ways.
@@ -191,8 +191,8 @@ class GatewayRun(Run):
                 times = in_turns(ways, self.plan.streams, min(STREAM_WARM_UP, self.plan.warm_up))
             measured[size] = {
                 way: {
-                    "first_ms": scaled(first for first, _ in each),
-                    "whole_ms": scaled(whole for _, whole in each),
+                    "first_ms": in_ms(first for first, _ in each),
+                    "whole_ms": in_ms(whole for _, whole in each),
                 }
                 for way, each in times.items()
             }

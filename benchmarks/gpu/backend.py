@@ -5,12 +5,12 @@ Commands are about the models that `load` has opened, in this order.
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,6 +22,7 @@ from common.errors import OutOfMemory
 from engine import backends
 from engine.artifacts.open import open_artifact
 from engine.backends.interface import BackendModel, Piece
+from testbed.process_tree import rollup
 
 # The CPU stands in for a GPU of this much memory beside the weights.
 CPU_LIMIT_BYTES = 256 << 20
@@ -78,8 +79,7 @@ class Checked:
     def memory_bytes(self) -> int | None:
         """Return the bytes in use on the GPU (None if unknown), or on the CPU by this process."""
         if self.device == "cpu":
-            lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
-            return next(int(s.split()[1]) << 10 for s in lines if s.startswith("RssAnon"))
+            return rollup(os.getpid())["Anonymous"]
         if shutil.which("nvidia-smi") is None:
             return None
         query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits", "-i0"]

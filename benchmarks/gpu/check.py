@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from benchmarks.process import WORKDIR, Worker
+from command.documents import write_json
 from command.options import option
 from testbed.process import ProgramError
 
@@ -66,7 +66,7 @@ def run(options: GpuCheck) -> int:
     workdir.mkdir(parents=True, exist_ok=True)
     results = measure(plan, options.device, [options.only] if options.only else BACKENDS, workdir)
     file = options.json or workdir / "gpu_check.json"
-    file.write_text(json.dumps(results, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    write_json(file, results)
     print("\n".join(gpu_table.lines(results)))
     failures = list(gpu_table.failures(results))
     for failure in failures:

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.report.tables import mb, table
+from benchmarks.report.tables import mb, sizes, table
 
 Checked = dict[str, Any]
 
@@ -24,13 +24,8 @@ MOST_ROW_DIFFERENCE = {"fp32": 1e-2, "fp16": 5e-2}
 
 def lines(results: Checked) -> Iterator[str]:
     plan, measured = results["plan"], results["backends"]
-    config = plan["config"]
     yield f"{_device(results['device'])}; {_packages()}"
-    yield (
-        f"Random models of {config['num_layers']} layers x {config['units']} units, vocabulary"
-        f" {config['vocab_size']:,}; {plan['prompt_tokens']}-token prompts,"
-        f" {plan['new_tokens']} new tokens; medians of {plan['rounds']} rounds\n"
-    )
+    yield f"Random models of {sizes(plan)}\n"
     columns = [_column(each, plan) for each in measured.values()]
     head = ("", *(f"{name} {each['precision']}" for name, each in measured.items()))
     rows = [(title, *(column[title] for column in columns)) for title in columns[0]]

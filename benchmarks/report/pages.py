@@ -16,7 +16,7 @@ from pathlib import Path
 from benchmarks.engine import tables
 from benchmarks.engine.speeds import tokens_per_s
 from benchmarks.gateway import measurements as gateway
-from benchmarks.report.tables import Results, Table, goal_table, judge, table
+from benchmarks.report.tables import Results, Table, goal_table, judge, sizes, table
 from command.errors import Problem
 from testbed import machine
 from testbed.process import ROOT
@@ -65,15 +65,12 @@ def _block(results: Results, values: re.Match[str]) -> str:
 
 
 def _conditions(results: Results) -> str:
-    what, config = results["plan"], results["plan"]["config"]
     load = results["machine"]["load_average_before"]
     quiet = "quiet" if load <= results["machine"]["cores"] / 4 else "loud"
     lines = machine.lines(results["machine"])
     return (
         f"Commit {results['commit']}, {quiet}. {lines[0]}. {lines[1]}. A random model of"
-        f" {config['num_layers']} layers, {config['units']} units, vocabulary"
-        f" {config['vocab_size']:,}; {what['prompt_tokens']}-token prompt, {what['new_tokens']} new"
-        f" tokens; medians of {what['rounds']} rounds, with the least and the most."
+        f" {sizes(results['plan'])}, with the least and the most."
     )
 
 

@@ -29,6 +29,16 @@ def page(results: Results, plan: str, tables: Iterable[Table]) -> str:
     return "\n".join(lines)
 
 
+def sizes(plan: Results) -> str:
+    """Describe the random models and the texts of a plan."""
+    config = plan["config"]
+    return (
+        f"{config['num_layers']} layers x {config['units']} units, vocabulary"
+        f" {config['vocab_size']:,}; {plan['prompt_tokens']}-token prompts, {plan['new_tokens']}"
+        f" new tokens; medians of {plan['rounds']} rounds"
+    )
+
+
 def table(head: Row, rows: Iterable[Row]) -> Iterator[str]:
     """Yield a table in Markdown and an empty line, or nothing if there are no rows."""
     if some := [*rows]:
@@ -80,8 +90,8 @@ def added(measured: Results, way: str, other: str) -> list[float]:
     return [statistics.median(a - b for a, b in pairs)]
 
 
-def scaled(values: Iterable[float], factor: float = 1000) -> list[float]:
-    return [factor * value for value in values]
+def in_ms(seconds: Iterable[float]) -> list[float]:
+    return [1000 * value for value in seconds]
 
 
 def medians(rows: Sequence[dict[str, float]]) -> dict[str, float]:

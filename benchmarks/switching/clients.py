@@ -8,13 +8,13 @@ import math
 import statistics
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 
 from benchmarks.contenders.llama_server import LlamaServer
 from benchmarks.report.tables import FAULTS, Results, quantiles
+from benchmarks.worker import at_once
 from common.eviction import Held
 from common.memory import MIB
 from engine.budget import budget_bytes
@@ -78,7 +78,7 @@ class Clients:
         return closing(Client(self, server))
 
     def run(
-        self, server: Server | LlamaServer, trace: Trace, limit_s: float | None = None
+        self, server: Server | LlamaServer, trace: Trace, limit_s: float = math.inf
     ) -> tuple[list[Answered], float]:
         """Run a trace; return the answers in its order, and the seconds of all of them.
 
@@ -86,23 +86,22 @@ class Clients:
         """
         numbers = itertools.count()
         answers_by_turn: dict[int, Answered] = {}
-        began = time.perf_counter()
+        end = time.perf_counter() + limit_s
 
         def client(number: int) -> None:
             with self.one(server) as asking:
                 time.sleep(self.pause_s * number / self.count)
                 while (at := next(numbers)) < len(trace):
-                    if limit_s is not None and time.perf_counter() - began > limit_s:
+                    if time.perf_counter() > end:
                         return
                     answers_by_turn[at] = asking.ask(*trace[at])
                     time.sleep(self.pause_s)
 
-        with ThreadPoolExecutor(self.count) as pool:
-            list(pool.map(client, range(self.count)))
-        return [answers_by_turn[at] for at in sorted(answers_by_turn)], time.perf_counter() - began
+        _, seconds = at_once(self.count, client, range(self.count))
+        return [answers_by_turn[at] for at in sorted(answers_by_turn)], seconds
 
     def measure(
-        self, server: Server | LlamaServer, trace: Trace, expected: Expected, limit_s: float | None
+        self, server: Server | LlamaServer, trace: Trace, expected: Expected, limit_s: float
     ) -> tuple[list[Answered], Results]:
         """Run a trace, then requests to one model; return the trace's answers and statistics."""
         before = process_tree.usage(server.pid)

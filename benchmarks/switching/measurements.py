@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 import subprocess
 import tempfile
 import time
@@ -213,7 +214,7 @@ class SwitchingRun(Run):
         ):
             warm_up = self._warm_up(server)
             expected, turns = side.expected, self.turns
-            answers, measured = self.clients.measure(server, turns, expected, limit_s or None)
+            answers, measured = self.clients.measure(server, turns, expected, limit_s or math.inf)
             measured["usage"] |= group.page_ins()
         return {
             **measured,

@@ -71,9 +71,9 @@ def _others(results: Results) -> Iterator[Row]:
     for side, one in results.get("swaps", {}).items():
         for state, some in by_state(one["requests"]).items():
             label = f"{side}: first token of a {state} model, alone, ms"
-            yield label, shown(report.scaled(first_s(some)), 0) + _failed(some)
+            yield label, shown(report.in_ms(first_s(some)), 0) + _failed(some)
         yield f"{side}: CPU of such a call, ms", *ms(one, "cpu_s")
-        opened = shown(report.scaled(one["engine_ready_s"]), 0)
+        opened = shown(report.in_ms(one["engine_ready_s"]), 0)
         yield f"{side}: the engine, closed to ready, ms", opened
     for side, measured in results.get("memory", {}).items():
         for one in measured.values():
@@ -166,7 +166,7 @@ def _quantile(results: Results, key: str) -> list[float]:
 def _swap(results: Results) -> list[float]:
     answers = results["swaps"]["now"]["requests"]
     some = [a for a in answers if a["state"] != "hot" or a["error"]]
-    return report.scaled(_all_first_s(some))
+    return report.in_ms(_all_first_s(some))
 
 
 def _further(results: Results) -> list[float]:
@@ -186,7 +186,7 @@ GOALS: tuple[Goal, ...] = (
     *_ALWAYS,
     ("a swap alone, to the first token", "<=", 120, "ms", _swap),
     ("the engine, closed to ready", "<=", 50, "ms",
-     lambda r: report.scaled(r["swaps"]["now"]["engine_ready_s"])),
+     lambda r: report.in_ms(r["swaps"]["now"]["engine_ready_s"])),
     ("private memory of a further model", "<=", 6, "MB", _further),
     ("a miss less 60 ms, against bytes / disk bandwidth", "<=", 1.3, "x", _misses),
     ("the very first load to first token", "<=", 0.8, "s", lambda r: r["first"]["now"]),

@@ -14,7 +14,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from command.documents import write_json
 from command.errors import Problem
+from command.logits import logits_after
 from command.model_writer import write_params, write_safetensors
 from common.errors import EngineError
 from engine import backends
@@ -27,7 +29,6 @@ from engine.artifacts.generation_config import FILE as GENERATION_FILE
 from engine.artifacts.generation_config import HUGGING_FACE_FILE
 from engine.artifacts.merged import merge
 from engine.artifacts.open import open_artifact
-from engine.backends.interface import Piece
 from engine.native.adapter import load_adapter
 from engine.prepared.folder import NAME as PREPARED
 from engine.prepared.manifest import Manifests
@@ -75,9 +76,10 @@ def to_hugging_face(
         vocabulary = json.loads(tokenizer_file.read_text(encoding="utf-8"))["model"]["vocab"]
         tokens = {name: token for name, token in tokens.items() if token in vocabulary}
         ends = {f"{n[:3]}_token_id": vocabulary[t] for n, t in tokens.items() if n != "pad_token"}
-        _write_json(target / "tokenizer_config.json", {**_TOKENIZER_CLASS, **tokens})
-        _write_json(target / CONFIG_FILE, {**_their_config(config), **ends})
-        _write_json(target / HUGGING_FACE_FILE, ends)
+        kind = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+        write_json(target / "tokenizer_config.json", {**kind, **tokens}, 2)
+        write_json(target / CONFIG_FILE, {**_their_config(config), **ends}, 2)
+        write_json(target / HUGGING_FACE_FILE, ends, 2)
     else:
         for name in (CONFIG_FILE, HUGGING_FACE_FILE, *TEXT_FILES):
             if (source.path / name).exists():
@@ -85,16 +87,10 @@ def to_hugging_face(
         theirs = read_json(target / CONFIG_FILE)
         sizes = {"tie_word_embeddings": config.tie_word_embeddings, "vocab_size": config.vocab_size}
         if {"tie_word_embeddings": True, **theirs} != {**theirs, **sizes}:
-            _write_json(target / CONFIG_FILE, {**theirs, **sizes})
+            write_json(target / CONFIG_FILE, {**theirs, **sizes}, 2)
         for spiece in source.path.glob("*.spiece"):
             shutil.copyfile(spiece, target / spiece.name)
     return lines + _copy_templates(source, target)
-
-
-_TOKENIZER_CLASS = {
-    "tokenizer_class": "PreTrainedTokenizerFast",
-    "clean_up_tokenization_spaces": False,
-}
 
 
 def _their_config(config: GPT2Config) -> dict[str, Any]:
@@ -141,10 +137,8 @@ def to_v1(
     dtype = "float16" if source.weights[EMBEDDING].dtype == np.float16 else "float32"
     weights = [*source.weights.items(), (OUTPUT, source.weights[EMBEDDING])]
     write_params(target / "kogpt2.params", weights, dtype, progress)
-    _write_json(
-        target / CONFIG_FILE,
-        {"num_heads": c.num_heads, "activation": c.activation, "layer_norm_eps": c.layer_norm_eps},
-    )
+    sizes = {"num_heads": c.num_heads, "activation": c.activation}
+    write_json(target / CONFIG_FILE, {**sizes, "layer_norm_eps": c.layer_norm_eps}, 2)
     return lines + _copy_templates(source, target)
 
 
@@ -211,10 +205,6 @@ def to_whole(adapter: Path, base: Artifact, target: Path) -> list[str]:
     return [*lines, _distance(before, after)]
 
 
-def _write_json(path: Path, value: dict[str, Any]) -> None:
-    path.write_text(json.dumps(value, ensure_ascii=False, indent=2) + "\n", encoding="utf-8")
-
-
 # Comparing logits
 
 
@@ -236,9 +226,7 @@ def logits(
         backends.load(artifact, BACKEND, precision, cache_dir=cache_dir)
     ) as model:
         for ids in prompts(artifact.config):
-            row = model.open_row()
-            rows.append(model.run([Piece(row, ids.tolist(), adapter=packed)])[0].copy())
-            model.close_row(row)
+            rows.append(logits_after(model, ids.tolist(), adapter=packed)[0])
     return np.stack(rows)
 
 

@@ -16,10 +16,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from command.errors import Problem
+from command.logits import divergence, greedy, logits_after
 from command.model_writer import write_adapter
 from engine.artifacts.adapter import BASE_NAMES
 from engine.artifacts.artifact import Artifact
-from engine.backends.interface import Piece
 from engine.native.adapter import LowRank, NativeAdapter
 from engine.native.model import NativeModel
 from engine.native.prepared import prepared
@@ -98,24 +98,24 @@ def compare(
         closing(NativeModel(prepared(base, "fp32", Path(work)))) as base_model,
     ):
         windows = list(_windows(whole, texts))
-        expected = [_logits(whole_model, ids) for ids in windows]
-        greedy = [_greedy(whole_model, ids) for ids in windows[:PROMPTS]]
+        expected = [logits_after(whole_model, ids, len(ids)) for ids in windows]
+        prompts = [ids[:PROMPT] for ids in windows[:PROMPTS]]
+        answers = [greedy(whole_model, prompt, NEW) for prompt in prompts]
         tokens = sum(map(len, windows))
         for matrices in adapters:
             adapter = NativeAdapter.of(base.config, "fp32", matrices)
             same = kl = 0.0
             for ids, wanted in zip(windows, expected, strict=True):
-                logits = _logits(base_model, ids, adapter)
+                logits = logits_after(base_model, ids, len(ids), adapter)
                 same += float((logits.argmax(1) == wanted.argmax(1)).sum())
-                p, q = _log_softmax(wanted), _log_softmax(logits)
-                kl += float((np.exp(p) * (p - q)).sum())
-            continuations = (_greedy(base_model, ids, adapter) for ids in windows[:PROMPTS])
+                kl += divergence(wanted, logits)
+            adapted = (greedy(base_model, prompt, NEW, adapter=adapter) for prompt in prompts)
             yield {
                 "bytes": sum(2 * (m.down.size + m.up.size) for m in matrices.values()),
                 "same": same / tokens,
                 "kl": kl / tokens,
-                "texts": sum(a == b for a, b in zip(continuations, greedy, strict=True)),
-                "of": len(greedy),
+                "texts": sum(a == b for a, b in zip(adapted, answers, strict=True)),
+                "of": len(answers),
             }
 
 
@@ -137,31 +137,6 @@ def _windows(artifact: Artifact, texts: Sequence[str]) -> Iterator[list[int]]:
             left -= len(ids)
             if left <= 0:
                 return
-
-
-def _logits(model: NativeModel, ids: list[int], adapter: NativeAdapter | None = None) -> Floats:
-    row = model.open_row()
-    result = model.run([Piece(row, ids, len(ids), adapter)]).copy()
-    model.close_row(row)
-    return result
-
-
-def _greedy(
-    model: NativeModel, window: list[int], adapter: NativeAdapter | None = None
-) -> list[int]:
-    row, ids, new = model.open_row(), window[:PROMPT], list[int]()
-    for _ in range(NEW):
-        token = int(model.run([Piece(row, ids, 1, adapter)])[0].argmax())
-        new.append(token)
-        ids = [token]
-    model.close_row(row)
-    return new
-
-
-def _log_softmax(logits: Floats) -> NDArray[np.float64]:
-    shifted = logits.astype(np.float64) - logits.max(axis=1, keepdims=True)
-    result: NDArray[np.float64] = shifted - np.log(np.exp(shifted).sum(axis=1, keepdims=True))
-    return result
 
 
 def to_adapter(

@@ -117,11 +117,10 @@ def must_agree(spiece: Path, tokenizer_json: Path, texts: list[str]) -> int:
     Returns the number of texts. Raises `Problem` with the first that differs.
     """
     ours, theirs = SentencePieceTokenizer(spiece), HuggingFaceTokenizer(tokenizer_json)
-    pieces = [
-        p.replace(SPACE, " ") for i, p in enumerate(ours._pieces) if i not in ours.special_ids
-    ]
+    controls = [ours._pieces[i] for i in ours.special_ids]
+    pieces = [piece.replace(SPACE, " ") for piece in ours._pieces if piece not in controls]
     # Texts with control pieces are not compared: those never come from text.
-    texts = [t for t in [*TEXTS, *texts, *pieces] if not any(p in t for p in _controls(ours))]
+    texts = [t for t in [*TEXTS, *texts, *pieces] if not any(p in t for p in controls)]
     for text in texts:
         before, after = ours.encode(text), theirs.encode(text)
         if before != after:
@@ -130,7 +129,3 @@ def must_agree(spiece: Path, tokenizer_json: Path, texts: list[str]) -> int:
                 f" {after[:12]}"
             )
     return len(texts)
-
-
-def _controls(tokenizer: SentencePieceTokenizer) -> list[str]:
-    return [tokenizer._pieces[i] for i in tokenizer.special_ids]

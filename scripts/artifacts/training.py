@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import io
 import itertools
-import json
 import math
 import re
 import sys
@@ -22,7 +21,7 @@ import numpy as np
 import sentencepiece
 from tqdm import tqdm
 
-from command.documents import Documents, read_documents
+from command.documents import Documents, read_documents, write_json
 from command.errors import Problem
 from common.errors import ArtifactError
 from common.mxnet_compat import mx
@@ -199,7 +198,7 @@ def pack(config: GPT2Config, weights: dict[str, Any], spiece: bytes, out: Path) 
     with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{name}-") as work:
         folder, archive = Path(work, name), Path(work, "archive")
         folder.mkdir()
-        (folder / "config.json").write_text(json.dumps(sizes, indent=2) + "\n", encoding="utf-8")
+        write_json(folder / "config.json", sizes, 2)
         (folder / f"{name}.spiece").write_bytes(spiece)
         mx.nd.save(str(folder / f"{name}.params"), weights)
         with archive.open("wb") as file:

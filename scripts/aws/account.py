@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, cached_property, partial
-from typing import Any
+from typing import Any, Protocol
 
 from command.errors import Problem
 from command.options import option
@@ -28,25 +28,35 @@ class Change(Aws):
     yes: bool = option(False, "make changes without asking")
 
 
-class Account:
-    """Clients of an AWS account in one region. Raises `Problem` if no region is set."""
+class Place(Protocol):
+    """Options with a region and a profile."""
 
-    def __init__(self, options: Aws) -> None:
+    region: str | None
+    profile: str | None
+
+
+class Account:
+    """Clients of an AWS account in one region. Raises `Problem` if no region is set.
+
+    session: boto3's, for clients with a configuration of their own
+    """
+
+    def __init__(self, options: Place) -> None:
         import boto3
         from botocore.config import Config
         from botocore.exceptions import ProfileNotFound
 
         try:
-            self._session = boto3.session.Session(
+            self.session = boto3.session.Session(
                 profile_name=options.profile, region_name=options.region
             )
         except ProfileNotFound as error:
             raise Problem(f"{error}; `aws configure list-profiles` lists them") from None
-        if not self._session.region_name:
+        if not self.session.region_name:
             raise Problem("no region: give --region, set AWS_REGION, or run `aws configure`")
-        self.region: str = self._session.region_name
+        self.region: str = self.session.region_name
         config = Config(retries={"mode": "standard", "max_attempts": 6})
-        self.client: Callable[[str], Any] = cache(partial(self._session.client, config=config))
+        self.client: Callable[[str], Any] = cache(partial(self.session.client, config=config))
 
     def pricing(self) -> Any:
         """Return a client of the Pricing API, which is in us-east-1 for all regions.
@@ -56,7 +66,7 @@ class Account:
         from botocore.config import Config
 
         config = Config(retries={"total_max_attempts": 1}, connect_timeout=3, read_timeout=10)
-        return self._session.client("pricing", "us-east-1", config=config)
+        return self.session.client("pricing", "us-east-1", config=config)
 
     @cached_property
     def id(self) -> str:

@@ -37,4 +37,9 @@ def call(
         raise Failed(f"{url} does not answer ({type(error).__name__}): is it started?") from None
     if not answer.ok:
         raise Failed(f"{message_of(answer.content)} (status {answer.status_code})")
-    return answer.json()
+    try:
+        return answer.json()
+    except requests.JSONDecodeError:
+        raise Failed(
+            f"{url} is not this server's management port: it answers without JSON"
+        ) from None

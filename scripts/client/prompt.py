@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
 import time
@@ -76,19 +77,14 @@ def show(options: Prompt, target: Any, call: Any, prefix: str) -> None:
 
     completion = answers.Completion()
     start = time.monotonic()
-    printed = False
     with target.call(call) as answer:
         prefix = prefix if answers.is_stream(answer.content_type) else ""
-        if prefix and not options.json:
-            print(prefix, end="", flush=True)
-        for text in answers.texts(answer, completion):
+        for text in itertools.chain([prefix], answers.texts(answer, completion)):
             if not options.json:
                 print(text, end="", flush=True)
-                printed = True
+    others = [prefix + text for _, text in sorted(completion.others.items())]
     if not options.json:
-        for _, text in sorted(completion.others.items()):
-            print(f"\n\n{prefix}{text}", end="")
-        print(flush=printed)
+        print("".join(f"\n\n{text}" for text in others))
         return
     value = completion.value
     if value is None:  # a stream
@@ -99,7 +95,6 @@ def show(options: Prompt, target: Any, call: Any, prefix: str) -> None:
         }
         if completion.first_at is not None:
             value["time_to_first_token_s"] = round(completion.first_at - start, 6)
-        texts = [prefix + text for _, text in sorted(completion.others.items())]
-        if texts:
-            value["sequences"] = [prefix + completion.text, *texts]
+        if others:
+            value["sequences"] = [prefix + completion.text, *others]
     print(json.dumps(value, ensure_ascii=False))

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 from urllib.parse import quote, urlsplit
 
-import boto3
 import botocore.exceptions
 import requests
 from botocore.config import Config
@@ -18,6 +17,7 @@ from requests.adapters import HTTPAdapter
 from urllib3.exceptions import ReadTimeoutError
 
 from command.errors import Problem
+from scripts.aws.account import Account
 from scripts.client.errors import CallFailed, NotReady
 from scripts.client.options import Target as Options
 
@@ -61,7 +61,7 @@ class Target(Protocol):
 def open_target(options: Options) -> Target:
     """Returns the server or endpoint that the options name. Raises `Problem`."""
     if options.endpoint is not None:
-        return SageMaker(options.endpoint, options.region, options.profile, options.timeout)
+        return SageMaker(options)
     return Local(str(options.url), options.timeout, os.environ.get("INFERENCE_TOKEN"))
 
 
@@ -131,25 +131,15 @@ class Local:
 class SageMaker:
     """A SageMaker endpoint, by boto3, without retries."""
 
-    def __init__(
-        self, endpoint: str, region: str | None, profile: str | None, timeout_s: float
-    ) -> None:
-        self._endpoint = endpoint
-        try:
-            session = boto3.Session(region_name=region, profile_name=profile)
-            self._client = session.client(
-                "sagemaker-runtime",
-                config=Config(
-                    connect_timeout=CONNECT_S,
-                    read_timeout=timeout_s,
-                    retries={"total_max_attempts": 1},
-                    max_pool_connections=CONNECTIONS,
-                ),
-            )
-        except botocore.exceptions.NoRegionError:
-            raise Problem("no region: give --region, or set AWS_REGION") from None
-        except (botocore.exceptions.BotoCoreError, ValueError) as error:
-            raise Problem(str(error)) from None
+    def __init__(self, options: Options) -> None:
+        self._endpoint = options.endpoint
+        config = Config(
+            connect_timeout=CONNECT_S,
+            read_timeout=options.timeout,
+            retries={"total_max_attempts": 1},
+            max_pool_connections=CONNECTIONS,
+        )
+        self._client = Account(options).session.client("sagemaker-runtime", config=config)
 
     def _arguments(self, call: Call) -> tuple[str, dict[str, Any]]:
         arguments: dict[str, Any] = {"EndpointName": self._endpoint, "Body": call.body}

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from command.documents import read_text
 from command.errors import Problem
 from command.tables import ms, plain, table
 from scripts.traffic.samples import lookup
@@ -26,9 +27,7 @@ ROWS = (
 def read(path: Path) -> dict[str, Any]:
     """Read the JSON report of a load test. Raises `Problem`."""
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise Problem(f"cannot read {path}: {error.strerror}") from None
+        value = json.loads(read_text(path))
     except (ValueError, RecursionError):
         value = None
     if not isinstance(value, dict) or value.get("format") != 1 or "plan" not in value:

@@ -9,7 +9,6 @@ from collections.abc import Callable
 from datetime import datetime, timedelta, timezone
 from typing import Any
 
-import boto3
 import botocore.exceptions
 import requests
 from prometheus_client.parser import text_string_to_metric_families
@@ -79,12 +78,11 @@ class CloudWatch:
     def __init__(
         self,
         endpoint: str,
-        region: str | None,
-        profile: str | None,
+        client: Any,
         wait: Callable[[float], None] = time.sleep,
         delay_s: float = CLOUDWATCH_DELAY_S,
     ) -> None:
-        self._endpoint, self._region, self._profile = endpoint, region, profile
+        self._endpoint, self._client = endpoint, client
         self._wait, self._delay_s = wait, delay_s
         self._began = datetime.now(timezone.utc)
 
@@ -92,10 +90,8 @@ class CloudWatch:
         ended = datetime.now(timezone.utc) + timedelta(minutes=1)
         self._wait(self._delay_s)
         try:
-            session = boto3.Session(region_name=self._region, profile_name=self._profile)
-            client = session.client("cloudwatch")
-            hits = self._sums(client, "ModelCacheHit", ended)
-            loading = self._sums(client, "ModelLoadingTime", ended)  # microseconds
+            hits = self._sums("ModelCacheHit", ended)
+            loading = self._sums("ModelLoadingTime", ended)  # microseconds
         except (botocore.exceptions.BotoCoreError, botocore.exceptions.ClientError) as error:
             return {"source": "CloudWatch", "unknown": str(error)}
         if not hits["SampleCount"]:
@@ -105,8 +101,8 @@ class CloudWatch:
             cold["mean_s"] = loading["Sum"] / loading["SampleCount"] / 1e6
         return {"source": "CloudWatch", **cold}
 
-    def _sums(self, client: Any, metric: str, ended: datetime) -> dict[str, float]:
-        answer = client.get_metric_statistics(
+    def _sums(self, metric: str, ended: datetime) -> dict[str, float]:
+        answer = self._client.get_metric_statistics(
             Namespace="AWS/SageMaker",
             MetricName=metric,
             Dimensions=[

@@ -104,13 +104,26 @@ def test_what_is_asked_for_is_measured_and_shown(
     assert options[1:] or all("value" in goal for goal in results["goals"])
 
 
-@pytest.mark.parametrize("options", [("--sweep",), ("--against", "HEAD", "--adapters")])
-def test_options_of_switching_are_refused_without_it(
-    tmp_path: Path, options: tuple[str, ...]
-) -> None:
-    done = command.run("bench", *options, "--workdir", tmp_path, main=main)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == f"bench: {options[0]} goes with --switching\n"
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("--sweep", "--sweep is for --switching"),
+        ("--against HEAD --adapters", "--against is for --switching"),
+        ("--cpus 0.5", "--cpus is for --fleet"),
+        ("--minutes 1", "--minutes is for --switching or --adapters"),
+        ("--engine-mib 720 --fleet", "--engine-mib is for --switching or --adapters"),
+        ("--container-mib 4096 --forms", "--container-mib is for --switching or --adapters"),
+        ("--clients 4 --fleet", "--clients is for --switching, --adapters or the run that"),
+        ("--rounds 2 --gateway", "--rounds is for --fleet, --switching, --adapters, --forms or"),
+        ("--plot 그림.png --fleet", "--plot is for --switching or the run that no option names"),
+        ("--pages --quick", "--quick is for --gateway, --fleet"),
+        ("--gateway --fleet", "give --gateway or --fleet, not both"),
+        ("--cpus 0 --fleet", "Invalid value for '--cpus': 0 is not a number above 0"),
+    ],
+)
+def test_an_option_of_another_run_is_refused(options: str, message: str) -> None:
+    refused = command.refusal(command.run("bench", *options.split(), main=main), 2)
+    assert refused.startswith(f"bench: {message}")
 
 
 def test_a_goal_is_the_median_over_rounds_and_one_not_measured_has_no_value() -> None:

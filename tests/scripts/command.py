@@ -33,3 +33,16 @@ def run(
     written = [stream.buffer.getvalue().decode("utf-8") for stream in (out, err)]  # type: ignore[attr-defined]
     assert "Traceback" not in written[1], written[1]
     return subprocess.CompletedProcess(given, status, *written)
+
+
+def output(done: subprocess.CompletedProcess[str]) -> str:
+    """What a command prints that succeeds."""
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def refusal(done: subprocess.CompletedProcess[str], *statuses: int) -> str:
+    """The one line of a command that fails with one of these statuses and prints nothing else."""
+    assert done.returncode in statuses, done.stdout + done.stderr
+    assert (done.stdout, done.stderr.count("\n")) == ("", 1)
+    return done.stderr

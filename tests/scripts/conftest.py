@@ -59,13 +59,6 @@ def run() -> Run:
     return run_script
 
 
-def refusal(done: subprocess.CompletedProcess[str], *statuses: int) -> str:
-    """The one line of a command that fails with one of these statuses and prints nothing else."""
-    assert done.returncode in statuses, done.stderr
-    assert (done.stdout, done.stderr.count("\n")) == ("", 1)
-    return done.stderr
-
-
 @pytest.fixture(scope="session")
 def model_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Small models as archives, by the names in `NAMES`."""

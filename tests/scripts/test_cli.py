@@ -15,7 +15,9 @@ import benchmarks.__main__ as benchmark_cli
 import tests.chaos.__main__ as chaos_cli
 from scripts import cli
 from tests.e2e.server import REPOSITORY, Server
-from tests.scripts.conftest import Run, refusal
+from tests.fleet.upstream import upstreams
+from tests.scripts.command import output, refusal
+from tests.scripts.conftest import Run
 
 GROUPS = [typer.main.get_command(app) for app in (cli.app, benchmark_cli.app)]
 COMMANDS = {
@@ -83,6 +85,7 @@ def test_the_commands_of_a_page_parse(page: Path) -> None:
         (["package"], "package: Missing argument 'FOLDER'."),
         (["fine-tune", "--steps", "0"], "fine-tune: Invalid value for '--steps': 0 is not in the"),
         (["load-test", "--rate", "-1"], "load-test: Invalid value for '--rate': -1 is not a num"),
+        (["load-test", "--web", "70000"], "load-test: Invalid value for '--web': 70000 is not in"),
         (["ask", "소월", "가", "--온도", "1"], "ask: No such option: --온도"),
         (["소월"], "kogpt2: No such command '소월'."),
     ],
@@ -95,26 +98,23 @@ def test_a_wrong_call_is_refused_in_one_sentence(
 
 
 def test_without_a_command_all_are_listed(run: Run) -> None:
-    done = run("--help")
-    assert done.returncode == 0
-    assert all(re.search(rf"^│ {name} ", done.stdout, re.M) for name in [*COMMANDS, *cli.SHELL])
+    listed = output(run("--help"))
+    assert all(re.search(rf"^│ {name} ", listed, re.M) for name in [*COMMANDS, *cli.SHELL])
 
 
 def test_models_are_loaded_listed_called_and_unloaded(run: Run, served: Server) -> None:
     management = ["--url", served.management("")]
     served.unload("m1")  # an earlier test may have loaded it
-    assert run("load", "m1", *management).returncode == 0
-    listed = json.loads(run("models", "--json", *management).stdout)
+    output(run("load", "m1", *management))
+    listed = json.loads(output(run("models", "--json", *management)))
     assert "시/봄" in {model["modelName"] for model in listed["available"]}
     assert "m1" in {model["modelName"] for model in listed["loaded"]}
     assert re.search(r"^ *m1 +(hot|parked)", run("models", *management).stdout, re.M)
     ask = ("ask", "m1", "--max-new-tokens", "4", "--url", served.url(""))
     whole, streamed = run(*ask, "나는 오늘", "--no-stream"), run(*ask, stdin="나는 오늘\n")
-    assert streamed.returncode == 0, streamed.stderr
-    assert streamed.stdout == whole.stdout
-    done, again = (run("unload", "m1", *management) for _ in range(2))
-    assert (done.returncode, "unregistered" in done.stdout) == (0, True)
-    assert (again.returncode, "m1" in again.stderr) == (1, True)
+    assert output(streamed) == output(whole)
+    assert "unregistered" in output(run("unload", "m1", *management))
+    assert "m1" in refusal(run("unload", "m1", *management), 1)
 
 
 @pytest.mark.parametrize("name", ["path", "method", "options", "설정"])
@@ -129,6 +129,14 @@ def test_a_setting_of_any_name_reaches_the_server(run: Run, served: Server, name
 def test_a_setting_is_not_what_an_argument_gives(run: Run, name: str) -> None:
     said = refusal(run("load", "m1", "--url", "http://127.0.0.1:9", "--setting", f"{name}=봄"), 2)
     assert said == f"load: --setting {name}: give it as an argument, NAME or ARTIFACT\n"
+
+
+def test_an_answer_that_is_not_this_servers_is_a_failure(run: Run) -> None:
+    with upstreams(1) as [server]:
+        server.act = lambda handler: handler.answer(200, "<html>시</html>".encode())
+        url = f"http://127.0.0.1:{server.port}"
+        said = refusal(run("unload", "m1", "--url", url), 1)
+    assert said == f"unload: {url} is not this server's management port: it answers without JSON\n"
 
 
 def test_a_server_that_is_not_there_is_a_failure(run: Run) -> None:

@@ -35,17 +35,14 @@ run = partial(command.run, "convert")
 
 
 def convert(*arguments: str | Path) -> str:
-    done = run(*arguments)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    return command.output(run(*arguments))
 
 
 def refused(*arguments: str | Path) -> str:
-    done = run(*arguments)
-    assert done.returncode == 2, done.stdout
+    message = command.refusal(run(*arguments), 2)
     target = Path(arguments[1])
     assert not [p for p in target.parent.iterdir() if p.name.startswith(f".{target.name}")]
-    return done.stderr
+    return message
 
 
 def texts(*folders: Path) -> list[list[str]]:

@@ -25,7 +25,6 @@ from serving.process import supervisor
 ROOT = Path(__file__).resolve().parents[2]
 DOCKER = """#!/bin/sh
 case "$*" in
-  "buildx version") [ -n "$BUILDX" ] ;;
   "build --help") echo "--platform string"; [ -z "$BUILDX" ] || echo "--provenance string" ;;
   build*) printf '%s\\n' "$@" >>"$CALLS" ;;
   "run --rm --name"*) printf '%s\\n' "$@" >"$CALLS" ;;

@@ -70,9 +70,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def trained(text: Path) -> tuple[Path, str]:
     """An archive trained from nothing, and what the script said."""
     out = text.with_name("model.tar.gz")
-    done = run("--text", text, "--out", out, "--base-text", text, *TINY)
-    assert done.returncode == 0, done.stderr
-    return out, done.stdout
+    return out, command.output(run("--text", text, "--out", out, "--base-text", text, *TINY))
 
 
 def test_a_model_is_trained_that_the_engine_opens(
@@ -108,9 +106,9 @@ def test_a_base_is_trained_further_with_its_tokenizer(
 ) -> None:
     base = unpacked(trained[0], tmp_path / "base")
     out = tmp_path / "more.tar.gz"
-    done = run("--text", text, "--out", out, "--base", base.path, "--steps", "5", "--seed", "2")
-    assert done.returncode == 0, done.stderr
-    assert losses(done.stdout)[0][0] < losses(trained[1])[0][0]
+    options = ("--base", base.path, "--steps", "5", "--seed", "2")
+    more = command.output(run("--text", text, "--out", out, *options))
+    assert losses(more)[0][0] < losses(trained[1])[0][0]
     artifact = unpacked(out, tmp_path / "more")
     assert artifact.tokenizer_file.read_bytes() == base.tokenizer_file.read_bytes()
     assert artifact.config == base.config

@@ -7,10 +7,9 @@ import re
 import statistics
 from pathlib import Path
 
-import pytest
-
 from tests.e2e.server import REPOSITORY, Server
-from tests.scripts.conftest import Poets, Run, refusal
+from tests.scripts.command import output, refusal
+from tests.scripts.conftest import Run
 
 PUBLISHED = json.loads((REPOSITORY / "scripts/published_latency.json").read_text(encoding="utf-8"))
 
@@ -20,8 +19,7 @@ def test_the_table_has_this_machine_and_every_published_one(
 ) -> None:
     file = tmp_path / "table.json"
     options = ("--model", "m0", "--text", "나는 오늘", "--name", "내 컴퓨터", "--json", file)
-    done = run("latency-table", "--url", served.url(""), *options)
-    assert done.returncode == 0, done.stderr
+    shown = output(run("latency-table", "--url", served.url(""), *options))
     calls = json.loads(file.read_text(encoding="utf-8"))["calls"]
     assert len(calls) == 19
     steps = served.predict("m0", "나는 오늘").json()[1]
@@ -31,28 +29,11 @@ def test_the_table_has_this_machine_and_every_published_one(
     here = statistics.mean(call["server_s"] / call["steps"] for call in calls)
     client = statistics.mean(call["client_s"] / call["steps"] for call in calls)
     for where, seconds in (("server", here), ("client", client)):
-        assert re.search(rf"^내 컴퓨터, .. the {where} +{seconds:.4f} ", done.stdout, re.MULTILINE)
+        assert re.search(rf"^내 컴퓨터, .. the {where} +{seconds:.4f} ", shown, re.MULTILINE)
     for machine, seconds in PUBLISHED["seconds_per_token"].items():
-        line = next(line for line in done.stdout.splitlines() if line.startswith(machine))
+        line = next(line for line in shown.splitlines() if line.startswith(machine))
         assert line.split()[-2:] == [f"{seconds:.2f}", f"{seconds / here:.1f}x"]
 
 
-def test_an_endpoint_is_measured_too(run: Run, poets: Poets) -> None:
-    options = ("--endpoint", "poets", "--model", "시/봄", "--calls", "3")
-    done = run("latency-table", *options, **poets.environment)
-    assert done.returncode == 0, done.stderr
-    assert "endpoint poets: 3 calls after one to warm up" in done.stdout
-
-
-@pytest.mark.parametrize(
-    ("options", "status", "message"),
-    [
-        (("--url", "http://127.0.0.1:9", "--model", "m0"), 1, "Connection refused"),
-        (("--text", ""), 2, "--text is empty"),
-        (("--calls", "0"), 2, "0 is not in the range x>=1"),
-    ],
-)
-def test_a_wrong_call_is_refused(
-    run: Run, options: tuple[str, ...], status: int, message: str
-) -> None:
-    assert message in refusal(run("latency-table", *options), status)
+def test_an_empty_prompt_is_refused(run: Run) -> None:
+    assert "--text is empty" in refusal(run("latency-table", "--text", ""), 2)

@@ -27,7 +27,8 @@ from scripts.traffic.plan import Chooser, Plan
 from scripts.traffic.samples import Sample
 from tests.e2e.server import Server, eventually, free_port
 from tests.scripts import command
-from tests.scripts.conftest import NAMES, Poets, Run, refusal
+from tests.scripts.command import output, refusal
+from tests.scripts.conftest import NAMES, Poets, Run
 
 pytestmark = pytest.mark.slow
 
@@ -58,10 +59,9 @@ def answered(server: Server, model: str) -> int:
 
 def measured(run: Run, file: Path, *options: str | Path, **environment: str) -> dict[str, Any]:
     """The report that a load test writes, with its `text` and `file`."""
-    done = run("load-test", *options, "--json", file, *SHORT, **environment)
-    assert done.returncode == 0, done.stdout + done.stderr
+    text = output(run("load-test", *options, "--json", file, *SHORT, **environment))
     report = json.loads(file.read_text(encoding="utf-8"))
-    return {**report, "text": done.stdout, "file": file}
+    return {**report, "text": text, "file": file}
 
 
 @pytest.fixture(scope="module")
@@ -109,18 +109,17 @@ def test_two_reports_are_compared(alone: Run, users: dict[str, Any], tmp_path: P
     slower["all"]["seconds"]["p50"] *= 2
     slower["plan"]["users"] = 8
     second.write_text(json.dumps(slower), encoding="utf-8")
-    done = alone("--compare", first, second)
-    assert done.returncode == 0, done.stderr
-    lines = {line.split("  ")[0]: line for line in done.stdout.splitlines() if line}
+    shown = output(alone("--compare", first, second))
+    lines = {line.split("  ")[0]: line for line in shown.splitlines() if line}
     assert lines["latency p50 ms"].endswith("2.00x")
     assert lines["latency p99 ms"].endswith("1.00x")
     assert "시/봄: latency p50 ms" in lines
-    assert "users: 3 and 8" in done.stdout
+    assert "users: 3 and 8" in shown
     assert compare.ratio(0.0, 1.0) == compare.ratio(None, 1.0) == compare.ratio(1.0, None) == ""
     second.write_text("[1]", encoding="utf-8")
-    done = alone("--compare", first, second)
-    assert (done.returncode, "is not a report of kogpt2 load-test" in done.stderr) == (2, True)
-    assert "cannot read" in alone("--compare", first, "/nowhere.json").stderr
+    message = refusal(alone("--compare", first, second), 2)
+    assert "is not a report of kogpt2 load-test" in message
+    assert "cannot read" in refusal(alone("--compare", first, "/nowhere.json"), 2)
 
 
 def test_requests_at_a_rate_with_the_first_token_of_streams(
@@ -147,12 +146,12 @@ def test_an_endpoint_is_tested_through_the_platforms_api(
 
 def test_a_dry_run_shows_the_plan_and_sends_nothing(run: Run, served: Server) -> None:
     before = [answered(served, name) for name in NAMES]
-    done = run("load-test", "--url", served.url(""), "--dry-run", "--rate", "3", *SHORT)
-    assert done.returncode == 0, done.stderr
-    shown = dict(line.split()[:2] for line in done.stdout.splitlines()[1:4])
-    assert shown == {"m0": "54.5", "m1": "27.3", "시/봄": "18.2"}
-    assert "3 requests/s for 30 s" in done.stdout
-    assert f"POST {served.url('/predictions/')}" in done.stdout
+    options = ("--url", served.url(""), "--dry-run", "--rate", "3")
+    shown = output(run("load-test", *options, *SHORT))
+    shares = dict(line.split()[:2] for line in shown.splitlines()[1:4])
+    assert shares == {"m0": "54.5", "m1": "27.3", "시/봄": "18.2"}
+    assert "3 requests/s for 30 s" in shown
+    assert f"POST {served.url('/predictions/')}" in shown
     assert [answered(served, name) for name in NAMES] == before
 
 
@@ -286,7 +285,7 @@ def test_cold_starts_of_an_endpoint_come_from_cloudwatch(
     for name, value in poets.environment.items():
         monkeypatch.setenv(name, value)
     client = boto3.client("cloudwatch")
-    counter = loads.CloudWatch("poets", None, None, delay_s=0)
+    counter = loads.CloudWatch("poets", client, delay_s=0)
     assert "no ModelCacheHit" in counter.end()["unknown"]
     now = datetime.now(timezone.utc)
     own = [

@@ -19,6 +19,7 @@ from tests.engine.hugging_face import make_hugging_face, write_json
 from tests.engine.models import make_artifact
 from tests.handlers.tensors.graphs import TinyLM, classifier
 from tests.scripts import command
+from tests.scripts.command import output, refusal
 from tests.serving.store.archives import unpack
 
 run = partial(command.run, "package")
@@ -37,9 +38,7 @@ def packed(folder: Path) -> Path:
 def test_a_folder_becomes_an_archive_that_the_server_unpacks(folder: Path, packed: Path) -> None:
     done = run(folder, "--check")
     assert (done.returncode, list(folder.parent.iterdir())) == (0, [folder])  # it writes nothing
-    done = run(folder)
-    assert done.returncode == 0, done.stderr
-    assert "2 layers, 64 units, 2 heads" in done.stdout
+    assert "2 layers, 64 units, 2 heads" in output(run(folder))
     unpacked = folder.with_name("unpacked")
     unpack(packed, unpacked)
     contents = [{p.name: p.read_bytes() for p in each.iterdir()} for each in (folder, unpacked)]
@@ -100,11 +99,7 @@ def test_what_would_not_be_served_is_refused_with_the_reason(
     folder: Path, packed: Path, damage: Callable[[Path], Any], message: str
 ) -> None:
     damage(folder)
-    done = run(folder)
-    assert done.returncode == 2
-    assert done.stderr.startswith("package: ")
-    assert message in done.stderr
-    assert len(done.stderr.splitlines()) == 1
+    assert message in refusal(run(folder), 2)
     assert not packed.exists()
 
 
@@ -128,16 +123,14 @@ def test_nothing_is_overwritten_and_nothing_half_written_stays(
 
 def test_an_archive_is_checked_and_packed_as_its_folder_is(folder: Path, packed: Path) -> None:
     again = folder.with_name("again.tar.gz")
-    assert run(folder).returncode == 0
-    done = run(packed, "--check")
-    assert (done.returncode, "2 layers" in done.stdout) == (0, True), done.stderr
-    done = run(packed)
-    assert (done.returncode, "give --out" in done.stderr) == (2, True)
-    assert run(packed, "--out", again).returncode == 0
+    output(run(folder))
+    assert "2 layers" in output(run(packed, "--check"))
+    assert "give --out" in refusal(run(packed), 2)
+    output(run(packed, "--out", again))
     assert again.read_bytes() == packed.read_bytes()
     packed.write_bytes(b"no archive")
-    assert "cannot be unpacked" in run(packed, "--check").stderr
-    assert "does not exist" in run(folder / "없음.tar.gz", "--check").stderr
+    assert "cannot be unpacked" in refusal(run(packed, "--check"), 2)
+    assert "does not exist" in refusal(run(folder / "없음.tar.gz", "--check"), 2)
 
 
 def test_the_tensors_of_a_graph_or_symbol_are_shown(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ parameters alone is not in a change set, and an updated endpoint keeps its confi
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
 import subprocess
@@ -24,7 +25,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import botocore.session
 import pytest
 import requests
 import yaml
@@ -117,15 +117,17 @@ class Cloud:
         for name, size in sizes.items():
             s3.put_object(Bucket=BUCKET, Key=f"kogpt2/{name}.tar.gz", Body=bytes(size))
 
-    def put_image(self, tag: str = "cpu-v1", repository: str = "kogpt2-serving") -> str:
+    def put_image(self, tag: str = "cpu-v1") -> str:
         """Its URI by digest."""
-        ecr = self.client("ecr")
+        ecr, repository = self.client("ecr"), "kogpt2-serving"
         with contextlib.suppress(ecr.exceptions.RepositoryAlreadyExistsException):
             ecr.create_repository(repositoryName=repository)
+        # Without layers, moto draws a digest from 101: two images in a hundred are one.
+        layers = [{"digest": f"sha256:{hashlib.sha256(tag.encode()).hexdigest()}", "size": 1}]
         made = ecr.put_image(
             repositoryName=repository,
             imageTag=tag,
-            imageManifest=json.dumps({"schemaVersion": 2, "tag": tag}),
+            imageManifest=json.dumps({"schemaVersion": 2, "layers": layers}),
             imageManifestMediaType="application/vnd.oci.image.manifest.v1+json",
         )["image"]
         account = made["registryId"]
@@ -165,8 +167,6 @@ def cloud(folder: Path) -> Iterator[Cloud]:
 
 
 def fill_gaps(patch: pytest.MonkeyPatch, made: Cloud) -> None:
-    loader = botocore.session.create_loader()  # the one of `s3_server`, for moto itself, too
-    patch.setattr("botocore.loaders.create_loader", lambda *_: loader)
     yaml.CLoader.add_multi_constructor("", yaml_tag_constructor)
     patch.setattr("yaml.Loader", yaml.CLoader)  # moto reads a template several times for each call
     patch.setattr(FakeEndpointConfig, "validate_instance_type", lambda self, name: None)

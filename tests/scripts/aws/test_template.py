@@ -54,12 +54,6 @@ def test_the_template_fits_the_schemas_of_aws() -> None:
     assert "E3030" in {match.rule.id for match in found}
 
 
-def test_the_console_groups_every_parameter() -> None:
-    groups = template()["Metadata"]["AWS::CloudFormation::Interface"]["ParameterGroups"]
-    named = [name for group in groups for name in group["Parameters"]]
-    assert sorted(named) == sorted(template()["Parameters"])
-
-
 @pytest.mark.parametrize(
     ("options", "reason"),
     [

@@ -58,11 +58,15 @@ class S3Server:
 
 @contextlib.contextmanager
 def s3_server(address: str = "127.0.0.1") -> Iterator[S3Server]:
-    """Meanwhile boto3 reads its descriptions of services once, not 0.1 s for each session."""
+    """Meanwhile boto3 and moto read descriptions of services once, not 0.1 s for each session."""
     server = ThreadedMotoServer(address, 0, verbose=False)
     server.start()
     try:
-        with mock.patch("botocore.session.create_loader", return_value=create_loader()):
+        once = mock.Mock(return_value=create_loader())
+        with (
+            mock.patch("botocore.session.create_loader", once),
+            mock.patch("botocore.loaders.create_loader", once),
+        ):
             host, port = server.get_host_and_port()
             s3 = S3Server(f"http://{host}:{port}")
             s3.empty()
