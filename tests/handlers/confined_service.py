@@ -6,6 +6,7 @@ import json
 import os
 import socket
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ class Attempts:
 
     def handle(self, data: Any, context: Any) -> list[bytes]:
         model, parent = self._folder, os.getppid()
-        attempts = {
+        attempts: dict[str, Callable[[], object]] = {
             "reads its model": (model / "model.onnx").read_bytes,
             "reads the machine's state": Path("/proc/meminfo").read_text,
             "has threads": threading.Thread(target=int).start,

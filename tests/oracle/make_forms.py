@@ -65,7 +65,7 @@ def main(folder: str) -> None:
         pieces = [bytes.fromhex(piece) for piece in asked["pieces"]]
         ids = torch.tensor([tokenizer(one["prompt"])["input_ids"]])
         held = Held(one["pattern"], one["alphabet"], pieces, ids.shape[1], asked["eos"])
-        new = []
+        new: list[int] = []
         while len(new) < one["max_new_tokens"]:
             with torch.no_grad():
                 logits = model(ids).logits[:, -1]

@@ -9,7 +9,7 @@ import json
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import common.errors
 from common.worker_protocol import TIMEOUT_HEADER, WORKER_HEADER
@@ -141,7 +141,8 @@ class World:
         parts = Parts(Path("/nowhere"), **settings)
         self.workers, self.registry, self.recovery = parts.workers, parts.registry, parts.recovery
         self.add(self.model, in_engine=engine is not None)
-        lookups = Lookups(None, StoreSettings("/nowhere", Path("/nowhere"), 1, 1, (), ()))
+        store = StoreSettings("/nowhere", Path("/nowhere"), 1, 1, (), ())
+        lookups = Lookups(cast(Any, None), store)
         self.gateway = parts.gateway(
             mms=self.mms,
             engine=self.engine,
