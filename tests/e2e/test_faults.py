@@ -211,10 +211,12 @@ def test_what_is_killed_under_load_comes_back_and_every_request_is_answered(
 ) -> None:
     expected = {text(own.predict(name, SHORT)) for name in ("a", "b")}
     with Load(own, ["a", "b"]) as load:
-        killed = own.descendants(words)[which]
+        running = own.descendants(words)
+        killed = running[which]
         assert killed
         kill(killed)
         eventually(lambda: said in own.text())
+        eventually(lambda: len({*own.descendants(words)} - {*running}) >= len(killed), BOUND_S)
         since = len(load.answers)
         eventually(lambda: load.all_well(since + LAST), BOUND_S)
         eventually(own.is_ready)
