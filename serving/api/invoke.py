@@ -24,7 +24,7 @@ from serving.api.gateway import Gateway
 from serving.api.naming import choose_model, described_models, name_model
 from serving.api.reading import off_loop, read_body
 from serving.api.worker_calls import WorkerCall, forwarded_headers, read_query
-from serving.errors import BadRequest, ModelNotFound, NotOfTheEngine, Timeout, Unavailable
+from serving.errors import BadRequest, ModelNotFound, NotOfTheEngine, Unavailable, no_answer
 from serving.models.model import Model, eviction_timeout
 from serving.names import normal_name
 
@@ -223,7 +223,7 @@ async def until(
         model = gateway.registry.find(name)
         if model is not None and model.shortage is not None:
             raise eviction_timeout(model.shortage, limit_s)
-        raise Timeout(f"no answer within {limit_s:g} s")
+        raise no_answer(limit_s)
 
 
 class Counted:
