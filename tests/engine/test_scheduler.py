@@ -61,7 +61,10 @@ class Bench:
         return sequence
 
     def step(self, prefill_tokens: int = TURN) -> list[int]:
-        """A step as the loop does it; returns the tokens of its pieces."""
+        """A step without the loop's failures, forms and guesses, which test_step_loop.py has.
+
+        Returns the numbers of tokens of its pieces.
+        """
         scheduled = self.batch.schedule(prefill_tokens)
         logits, at = self.model.run([part.piece for part in scheduled]), 0
         for part in scheduled:

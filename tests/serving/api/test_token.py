@@ -25,6 +25,7 @@ PATH = "/predictions/봄"
 def test_a_token_is_compared_whole_whatever_was_sent(
     sent: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """By `secrets.compare_digest` alone: a difference of nanoseconds cannot be measured here."""
     compare, compared = secrets.compare_digest, []
 
     def noted(ours: Any, theirs: Any) -> bool:
