@@ -1,10 +1,10 @@
-"""`kogpt2 profile`: times the parts of a decode step in the native library."""
+"""`kogpt2 profile`: times the parts of decode steps and of prompts in the native library."""
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from engine.artifacts.artifact import Artifact
 
 STEPS = 40
+PROMPTS = 10
 WARM_UP = 5
 BEHIND = 16  # tokens in each row before the measured steps
 ALL = "all"
@@ -30,18 +31,22 @@ class Profile:
     precision: Literal["int8", "fp32"] = option("int8", "of its weights")
     rows: str = option("1,8", "sequences that share a step", metavar="N,...")
     behind: int = option(BEHIND, "tokens behind each of them", metavar="N", min=1)
+    prompt: int | None = option(
+        None, "a prompt of so many tokens, in place of decode steps", metavar="N", min=1
+    )
 
 
 def run(options: Profile) -> None:
-    """Shows where a decode step's time goes in the native library, part by part.
+    """Shows where the time of a decode step, or of a prompt, goes in the native library.
 
-    Medians over 40 steps. `all` has Python's part of a step, too. It also shows how fast each part
-    read weights, keys and values, which tells whether memory or arithmetic bounds it.
+    Medians over 40 steps, or 10 prompts; `all` has Python's part, too. For steps it also shows how
+    fast each part read weights, keys and values: does memory bound it, or arithmetic?
 
     Examples:
     kogpt2 profile                               a random model of KoGPT2's full shape, int8
     kogpt2 profile --model my/fine-tune --precision fp32 --rows 1,4
     kogpt2 profile --rows 8 --behind 900         long contexts
+    kogpt2 profile --prompt 1000                 a long prompt
     """
     counts = options.rows.split(",")
     if not all(count.isdecimal() and 1 <= int(count) <= 32 for count in counts):
@@ -52,9 +57,15 @@ def run(options: Profile) -> None:
 
     folder = options.model or random_model.make(WORKDIR / "models", random_model.FULL, 0)
     artifact = open_artifact(folder)
+    if options.prompt is not None and options.prompt > artifact.config.max_length:
+        most = artifact.config.max_length
+        raise Problem(f"--prompt is {options.prompt}, must be at most {most} with this model")
     if options.behind > (most := most_behind(artifact)):
         raise Problem(f"--behind is {options.behind}, must be at most {most} with this model")
-    steps = measured(artifact, options.precision, [*map(int, counts)], options.behind)
+    if options.prompt is None:
+        steps = measured(artifact, options.precision, [*map(int, counts)], options.behind)
+    else:
+        steps = measured_prompt(artifact, options.precision, options.prompt)
     print(tables.table(*table(steps), markdown=True))
 
 
@@ -81,7 +92,6 @@ def measured(
 
     from engine import backends
     from engine.backends.interface import Piece
-    from engine.native import library
 
     results, weights = {}, weight_bytes(artifact, precision)
     for count in counts:
@@ -91,23 +101,56 @@ def measured(
         rows = [(model.open_row(), prompt) for prompt in ids]
         for row, prompt in rows:
             model.run([Piece(row, prompt)])
-        steps: list[dict[str, float]] = []
-        for _ in range(WARM_UP + STEPS):
-            library.take_times()
-            began = time.perf_counter()
-            model.run([Piece(row, prompt[:1]) for row, prompt in rows])
-            seconds = time.perf_counter() - began
-            steps.append({**library.take_times(), ALL: seconds})
+        step = [Piece(row, prompt[:1]) for row, prompt in rows]
+        seconds = medians(lambda: model.run(step), STEPS)  # noqa: B023 - called in this round
         read: dict[str, float] = {**weights, "attention": model.kv_bytes}
         model.close()
         name = f"{count} row{'s' * (count != 1)}"
         results[name if behind == BEHIND else f"{name}, {behind} tokens behind"] = {
-            "seconds": {
-                part: statistics.median(step[part] for step in steps[WARM_UP:]) for part in steps[0]
-            },
+            "seconds": seconds,
             "read_bytes": {**read, ALL: sum(read.values())},
         }
     return results
+
+
+def measured_prompt(artifact: Artifact, precision: str, tokens: int) -> dict[str, Step]:
+    """Return medians of prompts of so many tokens, in passes as the engine computes them."""
+    import numpy as np
+
+    from engine import backends
+    from engine.backends.interface import Piece
+    from engine.step_loop import PREFILL_TOKENS_ALONE
+
+    ids = np.random.default_rng(1).integers(5, artifact.config.vocab_size, tokens).tolist()
+    model = backends.load(artifact, "native", precision)
+
+    def prefill() -> None:
+        row = model.open_row()
+        for first in range(0, tokens, PREFILL_TOKENS_ALONE):
+            piece = ids[first : first + PREFILL_TOKENS_ALONE]
+            is_last = first + PREFILL_TOKENS_ALONE >= tokens
+            model.run([Piece(row, piece, num_logits=int(is_last))])
+        model.close_row(row)
+
+    seconds = medians(prefill, PROMPTS)
+    model.close()
+    return {f"a prompt of {tokens} tokens": {"seconds": seconds, "read_bytes": {}}}
+
+
+def medians(compute: Callable[[], object], count: int) -> dict[str, float]:
+    """Return the medians of the seconds that `compute` takes, by part, after `WARM_UP` calls."""
+    from engine.native import library
+
+    measured: list[dict[str, float]] = []
+    for _ in range(WARM_UP + count):
+        library.take_times()
+        began = time.perf_counter()
+        compute()
+        seconds = time.perf_counter() - began
+        measured.append({**library.take_times(), ALL: seconds})
+    return {
+        part: statistics.median(times[part] for times in measured[WARM_UP:]) for part in measured[0]
+    }
 
 
 def table(steps: Mapping[str, Step]) -> tuple[list[str], list[list[str]]]:

@@ -12,8 +12,6 @@ MAX_STOPS = 16
 MAX_STOP_CHARACTERS = 256
 MAX_BIASES = 1024
 MAX_BIAS = 100
-MAX_BAD_WORDS = 256
-MAX_BAD_WORD_CHARACTERS = 64
 MAX_BAD_WORD_IDS = 1024
 
 
@@ -37,6 +35,13 @@ def kind(value: Any) -> str:
 def boolean(name: str, value: Any) -> bool:
     if not isinstance(value, bool):
         raise wrong(name, f"must be true or false, is {kind(value)}")
+    return value
+
+
+def mapping(name: str, value: Any) -> Mapping[str, Any]:
+    """Check a JSON object."""
+    if not isinstance(value, Mapping):
+        raise wrong(name, f"must be an object, is {kind(value)}")
     return value
 
 
@@ -84,11 +89,6 @@ def biases(name: str, value: Any) -> tuple[tuple[int, float], ...]:
 def stops(name: str, value: Any) -> tuple[str, ...]:
     """Check the texts at which an answer ends."""
     return texts(name, value, MAX_STOPS, MAX_STOP_CHARACTERS)
-
-
-def bad_words(name: str, value: Any) -> tuple[str, ...]:
-    """Check the texts that an answer must not contain."""
-    return texts(name, value, MAX_BAD_WORDS, MAX_BAD_WORD_CHARACTERS)
 
 
 def texts(name: str, value: Any, most: int, longest: int) -> tuple[str, ...]:

@@ -81,7 +81,7 @@ FORMATS: dict[str | tuple[str, ...], str] = {
     (".h5", ".msgpack"): "weights of TensorFlow and Flax are not read",
 }
 SERVED = f"a folder with config.json, {WEIGHT_FILES[0]} and tokenizer.json is (save_pretrained)"
-CHECKPOINT = re.compile(r"(checkpoint-[0-9]+)/")
+CHECKPOINT = re.compile(r"(checkpoint-([0-9]+))/")
 
 
 def why_no_model(paths: Iterable[str], links: int = 0) -> str:
@@ -89,10 +89,11 @@ def why_no_model(paths: Iterable[str], links: int = 0) -> str:
     names = sorted(paths)
     archives = {path for path in names if path.endswith((".tar.gz", ".mar"))}
     folders = sorted(model_folders(names) | archives)
-    steps = sorted({m[1] for path in names if (m := CHECKPOINT.match(path))}, key=_natural)
+    steps = {int(m[2]): m[1] for path in names if (m := CHECKPOINT.match(path))}
     if steps:
+        last = steps[max(steps)]
         return (
-            f"it holds checkpoints of a training only: serve one of them ({steps[-1]}), or save the"
+            f"it holds checkpoints of a training only: serve one of them ({last}), or save the"
             " model into the folder itself (trainer.save_model)"
         )
     if any(path.startswith(("snapshots/", "blobs/", "refs/")) for path in names):
@@ -113,10 +114,6 @@ def why_no_model(paths: Iterable[str], links: int = 0) -> str:
     if links:
         return f"{links} of its files are links, which are not followed: copy it with cp -rL"
     return f"{SERVED}; it holds {', '.join(names[:5])}"
-
-
-def _natural(name: str) -> tuple[int, str]:
-    return len(name), name
 
 
 def model_folders(paths: Iterable[str]) -> set[str]:

@@ -6,7 +6,8 @@ The names are those of Hugging Face's text generation APIs.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from dataclasses import fields as fields_of
 from typing import Any
 
 from common import fields as checks
@@ -18,39 +19,9 @@ MAX_SEQUENCES = 16
 MAX_LOGPROBS = 20
 MAX_LABELS = 64  # texts of a choice whose probabilities are computed, in a pass for each
 MAX_SEED = 2**63 - 1
+MAX_BAD_WORDS = 256
+MAX_BAD_WORD_CHARACTERS = 64
 
-# The check of each parameter: called with its name and value, returns the value to use.
-CHECKS: dict[str, Callable[[str, Any], Any]] = {
-    "max_new_tokens": lambda n, v: checks.integer(n, v, 1, 1_000_000),
-    "stop": checks.stops,
-    "do_sample": checks.boolean,
-    "temperature": lambda n, v: checks.number(n, v, 0, 100),
-    "top_k": checks.top_k,
-    "top_p": lambda n, v: checks.number(n, v, 0, 1, above=True),
-    "min_p": lambda n, v: checks.number(n, v, 0, 1),
-    "repetition_penalty": lambda n, v: checks.number(n, v, 0, 100, above=True),
-    "frequency_penalty": lambda n, v: checks.number(n, v, -2, 2),
-    "presence_penalty": lambda n, v: checks.number(n, v, -2, 2),
-    "logit_bias": checks.biases,
-    "seed": lambda n, v: checks.integer(n, v, 0, MAX_SEED),
-    "num_return_sequences": lambda n, v: checks.integer(n, v, 1, MAX_SEQUENCES),
-    "logprobs": lambda n, v: checks.integer(n, v, 0, MAX_LOGPROBS),
-    "return_full_text": checks.boolean,
-    "decoder_input_details": checks.boolean,
-    "ignore_eos": checks.boolean,
-    "typical_p": lambda n, v: checks.number(n, v, 0, 1, above=True),
-    "no_repeat_ngram_size": lambda n, v: checks.integer(n, v, 0, 1_000_000),
-    "min_new_tokens": lambda n, v: checks.integer(n, v, 0, 1_000_000),
-    "bad_words": checks.bad_words,
-    "bad_words_ids": checks.bad_words_ids,
-    "dry_multiplier": lambda n, v: checks.number(n, v, 0, 100),
-    "dry_base": lambda n, v: checks.number(n, v, 1, 100),
-    "dry_allowed_length": lambda n, v: checks.integer(n, v, 0, 1_000_000),
-    "dry_penalty_last_n": lambda n, v: checks.integer(n, v, -1, 1_000_000),
-    "dry_sequence_breakers": checks.stops,
-    **forms.CHECKS,
-    "choice_logprobs": checks.boolean,
-}
 # Names in llama.cpp, Triton and vLLM of parameters that have another name here.
 ALIASES = {
     "repeat_penalty": "repetition_penalty",
@@ -61,75 +32,81 @@ WORDS = ("stop_words", "bad_words")  # Triton's quick starts send these empty, w
 SAMPLING = {"temperature", "top_k", "top_p", "min_p", "typical_p", "seed"}
 
 
+def _parameter(default: Any, check: Callable[..., Any], *bounds: Any, **options: Any) -> Any:
+    """Define a parameter by its default and its check, called with name, value and `bounds`."""
+    return field(
+        default=default,
+        metadata={"check": lambda name, value: check(name, value, *bounds, **options)},
+    )
+
+
 @dataclass(frozen=True)
 class Parameters:
-    """How to continue a prompt. Without `do_sample` (or any of its parameters) decoding is greedy.
+    """How to continue a prompt: greedily without `do_sample` or a parameter that implies it."""
 
-    max_new_tokens: at most this many tokens are made (also bounded by the context)
-    stop: texts at which the answer ends; they are not part of it
-    do_sample: draw from the distribution; implied by temperature, top_k, top_p, min_p,
-        typical_p or seed
-    temperature: divides the logits; 0 is greedy
-    top_k: draw among the k likeliest tokens; 0 and -1 mean all
-    top_p: draw among the likeliest tokens that together reach this probability, 0 < p <= 1
-    min_p: draw among tokens that have at least this share of the likeliest one's probability
-    repetition_penalty: > 0; logits of tokens seen before are divided (positive) or multiplied by
-        it (negative), Keskar et al. 2019 (CTRL)
-    frequency_penalty: from -2 to 2; subtracted from a token's logit per occurrence in the answer
-    presence_penalty: from -2 to 2; subtracted from the logits of tokens that occur in the answer
-    logit_bias: pairs of a token id and the number, from -100 to 100, that is added to its logit
-    seed: the same seed gives the same text
-    num_return_sequences: answers to one prompt; the i-th is drawn with seed + i
-    logprobs: also return this many likeliest tokens per step with their log-probabilities
-    return_full_text: also return the prompt, in front of the answer
-    decoder_input_details: also return the prompt's tokens, with their log-probabilities if
-        `logprobs` is given
-    ignore_eos: end tokens do not end the answer
-    form: what the answer must match, from one of choice, regex, json_schema and grammar
-    choice_logprobs: also return the log-probability of each text of the choice, relative to the
-        others; the answer is then the likeliest text as a whole, or drawn by these probabilities
-    typical_p: draw among the tokens whose surprisal is nearest to the entropy, as many as together
-        reach this probability, Meister et al. 2022; 1 is off
-    no_repeat_ngram_size: no n tokens in sequence occur twice in prompt and answer; 0 is off
-    min_new_tokens: no end token and no stop text ends the answer before it has this many tokens
-    bad_words: texts that never occur in the answer, whatever tokens they consist of
-    bad_words_ids: sequences of token ids that never occur in the answer
-    dry_multiplier: factor of DRY's penalty, see `engine.rules.Dry`; 0 is off
-    dry_base: base of DRY's penalty, whose exponent grows with the length of a repetition
-    dry_allowed_length: repetitions of fewer tokens are not penalized
-    dry_penalty_last_n: how many of the last tokens DRY searches for repetitions; -1 means all
-    dry_sequence_breakers: texts at which a repetition ends
-    """
-
-    max_new_tokens: int = 64
-    stop: tuple[str, ...] = ()
-    do_sample: bool = False
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    frequency_penalty: float = 0.0
-    presence_penalty: float = 0.0
-    logit_bias: tuple[tuple[int, float], ...] = ()
-    seed: int | None = None
-    num_return_sequences: int = 1
-    logprobs: int | None = None
-    return_full_text: bool = False
-    decoder_input_details: bool = False
-    ignore_eos: bool = False
+    # At most this many tokens are made; also bounded by the context.
+    max_new_tokens: int = _parameter(64, checks.integer, 1, 1_000_000)
+    # Texts at which the answer ends; they are not part of it.
+    stop: tuple[str, ...] = _parameter((), checks.stops)
+    # Draw from the distribution; implied by the parameters in `SAMPLING`.
+    do_sample: bool = _parameter(False, checks.boolean)
+    # Divides the logits; 0 is greedy.
+    temperature: float = _parameter(1.0, checks.number, 0, 100)
+    # Draw among the k likeliest tokens; 0 and -1 mean all.
+    top_k: int = _parameter(0, checks.top_k)
+    # Draw among the likeliest tokens that together reach this probability.
+    top_p: float = _parameter(1.0, checks.number, 0, 1, above=True)
+    # Draw among tokens that have at least this share of the likeliest one's probability.
+    min_p: float = _parameter(0.0, checks.number, 0, 1)
+    # Logits of tokens seen before are divided (positive) or multiplied (negative) by it, Keskar
+    # et al. 2019 (CTRL).
+    repetition_penalty: float = _parameter(1.0, checks.number, 0, 100, above=True)
+    # Subtracted from a token's logit per occurrence in the answer.
+    frequency_penalty: float = _parameter(0.0, checks.number, -2, 2)
+    # Subtracted from the logits of tokens that occur in the answer.
+    presence_penalty: float = _parameter(0.0, checks.number, -2, 2)
+    # Pairs of a token id and the number, from -100 to 100, that is added to its logit.
+    logit_bias: tuple[tuple[int, float], ...] = _parameter((), checks.biases)
+    # The same seed gives the same text.
+    seed: int | None = _parameter(None, checks.integer, 0, MAX_SEED)
+    # Answers to one prompt; the i-th is drawn with seed + i.
+    num_return_sequences: int = _parameter(1, checks.integer, 1, MAX_SEQUENCES)
+    # Also return this many likeliest tokens per step with their log-probabilities.
+    logprobs: int | None = _parameter(None, checks.integer, 0, MAX_LOGPROBS)
+    # Also return the prompt, in front of the answer.
+    return_full_text: bool = _parameter(False, checks.boolean)
+    # Also return the prompt's tokens, with their log-probabilities if `logprobs` is given.
+    decoder_input_details: bool = _parameter(False, checks.boolean)
+    # End tokens do not end the answer.
+    ignore_eos: bool = _parameter(False, checks.boolean)
+    # What the answer must match, from one of choice, regex, json_schema and grammar.
     form: Form | None = None
-    choice_logprobs: bool = False
-    typical_p: float = 1.0
-    no_repeat_ngram_size: int = 0
-    min_new_tokens: int = 0
-    bad_words: tuple[str, ...] = ()
-    bad_words_ids: tuple[tuple[int, ...], ...] = ()
-    dry_multiplier: float = 0.0
-    dry_base: float = 1.75
-    dry_allowed_length: int = 2
-    dry_penalty_last_n: int = -1
-    dry_sequence_breakers: tuple[str, ...] = ("\n", ":", '"', "*")
+    # Also return the log-probability of each text of the choice, relative to the others; the
+    # answer is then the likeliest text as a whole, or drawn by these probabilities.
+    choice_logprobs: bool = _parameter(False, checks.boolean)
+    # Draw among the tokens whose surprisal is nearest to the entropy, as many as together reach
+    # this probability, Meister et al. 2022; 1 is off.
+    typical_p: float = _parameter(1.0, checks.number, 0, 1, above=True)
+    # No n tokens in sequence occur twice in prompt and answer; 0 is off.
+    no_repeat_ngram_size: int = _parameter(0, checks.integer, 0, 1_000_000)
+    # No end token and no stop text ends the answer before it has this many tokens.
+    min_new_tokens: int = _parameter(0, checks.integer, 0, 1_000_000)
+    # Texts that never occur in the answer, whatever tokens they consist of.
+    bad_words: tuple[str, ...] = _parameter(
+        (), checks.texts, MAX_BAD_WORDS, MAX_BAD_WORD_CHARACTERS
+    )
+    # Sequences of token ids that never occur in the answer.
+    bad_words_ids: tuple[tuple[int, ...], ...] = _parameter((), checks.bad_words_ids)
+    # Factor of DRY's penalty, see `engine.rules.Dry`; 0 is off.
+    dry_multiplier: float = _parameter(0.0, checks.number, 0, 100)
+    # Base of DRY's penalty, whose exponent grows with the length of a repetition.
+    dry_base: float = _parameter(1.75, checks.number, 1, 100)
+    # Repetitions of fewer tokens are not penalized.
+    dry_allowed_length: int = _parameter(2, checks.integer, 0, 1_000_000)
+    # How many of the last tokens DRY searches for repetitions; -1 means all.
+    dry_penalty_last_n: int = _parameter(-1, checks.integer, -1, 1_000_000)
+    # Texts at which a repetition ends.
+    dry_sequence_breakers: tuple[str, ...] = _parameter(("\n", ":", '"', "*"), checks.stops)
 
     @classmethod
     def parse(cls, given: Any, defaults: Mapping[str, Any] | None = None) -> Parameters:
@@ -173,6 +150,13 @@ class Parameters:
                 "num_return_sequences" if self.num_return_sequences > 1 else "decoder_input_details"
             )
             raise InvalidRequest(f"{name} and parameters.{other} cannot be asked for together")
+
+
+# The check of each parameter: called with its name and value, returns the value to use.
+CHECKS: dict[str, Callable[[str, Any], Any]] = {
+    **{f.name: f.metadata["check"] for f in fields_of(Parameters) if f.metadata},
+    **forms.CHECKS,
+}
 
 
 def _checked(given: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

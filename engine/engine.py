@@ -321,8 +321,8 @@ class Engine:
             return sequences
 
         with self._changed:
-            model.submitting += 1
-            self._residency.acquire(model.core)
+            model.submitting += 1  # keeps its core resident
+            self._residency.used(model.core)
         try:
             future = model.texts.soon(submit)
         except BaseException:
@@ -334,7 +334,7 @@ class Engine:
     def _release(self, model: Model) -> None:
         with self._changed:
             model.submitting -= 1
-            self._residency.release(model.core)
+            self._residency.open_waiting()
 
     def _queue(self, model: Model, sequences: list[Sequence]) -> None:
         with self._changed:
@@ -348,7 +348,7 @@ class Engine:
                     f" {self.settings.max_queue}"
                 )
             if waiting + len(sequences) > self.settings.max_queue:
-                pace = model.statistics.seconds_per_request / model.batch.max_rows
+                pace = model.statistics.seconds_per_request / model.batch.row_limit
                 raise Overloaded(
                     f"{waiting} requests wait for {model.name} already",
                     retry_after_s=max(1.0, round(waiting * pace)),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,12 +19,20 @@ from engine.statistics import Statistics
 from engine.text.texts import Texts
 
 
+class Residence(enum.Enum):
+    """Where the weights of a core are, see `engine.residency`."""
+
+    EVICTED = enum.auto()  # on the disk
+    OPENING = enum.auto()  # a thread is opening it
+    RESIDENT = enum.auto()  # it can compute
+    CLOSING = enum.auto()  # it was evicted, and a thread is closing it
+
+
 @dataclass(eq=False)
 class Core:
     """Weights on a backend and the batch that computes with them.
 
-    A core belongs to one model, or to a base and its adapters. It is resident, which means that it
-    can compute, or evicted to the disk, see `engine.residency`.
+    A core belongs to one model, or to a base and its adapters.
     """
 
     name: str
@@ -38,11 +47,8 @@ class Core:
     lost: bool = False  # after a fault in its batch
     prefilled_at: int = 0  # the last turn of the step loop that computed prompt tokens
     compute: BackendModel | None = None  # while it is open
-    resident: bool = False
-    opening: bool = False  # a thread is opening it
-    closing: bool = False
+    residence: Residence = Residence.EVICTED
     held_bytes: int = 0  # bytes that the budget counts for it now
-    submitting: int = 0  # requests whose prompts are being tokenized
     resident_since: float = 0.0
     opening_s: float = 0.0  # how long the last opening took
 
@@ -56,8 +62,12 @@ class Core:
         return row_bytes(self.config, self.precision)
 
     @property
+    def resident(self) -> bool:
+        return self.residence is Residence.RESIDENT
+
+    @property
     def moving(self) -> bool:
-        return self.opening or self.closing
+        return self.residence in (Residence.OPENING, Residence.CLOSING)
 
     @property
     def is_mapped(self) -> bool:
@@ -65,12 +75,8 @@ class Core:
         return self.compute is not None and bool(self.compute.mapped)
 
     @property
-    def can_step(self) -> bool:
-        return self.resident and not self.moving
-
-    @property
     def idle(self) -> bool:
-        return not self.submitting and not self.batch.has_work
+        return not self.batch.has_work and not any(model.submitting for model in self.models)
 
 
 @dataclass(eq=False)

@@ -25,7 +25,7 @@ from common.eviction import Held, Victims
 from common.memory import container_memory
 from engine.backends.page_cache import advise_cold, read_in
 from engine.budget import Budget
-from engine.model import Core
+from engine.model import Core, Residence
 from engine.prefixes import Prefixes
 from engine.sandbox.reading import Reading
 
@@ -59,21 +59,14 @@ class Residency:
         self._queue: deque[tuple[Core, Callable[[list[Core]], object], float]] = deque()
         self._pool = ThreadPoolExecutor(OPENING_THREADS, thread_name_prefix="residency")
         self._victims = Victims[str]()
-        self._draining: list[Core] = []  # these admit no sequences
         self.opened = 0  # how many times an evicted core was opened again
         budget.on_kv_shortage = self._evict_for_kv
 
-    def acquire(self, core: Core) -> None:
-        """Keep a core resident for a request that is about to be queued, until `release`."""
+    def used(self, core: Core) -> None:
+        """Count a request that is about to be queued; queue its core, unless it is resident."""
         with self._changed:
             self._victims.used(core.name)
-            core.submitting += 1
             self.request(core)
-
-    def release(self, core: Core) -> None:
-        with self._changed:
-            core.submitting -= 1
-            self.open_waiting()
 
     def request(self, core: Core) -> None:
         """Queue a core, unless it is resident; a thread opens it as soon as it fits."""
@@ -113,7 +106,7 @@ class Residency:
     def close_core(self, core: Core) -> None:
         """Close an unloaded core at once, even if it has sequences."""
         with self._changed:
-            compute, core.compute, core.resident = core.compute, None, False
+            compute, core.compute, core.residence = core.compute, None, Residence.EVICTED
         try:
             if compute is not None:
                 compute.close()
@@ -141,19 +134,19 @@ class Residency:
                         self._drain(missing)
                     return
                 self._queue.popleft()
-                core.opening = True
+                core.residence = Residence.OPENING
                 self._set_held_bytes(core, core.reserved_bytes)
                 start(victims)
-            for core in self._draining:
+            for core in self._cores.values():  # no core is queued, so none drains
                 core.batch.admits = True
-            self._draining.clear()
 
     # The methods below are called with the lock.
 
     def _enqueue_reopening(self, core: Core) -> None:
         known = self._cores.get(core.name) is core
         queued = any(queued is core for queued, _, _ in self._queue)
-        if known and not (core.can_step or core.opening or queued):
+        open_already = core.residence in (Residence.OPENING, Residence.RESIDENT)
+        if known and not (open_already or queued):
             self._enqueue(core, lambda victims: self._pool.submit(self._reopen, core, victims))
 
     def _enqueue(self, core: Core, start: Callable[[list[Core]], object]) -> None:
@@ -186,7 +179,8 @@ class Residency:
 
     def _closing_bytes(self) -> int:
         """Return the bytes that the budget counts only until closes under way have ended."""
-        return sum(core.held_bytes for core in self._cores.values() if core.closing)
+        closing = (c for c in self._cores.values() if c.residence is Residence.CLOSING)
+        return sum(core.held_bytes for core in closing)
 
     def _choose_victims(self, missing: int) -> list[Core] | None:
         """Mark idle cores with `missing` bytes as evicted; return them, or None if too few."""
@@ -194,13 +188,13 @@ class Residency:
             core.name: Held(core.held_bytes, 1)
             for core in self._cores.values()
             # A draining core can be evicted once it has finished its last running sequence.
-            if core.can_step and (core.idle or not (core.batch.admits or core.batch.running))
+            if core.resident and (core.idle or not (core.batch.admits or core.batch.running))
         }
         if sum(entry.bytes for entry in held.values()) < missing:
             return None
         victims = [self._cores[name] for name in self._victims.choose(held, missing)]
         for core in victims:
-            core.resident, core.closing = False, True
+            core.residence = Residence.CLOSING
             core.batch.admits = True
             if core.is_mapped:  # a GPU's memory is free only after the close
                 self._set_held_bytes(core, 0)
@@ -211,7 +205,7 @@ class Residency:
     def _drain(self, missing: int) -> None:
         """Stop admission to the longest resident cores, until these have `missing` bytes."""
         now = self._clock()
-        resident = [core for core in self._cores.values() if core.can_step]
+        resident = [core for core in self._cores.values() if core.resident]
         for core in sorted(resident, key=lambda core: core.resident_since):
             # A core is drained only after the first request that it was opened for has begun.
             begun = core.batch.running or not core.batch.waiting
@@ -221,8 +215,6 @@ class Residency:
                 and now - core.resident_since >= MIN_RESIDENCE_FACTOR * core.opening_s
             ):
                 core.batch.admits = False
-                if core not in self._draining:
-                    self._draining.append(core)
                 missing -= core.held_bytes
 
     def _evict_for_kv(self, missing: int) -> None:
@@ -258,9 +250,8 @@ class Residency:
             done = True
         finally:
             with self._changed:
-                core.opening = False
+                core.residence = Residence.RESIDENT if done else Residence.EVICTED
                 if done:
-                    core.resident = True
                     core.resident_since = self._clock()
                     core.opening_s = core.resident_since - began
                 else:
@@ -283,8 +274,7 @@ class Residency:
         except Exception:
             logger.exception("%s could not be closed", core.name)
         with self._changed:
-            core.closing = False
-            if not core.opening:
-                self._set_held_bytes(core, 0)
+            core.residence = Residence.EVICTED
+            self._set_held_bytes(core, 0)
             self._changed.notify_all()
             self.open_waiting()

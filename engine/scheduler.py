@@ -60,7 +60,6 @@ class Batch:
     def open(self, model: BackendModel, weight_bytes: int) -> None:
         """Open the batch on a resident model; `weight_bytes` is its part of the budget."""
         self._model, self._weight_bytes = model, weight_bytes
-        self.max_rows = min(self.max_rows, model.max_rows)
 
     def close(self) -> None:
         """Close the batch of an evicted core, which runs no sequence, and drop its prefixes."""
@@ -73,6 +72,11 @@ class Batch:
         """The resident model of an open batch."""
         assert self._model is not None
         return self._model
+
+    @property
+    def row_limit(self) -> int:
+        """The most rows at the same time: `max_rows`, or those that the model can have."""
+        return self.max_rows if self._model is None else min(self.max_rows, self._model.max_rows)
 
     @property
     def has_work(self) -> bool:
@@ -191,7 +195,7 @@ class Batch:
 
     def _admit(self) -> Sequence | None:
         """Open a row for the first waiting sequence, if there is memory for all of its tokens."""
-        while self.admits and self.waiting and len(self.running) < self.max_rows:
+        while self.admits and self.waiting and len(self.running) < self.row_limit:
             sequence = self.waiting[0]
             if any(s.prompt is sequence.prompt and not s.num_new for s in self.running):
                 return None  # another answer of the same request is computing the prompt

@@ -144,13 +144,13 @@ class Loop:
     def _drop_late(self) -> None:
         """Fail queued sequences past their deadlines, on cores that cannot step."""
         for core in list(self._active):
-            if not core.can_step:
+            if not core.resident:
                 core.batch.drop_expired()
 
     def _busy(self) -> list[Core]:
         for core in [m for m in self._active if not m.batch.has_work]:
             del self._active[core]
-        return [core for core in self._active if core.can_step]
+        return [core for core in self._active if core.resident]
 
     @contextmanager
     def _timed(self) -> Iterator[None]:
@@ -192,7 +192,7 @@ class Loop:
         batch = core.batch
         with self.changed:  # the queue is shared with `submit`
             compute = core.compute
-            if not core.can_step or compute is None:  # it was evicted just now
+            if not core.resident or compute is None:  # it was evicted just now
                 return []
             scheduled = batch.schedule(prefill_tokens)
         for part in scheduled:

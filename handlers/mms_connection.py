@@ -7,60 +7,13 @@ and its threads end at once; threads that read pipes would leak whenever MMS rec
 
 from __future__ import annotations
 
-import logging
 import os
 import socket
 import threading
-import time
-from pathlib import Path
 from typing import Any
-
-logger = logging.getLogger(__name__)
 
 LOAD = b"L"
 READ_BYTES = 65_536
-# A model ends when MMS has had no connection to it for this long: it has unregistered the model or
-# has ended. A smaller value ends models to which MMS only reconnects.
-DISCONNECTED_TIMEOUT_S = 5.0
-# The timeout before the first connection. It must exceed MMS's back-off after a crash.
-FIRST_CONNECTION_TIMEOUT_S = 120.0
-LISTEN_BACKLOG = 128
-ACCEPT_RETRY_S = 0.25
-
-
-def listen(path: Path) -> socket.socket:
-    """Listens on the unix socket `path`."""
-    path.unlink(missing_ok=True)
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    listener.bind(str(path))
-    listener.listen(LISTEN_BACKLOG)
-    return listener
-
-
-def accept_failed(what: str, error: OSError) -> None:
-    """Logs why `accept` failed, such as EMFILE, and waits: the connection is in the backlog."""
-    logger.error("%s waits: %s; raise RLIMIT_NOFILE", what, error.strerror)
-    time.sleep(ACCEPT_RETRY_S)
-
-
-class Connections:
-    """The open connections to one model. Not thread-safe."""
-
-    def __init__(self) -> None:
-        self.open: set[Connection] = set()
-        self._idle_since, self._timeout_s = time.monotonic(), FIRST_CONNECTION_TIMEOUT_S
-
-    def add(self, connection: Connection) -> None:
-        self.open.add(connection)
-        self._timeout_s = DISCONNECTED_TIMEOUT_S
-
-    def discard(self, connection: Connection) -> None:
-        self.open.discard(connection)
-        self._idle_since = time.monotonic()
-
-    def have_ended(self) -> bool:
-        """Return whether MMS has unregistered the model or ended: no connection for the timeout."""
-        return not self.open and time.monotonic() - self._idle_since > self._timeout_s
 
 
 class LoadedModel:

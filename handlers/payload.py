@@ -56,6 +56,11 @@ def parse(body: bytes | str, content_type: str | None) -> GenerateRequest:
         raise InvalidRequest(
             'the body must be {"inputs": text, "parameters": {...}} or a JSON string'
         )
+    return from_object(value)
+
+
+def from_object(value: Mapping[str, Any]) -> GenerateRequest:
+    """Check a request that is a JSON object. Raises `InvalidRequest` with the field."""
     for name in value:
         if name not in ("inputs", "parameters", "stream"):
             raise InvalidRequest(f"{name} is not known; known are inputs, parameters, stream")
@@ -95,27 +100,35 @@ def answer_type(accept: str | None, form: Form) -> str:
     return accepted(accept, (TEXT, JSON) if form is Form.TEXT else (JSON, TEXT))
 
 
+def sequences_of(request: GenerateRequest, answer: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the completions of an answer of `engine.http.client.ModelHandle.generate`.
+
+    Each is as the engine describes it, but with `generated_text`, which may begin with the prompt.
+    """
+    full = request.form is Form.GUIDE or bool(request.parameters.get("return_full_text"))
+    prompt = request.inputs if full and isinstance(request.inputs, str) else ""
+    return [
+        {"generated_text": prompt + c["text"], **{k: v for k, v in c.items() if k != "text"}}
+        for c in answer["completions"]
+    ]
+
+
 def format_answer(
     request: GenerateRequest, answer: Mapping[str, Any], kind: str
 ) -> tuple[bytes, str]:
-    """Format an answer of `engine.http.client.ModelHandle.generate` as body and content type."""
-    completions = answer["completions"]
-    full = request.form is Form.GUIDE or bool(request.parameters.get("return_full_text"))
-    prompt = request.inputs if full and isinstance(request.inputs, str) else ""
-    texts = [prompt + c["text"] for c in completions]
+    """Format the engine's answer as body and content type."""
+    sequences = sequences_of(request, answer)
+    first = sequences[0]
     if kind == TEXT:
+        texts = [sequence["generated_text"] for sequence in sequences]
         return "\n\n".join(texts).encode("utf-8"), f"{TEXT}; charset=utf-8"
     value: Any
     if request.form is Form.GUIDE:
         # The guide's loop does not count `</s>` as a step.
-        steps = completions[0]["tokens"] - (completions[0]["finish_reason"] == "stop")
-        value = [texts[0], steps, answer["seconds"]]
+        steps = first["tokens"] - (first["finish_reason"] == "stop")
+        value = [first["generated_text"], steps, answer["seconds"]]
     else:
-        sequences = [
-            {"generated_text": text, **{k: v for k, v in completion.items() if k != "text"}}
-            for text, completion in zip(texts, completions, strict=True)
-        ]
-        value = {**sequences[0], "seconds": answer["seconds"]}
+        value = {**first, "seconds": answer["seconds"]}
         if len(sequences) > 1:
             value["sequences"] = sequences
     return to_json(value), JSON

@@ -1,4 +1,4 @@
-"""The worker process of one model: a thread per connection of Multi Model Server.
+"""The worker process of one model, for any number of connections of Multi Model Server.
 
 It serves models with their own script, which runs in child processes (handlers.user_code), and
 models of tensors, which it computes itself, confined like a script. `handlers.host` serves the
@@ -21,7 +21,6 @@ import os
 import signal
 import socket
 import sys
-import threading
 import time
 from pathlib import Path
 
@@ -29,7 +28,8 @@ from common.errors import EngineError, Overloaded
 from common.oom import WORKER, expendable
 from common.settings import read_settings
 from handlers.dispatch import computes_tensors
-from handlers.mms_connection import Connection, Connections, LoadedModel, accept_failed, listen
+from handlers.mms_connection import LoadedModel
+from handlers.mms_server import ServedModel, Server, listen
 from handlers.model_spec import ModelSpec
 from handlers.settings import Settings
 from handlers.user_code.confinement.rules import Confinement, allocate_user
@@ -41,61 +41,17 @@ RESTART_BACK_OFF_S = 0.2
 PR_SET_PDEATHSIG = 1
 
 
-class Worker:
-    """Loads one model and answers on any number of connections, each with its own MMS context."""
-
-    def __init__(self, socket_path: str, parent: int, model: LoadedModel) -> None:
-        self._socket_path, self._model = Path(socket_path), model
-        self._lock = threading.Lock()
-        self._connections = Connections()
-        self._parent = parent
-
-    def serve(self, listener: socket.socket) -> None:
-        """Accepts connections until MMS has abandoned the worker; then ends the process."""
-        listener.settimeout(POLL_INTERVAL_S)
-        while not self._is_abandoned():
-            try:
-                accepted, _ = listener.accept()
-            except TimeoutError:
-                continue
-            except OSError as error:
-                accept_failed("a connection", error)
-                continue
-            accepted.setblocking(True)
-            connection = Connection(accepted, self._model)
-            with self._lock:
-                self._connections.add(connection)
-            self._start_thread(connection)
-        # Exit immediately, even with a request in flight.
-        with contextlib.suppress(OSError):  # a confined process may not; the watcher does
-            self._socket_path.unlink(missing_ok=True)
-        sys.stdout.flush()
-        os._exit(0)
-
-    def _start_thread(self, connection: Connection) -> None:
-        """Starts a thread for the connection; retries while the system refuses to start one."""
-        target, arguments = self._serve_connection, (connection,)
-        while True:
-            with contextlib.suppress(RuntimeError):
-                return threading.Thread(target=target, args=arguments, daemon=True).start()
-            logging.error("can't start new thread: raise RLIMIT_NPROC or the pids limit")
-            time.sleep(POLL_INTERVAL_S)
-
-    def _is_abandoned(self) -> bool:
-        orphaned = os.getppid() != self._parent
-        with self._lock:
-            return self._connections.have_ended() or (orphaned and not self._connections.open)
-
-    def _serve_connection(self, connection: Connection) -> None:
-        try:
-            while connection.answer():
-                pass
-        except Exception:
-            logging.exception("a connection of Multi Model Server ended")
-        finally:
-            connection.close()
-            with self._lock:
-                self._connections.discard(connection)
+def serve(listener: socket.socket, path: Path, watcher: int, model: LoadedModel) -> None:
+    """Answers until MMS has abandoned the model or the watcher has ended; then ends the process."""
+    server = Server()
+    server.add(ServedModel(listener, model))
+    while not server.maintain() and os.getppid() == watcher:
+        time.sleep(POLL_INTERVAL_S)
+    # Exit immediately, even with a request in flight.
+    with contextlib.suppress(OSError):  # a confined process may not; the watcher does
+        path.unlink(missing_ok=True)
+    sys.stdout.flush()
+    os._exit(0)
 
 
 def confinement_of(spec: ModelSpec) -> Confinement | None:
@@ -110,6 +66,13 @@ def confinement_of(spec: ModelSpec) -> Confinement | None:
     targets = [str(path.resolve()) for path in files if path.is_symlink()]  # within the store
     uid = allocate_user(os.environ.get("RUN_DIR", spec.folder))
     return Confinement(read=[spec.folder, spec.path, *targets], write=[], network=False, uid=uid)
+
+
+def not_confined(error: OSError) -> EngineError:
+    return EngineError(
+        f"the model's process cannot be confined: {error.strerror}; allow Landlock and seccomp in"
+        " the container, or turn them off by SCRIPT_ISOLATION=false"
+    )
 
 
 def refused(error: EngineError) -> LoadedModel:
@@ -134,12 +97,15 @@ def main() -> None:
     # the process has ended. After them it detects an end at once: print them before slow imports.
     print(f"[PID] {os.getpid()}", flush=True)
     print("MMS worker started.", flush=True)
-    watcher, confinement, refusal = os.getpid(), None, None
+    watcher, confinement = os.getpid(), None
+    refusal: EngineError | None = None
+    spec = ModelSpec.read(Path(arguments.model_path), arguments.model_name)
     try:  # here, so that a process that is forked again has the same user
-        spec = ModelSpec.read(Path(arguments.model_path), arguments.model_name)
         confinement = confinement_of(spec)
     except Overloaded as error:
         refusal = error
+    except OSError as error:
+        refusal = not_confined(error)
     while True:
         try:
             child = os.fork()
@@ -148,12 +114,15 @@ def main() -> None:
             time.sleep(RESTART_BACK_OFF_S)
             continue
         if child == 0:
-            if confinement is not None:
-                confinement.enter()  # before threads start
+            try:
+                if confinement is not None:
+                    confinement.enter()  # before threads start
+            except OSError as error:  # the load fails, and MMS unregisters the model
+                refusal = not_confined(error)
             # Kill this process when its watcher ends, even while a connection is open.
             ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
             model = LoadedModel() if refusal is None else refused(refusal)
-            Worker(arguments.sock_name, watcher, model).serve(listener)
+            serve(listener, path, watcher, model)
         status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
         if status == 0:
             path.unlink(missing_ok=True)

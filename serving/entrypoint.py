@@ -29,7 +29,7 @@ from engine.http.client import UnixConnection
 from serving import tokens
 from serving.errors import StartError, StillLoading
 from serving.mms import launcher
-from serving.process import examples, ports, root_files
+from serving.process import examples, file_opener, ports
 from serving.process.counts import DROPPED, Counts
 from serving.process.device import check_device
 from serving.process.isolation import close_to_others, passed
@@ -161,13 +161,13 @@ def serve(settings: Settings) -> int:
 def _give_up_root(settings: Settings) -> list[socket.socket]:
     """Switches this process from root to RUN_AS_USER, if it is root and the variable is set.
 
-    Returns a list with the socket of `serving.process.root_files`, or an empty list if the user
+    Returns a list with the socket of `serving.process.file_opener`, or an empty list if the user
     does not change. Raises `StartError`.
     """
     if os.geteuid() != 0 or not settings.run_as_user:
         return []
     base = Path(settings.base_dir).absolute()
-    opener = root_files.start([base / "model", base / "models"])
+    opener = file_opener.start([base / "model", base / "models"])
     places = (settings.run_dir, settings.model_cache)
     variables = (os.environ.get(name) for name in ("ENGINE_CACHE_DIR", "TMPDIR"))
     become(settings.run_as_user, [Path(place) for place in (*places, *variables) if place])

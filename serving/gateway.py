@@ -17,7 +17,6 @@ import socket
 import sys
 import time
 from collections.abc import AsyncIterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +54,7 @@ from serving.models.startup import start, watch_health
 from serving.process.isolation import close_to_others
 from serving.process.ports import listen
 from serving.settings import Settings
-from serving.store import Cache, Lookups, RootFiles, StoreSettings, open_store
+from serving.store import Cache, Lookups, RootFiles, Sources, open_store
 from serving.tokens import Tokens
 
 logger = logging.getLogger(__name__)
@@ -87,30 +86,24 @@ class _Server(uvicorn.Server):
         self.should_exit = True
 
 
-def store_settings(settings: Settings, run_dir: Path) -> StoreSettings:
-    base, location = Path(settings.base_dir), settings.model_store
-    roots = [base / "model", base / "models"]
-    if "://" not in location:
-        roots.append(Path(location))
-    return StoreSettings(
-        location=location,
-        cache_dir=Path(settings.model_cache or run_dir / "models").absolute(),
-        cache_max_bytes=settings.cache_max_mib << 20,
-        model_max_bytes=settings.model_max_mib << 20,
-        roots=tuple(roots),
-        https_hosts=tuple(comma_separated(settings.https_hosts)),
-    )
+def _sources(settings: Settings) -> Sources:
+    base = Path(settings.base_dir)
+    roots, root_files = (base / "model", base / "models"), None
+    if file := os.environ.get("ROOT_FILES"):
+        requests = socket.socket(fileno=int(file))
+        requests.set_inheritable(False)
+        root_files = RootFiles(requests, roots)
+    hosts = tuple(comma_separated(settings.https_hosts))
+    return Sources(open_store(settings.model_store), roots, hosts, root_files)
 
 
 @contextlib.asynccontextmanager
 async def _gateway(settings: Settings, run_dir: Path, secret: str) -> AsyncIterator[Gateway]:
-    stores = store_settings(settings, run_dir)
-    if file := os.environ.get("ROOT_FILES"):
-        requests = socket.socket(fileno=int(file))
-        requests.set_inheritable(False)
-        sagemakers = stores.roots[:2]
-        stores = replace(stores, root_files=RootFiles(requests, sagemakers))
-    store = await asyncio.to_thread(open_store, settings.model_store)
+    sources = await asyncio.to_thread(_sources, settings)
+    lookups = Lookups(sources)
+    cache_dir = Path(settings.model_cache or run_dir / "models").absolute()
+    limits = (settings.cache_max_mib << 20, settings.model_max_mib << 20)
+    cache = Cache(sources, cache_dir, *limits)
     metrics, journal = Metrics(run_dir=run_dir), Journal()
 
     def observe(event: str, model: Model, seconds: float) -> None:
@@ -119,7 +112,6 @@ async def _gateway(settings: Settings, run_dir: Path, secret: str) -> AsyncItera
 
     client = MMSClient(launcher.mms_socket(run_dir), secret)
     engine = AsyncEngineClient(launcher.engine_socket(run_dir))
-    cache, lookups = Cache(stores, store), Lookups(store, stores)
     workers, snapshot = Workers(settings, run_dir, client, engine), Snapshot(run_dir)
     bases = Bases(lookups, settings.adapter_bases)
     # No aliases in a multi-model endpoint: there, SageMaker decides which models are loaded.

@@ -145,9 +145,12 @@ def no_thread_starts() -> Iterator[threading.Event]:
 
 @contextmanager
 def no_files_in(pid: int) -> Iterator[None]:
-    """Block in which the process gets no further descriptor."""
+    """Block in which the process gets no further descriptor.
+
+    The limit is not 0: poll() of one descriptor would fail with EINVAL.
+    """
     soft, hard = resource.prlimit(pid, resource.RLIMIT_NOFILE)
-    resource.prlimit(pid, resource.RLIMIT_NOFILE, (0, hard))
+    resource.prlimit(pid, resource.RLIMIT_NOFILE, (1, hard))
     try:
         yield
     finally:

@@ -41,12 +41,11 @@ def measure(archive: Path, tries: int, workdir: Path, log: Path) -> dict[str, An
 
 def _ours(folder: Path) -> dict[str, float]:
     """Fetch as the gateway does, which unpacks while it downloads."""
-    from serving.store import Cache, StoreSettings, open_store
+    from serving.store import Cache, Sources, open_store
 
-    location = f"s3://{BUCKET}/"
     began = time.perf_counter()
-    store = open_store(location)
-    cache = Cache(StoreSettings(location, folder, 0, 4 << 30, (), ()), store)
+    store = open_store(f"s3://{BUCKET}/")
+    cache = Cache(Sources(store), folder, 0, 4 << 30)
     fetched = cache.acquire(store.find(KEY.removesuffix(".tar.gz")))
     seconds = time.perf_counter() - began
     return {"seconds": seconds, "download_s": fetched.download_s, "unpack_s": fetched.unpack_s}

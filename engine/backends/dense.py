@@ -1,6 +1,6 @@
 """Models with all rows in one dense K/V cache, as graphs for GPUs need them.
 
-Such a graph computes the next token of rows 0..B-1, or several tokens of one row.
+A pass of such a graph appends as many tokens to each of some neighboring rows.
 """
 
 from __future__ import annotations
@@ -13,12 +13,14 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from common.errors import OutOfMemory
 from engine.artifacts.config import GPT2Config
 from engine.backends.interface import BackendModel, Logits, Piece, Row, check_ids
 
 Ids = NDArray[np.int64]
 
 BLOCK = 64  # positions that a cache grows by. Larger: more memory. Smaller: more copies
+MAX_ROWS = 32
 
 
 class DenseCache(ABC):
@@ -57,12 +59,20 @@ class DenseCache(ABC):
         return math.prod(self.shape_for(len(lengths), max(lengths))) * self.token_bytes
 
     def add_row(self) -> int:
+        if len(self.lengths) == MAX_ROWS:
+            raise OutOfMemory(f"all {MAX_ROWS} rows of the batch are taken")
         self.lengths.append(0)
         return len(self.lengths) - 1
 
-    @abstractmethod
     def copy_row(self, source: int, target: int, length: int) -> None:
-        """Copy the first `length` tokens of a row. Raises `OutOfMemory`."""
+        """Make the first `length` tokens of a row those of another. Raises `OutOfMemory`."""
+        if length:
+            self._copy(source, target, length)
+        self.lengths[target] = length
+
+    @abstractmethod
+    def _copy(self, source: int, target: int, length: int) -> None:
+        """Grow if needed, copy at least the first `length` tokens of a row, and wait for that."""
 
     def remove_last_row(self) -> None:
         self.lengths.pop()
@@ -89,8 +99,9 @@ class DenseRow:
 
 
 class DenseModel(BackendModel):
-    """A model that computes pieces by `extend`, for one row, and `decode`, for many."""
+    """A model that computes pieces of one token together, and all others one by one."""
 
+    max_rows = MAX_ROWS - 1  # and one to swap rows
     caches_rows = False
     _cache: DenseCache
 
@@ -98,12 +109,18 @@ class DenseModel(BackendModel):
         self._rows: list[DenseRow] = []
 
     @abstractmethod
-    def extend(self, row: int, ids: Ids) -> Logits:
-        """Append `ids` (T,) to one row; return the logits (V,) after the last."""
+    def compute(self, begin: int, ids: Ids) -> Logits:
+        """Compute `ids` (B, T) behind rows begin..begin+B-1; return the logits (B, V) of the last.
 
-    @abstractmethod
-    def decode(self, ids: Ids) -> Logits:
-        """Append ids[i] to row i for the first len(ids) rows; return their logits (B, V)."""
+        T is 1 where B is not. Stores keys and values, but leaves the lengths of the rows.
+        """
+
+    def _append(self, begin: int, ids: Ids) -> Logits:
+        """Append `ids` (B, T) to rows; return a copy of the logits (B, V) after the last."""
+        logits = self.compute(begin, ids).copy()
+        for row in range(begin, begin + len(ids)):  # last: a failed pass appends nothing
+            self._cache.lengths[row] += ids.shape[1]
+        return logits
 
     def open_row(self, source: Row | None = None, length: int = 0) -> DenseRow:
         row = DenseRow(self._cache, self._cache.add_row())
@@ -139,8 +156,8 @@ class DenseModel(BackendModel):
             steps = [i for j, i in enumerate(steps) if _index(pieces[i].row) == j]
         if len(steps) > 1:
             self._bring_to_front([pieces[i].row for i in steps])
-            logits = self.decode(np.array([pieces[i].ids[0] for i in steps]))
-            parts = {i: logits[j : j + 1].copy() for j, i in enumerate(steps)}
+            logits = self._append(0, np.array([pieces[i].ids for i in steps]))
+            parts = {i: logits[j : j + 1] for j, i in enumerate(steps)}
         for i, piece in enumerate(pieces):
             if i not in parts:
                 parts[i] = self._extend(piece)
@@ -150,11 +167,11 @@ class DenseModel(BackendModel):
     def _extend(self, piece: Piece) -> Logits:
         """Compute one piece; return its logits (num_logits, V)."""
         assert isinstance(piece.row, DenseRow)
-        row, ids = piece.row.index, np.array(piece.ids)
-        first = len(ids) - max(piece.num_logits - 1, 0)  # `extend` gives one logits row a call
-        parts = [ids[:first], *(ids[i : i + 1] for i in range(first, len(ids)))]
-        logits = [self.extend(row, part) for part in parts]
-        return np.stack(logits) if piece.num_logits else np.empty((0, len(logits[0])), np.float32)
+        row, ids = piece.row.index, np.array([piece.ids])
+        first = len(piece.ids) - max(piece.num_logits - 1, 0)  # a pass gives one logits row
+        parts = np.split(ids, range(first, len(piece.ids)), axis=1)
+        logits = np.concatenate([self._append(row, part) for part in parts])
+        return logits[: piece.num_logits]
 
     def _bring_to_front(self, rows: Sequence[Row]) -> None:
         """Swap rows of the cache, so that these become rows 0, 1, ... in this order."""

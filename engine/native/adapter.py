@@ -22,7 +22,7 @@ from engine.artifacts.artifact import Artifact
 from engine.artifacts.config import GPT2Config
 from engine.backends.page_cache import Span
 from engine.native import library
-from engine.native.prepared import PreparedFile, Stored, header_of, open_prepared, write
+from engine.native.prepared import Stored, open_prepared, write
 from engine.prepared import manifest as manifests
 from engine.prepared.manifest import Run, directly, to_manifest
 from engine.sandbox import Limits
@@ -102,9 +102,9 @@ def load_adapter(
     file = open_prepared(
         adapter.path,
         ["adapter", content, precision, sorted(adapter.scales.items())],
-        lambda: header_of(entries, content)[-1],
+        entries,
+        content,
         cache_dir,
-        lambda path: PreparedFile(path, entries, content),
         partial(run, build, sources, precision, content, what=adapter.path.name, limits=limits),
     )
     tensors = {entry.name: (file.addresses[entry.name], entry.shape) for entry in entries}

@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from engine.artifacts.config import GPT2Config
 from engine.backends.interface import BackendModel, Logits, Piece, Row, check_ids
 from engine.native import library
 from engine.native.arena import Arena, NativeRow
@@ -64,10 +63,10 @@ class NativeModel(BackendModel):
     caches_rows = checks_guesses = True
 
     def __init__(self, prepared: Prepared, run_pass: RunPass = library.run_pass) -> None:
-        config = prepared.config
+        config, file = prepared.config, prepared.file
         self.config, self._prepared, self._run_pass = config, prepared, run_pass
-        self.weight_bytes, self.mapped = prepared.num_bytes, [prepared.span]
-        self._model, self._layers = _struct(config, prepared)
+        self.weight_bytes, self.mapped = file.num_bytes, [file.span]
+        self._model, self._layers = _struct(prepared)
         self._page_bytes = library.page_bytes(self._model)
         self._arena = _open_arena(self._page_bytes)
         self._rows: set[NativeRow] = set()
@@ -126,11 +125,9 @@ class NativeModel(BackendModel):
         _close_arena(self._page_bytes)
 
 
-def _struct(
-    config: GPT2Config, prepared: Prepared
-) -> tuple[library.Model, ctypes.Array[library.Layer]]:
+def _struct(prepared: Prepared) -> tuple[library.Model, ctypes.Array[library.Layer]]:
     """Return a model's struct for the library, and its layers, which must live as long."""
-    addresses = prepared.addresses
+    config, addresses = prepared.config, prepared.file.addresses
 
     def norm(name: str) -> library.Norm:
         return library.Norm(addresses[f"{name}.gamma"], addresses[f"{name}.beta"])

@@ -17,12 +17,12 @@ import mmap
 import os
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 from blake3 import blake3
@@ -62,7 +62,6 @@ BUILD_MIB, BUILD_TIMES_FP32 = 512, 4
 BUILD_CPU_S, BUILD_BYTES_PER_CPU_S = 60, 10 * MIB
 
 logger = logging.getLogger(__name__)
-File = TypeVar("File", bound="PreparedFile")
 
 
 @dataclass(frozen=True)
@@ -162,13 +161,16 @@ class PreparedFile:
         self._memory.close()
 
 
-class Prepared(PreparedFile):
-    """The mapped prepared file of a model."""
+@dataclass(frozen=True)
+class Prepared:
+    """A model's configuration and its mapped prepared file."""
 
-    def __init__(self, path: Path, config: GPT2Config, precision: str, content: str) -> None:
-        """Map the file of a model. Raises what `PreparedFile` does."""
-        super().__init__(path, layout(config, precision), content)
-        self.config, self.block = config, BLOCKS[precision]
+    config: GPT2Config
+    block: int  # numbers that share a scale, 0: fp32
+    file: PreparedFile
+
+    def close(self) -> None:
+        self.file.close()
 
 
 def _digest(data: NDArray[np.uint8]) -> str:
@@ -196,29 +198,30 @@ def prepared(
         cpu_s=BUILD_CPU_S + fp32 // BUILD_BYTES_PER_CPU_S,
         niceness=manifests.NICENESS,
     )
-    return open_prepared(
+    file = open_prepared(
         artifact.path,
         [content, precision, dataclasses.asdict(config)],
-        lambda: header_of(layout(config, precision), content)[-1],
+        list(layout(config, precision)),
+        content,
         cache_dir,
-        lambda file: Prepared(file, config, precision, content),
         functools.partial(run, build, sources, precision, what=artifact.path.name, limits=limits),
     )
+    return Prepared(config, BLOCKS[precision], file)
 
 
 def open_prepared(
     path: Path,
     key: list[Any],
-    file_bytes: Callable[[], int],
+    entries: Sequence[Stored],
+    content: str,
     cache_dir: Path | None,
-    open_file: Callable[[Path], File],
     build: Callable[..., object],
-) -> File:
+) -> PreparedFile:
     """Open the prepared file of the artifact in `path`; `build` fills it if it does not exist.
 
     key: a JSON value that identifies the file's content
-    file_bytes: returns the file's size; called only if it is built
-    build: fills the file at the path `file`, which has `file_bytes()` zeros
+    content: the hash of the weights that it is made of
+    build: calls `write` for the file at the path `file`, which has zeros then
 
     Uses the folders and raises the errors of `prepared`.
     """
@@ -230,23 +233,23 @@ def open_prepared(
         if place is None:
             continue
         with suppress(ArtifactError, OSError):
-            prepared_file = open_file(place / name)
+            prepared_file = PreparedFile(place / name, entries, content)
             with suppress(OSError):
                 os.utime(place / name)  # when it was used last, see prune
             return prepared_file
 
-    def build_in(folder: Path) -> File:
+    def build_in(folder: Path) -> PreparedFile:
         folder.mkdir(parents=True, exist_ok=True)
         folders.remove_abandoned(folder)
         began = time.monotonic()
         with folders.written_whole(folder / name) as path_of_new, path_of_new.open("wb") as new:
             # on a full disk this fails; a later write to a mapping would raise a signal
-            os.posix_fallocate(new.fileno(), 0, file_bytes())
+            os.posix_fallocate(new.fileno(), 0, header_of(entries, content)[-1])
             build(file=path_of_new)
             path_of_new.chmod(0o644)
         logger.info("prepared %s in %.2f s", path.name, time.monotonic() - began)
         try:
-            return open_file(folder / name)
+            return PreparedFile(folder / name, entries, content)
         except ArtifactError as error:
             raise OSError(f"{folder} does not keep what is written: {error.message}") from error
 

@@ -26,6 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from common.errors import ArtifactError
+from common.memory import MIB
 from engine.artifacts import adapter as adapters
 from engine.artifacts.adapter import Adapter
 from engine.artifacts.artifact import Artifact, MappedWeights, check_weights
@@ -35,7 +36,7 @@ from engine.artifacts.generation_config import Generation
 from engine.artifacts.open import open_artifact
 from engine.artifacts.tensor_index import Tensor
 from engine.prepared.folder import SOURCE, cache_folder, hash_of, read_object, written_whole
-from engine.sandbox import MIB, Limits
+from engine.sandbox import Limits
 
 FORMAT = 3
 MAX_FILES = 1000

@@ -23,12 +23,13 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from common.errors import ArtifactError, EngineError, EngineUnavailable, Overloaded, named
+from common.memory import MIB
 from engine.sandbox.messages import receive, send
 
 ROOT = Path(__file__).parents[2]
-MIB = 1 << 20
 HELPER_S = 30.0  # a wide limit for the helper to fork a child
 STATUS_S = 5.0  # a wide limit for the helper to send a child's exit status
+ENDED = "its reader has ended"
 Target = Callable[..., Any]
 T = TypeVar("T")
 
@@ -66,7 +67,7 @@ class Sandbox:
         """
         self._what, self._limits = what, limits
         self._calls, self._ending = threading.Lock(), threading.Lock()
-        self._kill_reason = ""
+        self._kill_reason = ENDED
         self._connection, theirs = socket.socketpair()
         self._status, their_status = socket.socketpair()
         orders = {
@@ -105,8 +106,10 @@ class Sandbox:
         with self._ending:
             if self.pid is None:
                 return
-            self._kill_reason = reason
-            self._kill()
+            self._kill_reason, self.pid = reason, None
+            # The helper then kills the child: only a parent knows that a pid is still its child's.
+            with contextlib.suppress(OSError):
+                self._status.shutdown(socket.SHUT_WR)
             with contextlib.suppress(OSError):
                 self._connection.shutdown(socket.SHUT_RDWR)
         if self._calls.acquire(blocking=False):  # else the call under way closes it
@@ -138,10 +141,10 @@ class Sandbox:
                 if not isinstance(answer, dict):
                     raise ValueError("an answer that is no object")
             except TimeoutError:
-                self._end()
+                self.kill(ENDED)
                 raise self._too_slow(timeout_s) from None
             except ValueError as error:
-                self._end()
+                self.kill(ENDED)
                 raise self._error(f"it gave {error}") from None
             except OSError:
                 raise self._death() from None
@@ -152,18 +155,6 @@ class Sandbox:
             if self.pid is None:
                 self._close()
             self._calls.release()
-
-    def _end(self) -> None:
-        """Kill the child from inside a call."""
-        with self._ending:
-            if self.pid is not None:
-                self._kill()
-
-    def _kill(self) -> None:
-        """Make the helper kill the child: only its parent knows that the pid is still its own."""
-        self.pid = None
-        with contextlib.suppress(OSError):
-            self._status.shutdown(socket.SHUT_WR)
 
     def _raised(self, error: Any) -> EngineError:
         """Return the exception for an error that was raised in the child."""
@@ -183,7 +174,7 @@ class Sandbox:
             status = None
         if self.pid is None:
             return self._gone()
-        self._end()
+        self.kill(ENDED)
         if status in (None, -signal.SIGKILL):
             how = "was killed, as for want of memory" if status else "went away"
             return EngineUnavailable(f"{self._what} could not be read: its reader {how}")
@@ -193,7 +184,7 @@ class Sandbox:
         return self._error(f"its reader crashed ({how})")
 
     def _gone(self) -> ArtifactError:
-        return self._error(self._kill_reason or "its reader has ended")
+        return self._error(self._kill_reason)
 
     def _too_slow(self, seconds: float) -> ArtifactError:
         return self._error(f"it took more than {seconds:g} s")

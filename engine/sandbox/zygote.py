@@ -24,6 +24,7 @@ from typing import Any
 from common import landlock, seccomp
 from common.errors import EngineError
 from common.logs import log_as_json
+from common.memory import MIB
 from common.oom import SCRIPT, expendable
 from engine.sandbox.messages import receive, send
 
@@ -33,7 +34,6 @@ PRELOADED = (
 )
 PR_SET_PDEATHSIG = 1
 PR_SET_NO_NEW_PRIVS = 38
-MIB = 1 << 20
 MAX_ORDERS_BYTES = 64 * MIB
 OPEN_FILES = 256
 

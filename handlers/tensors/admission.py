@@ -12,8 +12,8 @@ from common.memory import MIB, container_memory, memory_limit_bytes
 RESERVE_BYTES = 128 * MIB
 
 
-def check_memory(size_bytes: int, what: str) -> None:
-    """Check that `size_bytes` of memory are available.
+def check_memory(size_bytes: int) -> None:
+    """Check that `size_bytes` of memory are available for a model.
 
     Raises `OutOfMemory`, or `NeverFits` if evicting other models could not free enough.
     """
@@ -21,7 +21,7 @@ def check_memory(size_bytes: int, what: str) -> None:
     if size_bytes > available:
         error = NeverFits if size_bytes > limit else OutOfMemory
         raise error(
-            f"{what} needs about {size_bytes / MIB:.0f} MiB, but of the container's"
+            f"the model needs about {size_bytes / MIB:.0f} MiB, but of the container's"
             f" {limit / MIB:.0f} MiB only {max(available, 0) / MIB:.0f} are left"
         )
 

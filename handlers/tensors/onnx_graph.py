@@ -51,7 +51,7 @@ def model_fn(model_dir: str, name: str | None = None) -> OnnxModel:
     total_bytes = sum(file.stat().st_size for file in path.parent.rglob("*") if file.is_file())
     needed = GRAPH_FACTOR * graph_bytes + LIBRARY_BYTES
     needed += WEIGHTS_FACTOR * (total_bytes - graph_bytes)
-    check_memory(int(needed), "the model")
+    check_memory(int(needed))
     model = OnnxModel(path, client_name(name or Path(model_dir).name), version)
     return_freed_memory()  # the load has read the file into memory
     return model

@@ -47,7 +47,7 @@ def model_fn(model_dir: str, name: str | None = None) -> SymbolModel:
     """Loads the graph. Raises `ArtifactError` with the reason in one sentence, or `OutOfMemory`."""
     folder = symbol_folder(model_dir)
     # MXNet holds the weights, and a copy in the layout of the convolutions.
-    check_memory(2 * (folder / PARAMS).stat().st_size + MXNET_BYTES, "the model")
+    check_memory(2 * (folder / PARAMS).stat().st_size + MXNET_BYTES)
     model = SymbolModel(folder, client_name(name or Path(model_dir).name))
     return_freed_memory()
     return model

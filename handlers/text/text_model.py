@@ -9,7 +9,7 @@ from common.media_types import JSON
 from common.settings import read_settings
 from engine.http.client import EngineClient, ModelHandle
 from handlers.model_spec import client_name
-from handlers.payload import answer_type, format_answer, parse
+from handlers.payload import answer_type, format_answer, parse, sequences_of
 from handlers.request_id import request_id, token_counts
 from handlers.settings import Settings
 from handlers.text import v2
@@ -36,13 +36,13 @@ def transform_fn(
     model: ModelHandle, body: bytes, content_type: str | None, accept: str | None, timeout_s: float
 ) -> tuple[bytes, str]:
     """Continues the prompt in `body`, see `handlers.payload`. Raises `EngineError`."""
-    if (rewritten := v2.parse(body, content_type)) is not None:
-        v2_request, text_body = rewritten
-        plain, _ = transform_fn(model, text_body, JSON, JSON, timeout_s)
-        return v2.answer(v2_request, plain, client_name(model.model["name"]))
-    request = parse(body, content_type)
-    media_type = answer_type(accept, request.form)
+    v2_request, request = v2.parse(body, content_type) or (None, parse(body, content_type))
+    media_type = JSON if v2_request is not None else answer_type(accept, request.form)
     answer = model.generate(request.inputs, request.parameters, timeout_s, request_id.get())
     generated = sum(completion["tokens"] for completion in answer["completions"])
     token_counts.set((answer["prompt_tokens"], generated))
+    if v2_request is not None:
+        return v2.answer(
+            v2_request, sequences_of(request, answer), client_name(model.model["name"])
+        )
     return format_answer(request, answer, media_type)

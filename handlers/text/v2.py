@@ -4,14 +4,14 @@
  "parameters": {"max_new_tokens": 16}}
     -> generated_text, finish_reason (BYTES) and tokens (INT64), each of shape [sequences]
 
-Rewrites such a request into a request of `handlers.payload`, and its answer back.
+Converts such a request to one of `handlers.payload`.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
 import struct
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from common.errors import InvalidRequest
@@ -19,7 +19,7 @@ from common.hints import HINTS
 from common.json_body import MAX_VALUES, read_json
 from common.media_types import BINARY, HEADER_SIZE, media_type
 from handlers import v2
-from handlers.payload import to_json
+from handlers.payload import GenerateRequest, from_object, to_json
 
 DATATYPES = {"generated_text": "BYTES", "tokens": "INT64", "finish_reason": "BYTES"}
 INPUT = '{"name": "text", "shape": [1], "datatype": "BYTES", "data": ["..."]}'
@@ -37,8 +37,8 @@ def metadata(name: str) -> dict[str, Any]:
     }
 
 
-def parse(raw: bytes, content_type: str | None) -> tuple[v2.InferRequest, bytes] | None:
-    """Parse a V2 request: returns it and a body for `handlers.payload`; None for any other body.
+def parse(raw: bytes, content_type: str | None) -> tuple[v2.InferRequest, GenerateRequest] | None:
+    """Parse a V2 request: returns it and the request for a text; None for any other body.
 
     Raises `InvalidRequest`, `UnsupportedMediaType`.
     """
@@ -62,7 +62,7 @@ def parse(raw: bytes, content_type: str | None) -> tuple[v2.InferRequest, bytes]
             request = v2.parse(value, binary, {"text": "BYTES [1]"}, list(DATATYPES))
             parameters = {k: v for k, v in request.parameters.items() if k not in HINTS}
             plain = {"inputs": _text(request.inputs[0].data), "parameters": parameters}
-            return request, to_json(plain)
+            return request, from_object(plain)
     raise InvalidRequest(f"inputs must be one text, [{INPUT}]")
 
 
@@ -76,10 +76,10 @@ def _text(data: Any) -> str:
     return data
 
 
-def answer(request: v2.InferRequest, plain: bytes, name: str) -> tuple[bytes, str]:
-    """Convert `plain`, an answer of `handlers.payload`, to a V2 body and its content type."""
-    value = json.loads(plain)
-    sequences = value.get("sequences", [value])
+def answer(
+    request: v2.InferRequest, sequences: Sequence[Mapping[str, Any]], name: str
+) -> tuple[bytes, str]:
+    """Encode the results of `handlers.payload.sequences_of` as a V2 body and its content type."""
     tensors = []
     for output, as_bytes in request.outputs.items():
         values = [sequence[output] for sequence in sequences]

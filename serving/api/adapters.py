@@ -46,7 +46,7 @@ async def register(gateway: Gateway, request: Request) -> Response:
     # On a server without a single model, the adapter's own files name its base.
     base = str(Path(gateway.settings.base_dir, "model")) if gateway.single_model else None
     settings = ModelSettings(base=base, pinned=body.get("pin"))
-    load = gateway.registry.begin(name, public_url(src), stored, settings)
+    load = gateway.registry.load(name, public_url(src), stored, settings)
     counted = gateway.registry.spawn(gateway.metrics.loaded(load))
     if body.get("preload", True):
         await asyncio.shield(counted)

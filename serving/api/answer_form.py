@@ -72,7 +72,7 @@ def typed(field: str, value: Any) -> GivenForm | None:
     Returns None for "text". A "json_object" may have a schema: in llama.cpp's field `schema`, or in
     TGI's `value`.
     """
-    given = _mapping(field, value)
+    given = fields.mapping(field, value)
     match given.get("type"):
         case "text":
             return None
@@ -83,7 +83,7 @@ def typed(field: str, value: Any) -> GivenForm | None:
         case "json_schema":
             path = next((f"{field}.{k}" for k in ("json_schema", "value") if k in given), field)
             if path != field:
-                given = _mapping(path, given[path.rpartition(".")[2]])
+                given = fields.mapping(path, given[path.rpartition(".")[2]])
             return form_of(field, "json_schema", given.get("schema"), f"{path}.schema")
         case "json":
             return form_of(field, "json_schema", given.get("value"), f"{field}.value")
@@ -95,7 +95,8 @@ def typed(field: str, value: Any) -> GivenForm | None:
 
 def structured(field: str, value: Any) -> GivenForm | None:
     """Parse vLLM's `structured_outputs`: one form, and the whitespace of a JSON answer."""
-    given = {k: v for k, v in _mapping(field, value).items() if v is not None and v is not False}
+    options = fields.mapping(field, value)
+    given = {k: v for k, v in options.items() if v is not None and v is not False}
     for name in given:
         if name not in (*STRUCTURED, *SPACES, *WITHOUT_EFFECT):
             known = ", ".join((*STRUCTURED, *SPACES))
@@ -146,12 +147,6 @@ def _any_of(field: str, pattern: Any) -> Mapping[str, Any]:
 def _none(field: str, value: Any) -> Mapping[str, Any]:
     fields.boolean(field, value)
     return {"item_separator": ",", "key_separator": ":"}
-
-
-def _mapping(field: str, value: Any) -> Mapping[str, Any]:
-    if not isinstance(value, Mapping):
-        raise fields.wrong(field, f"must be an object, is {fields.kind(value)}")
-    return value
 
 
 def _named(kind: Kind) -> Callable[[str, Any], GivenForm]:

@@ -113,8 +113,7 @@ async def answer(
             await resources.enter_async_context(call.place())
             first = await call.begin(request.prompts[0], resources)
             pieces = _pieces(request, renderer, first, call, resources)
-            kind, late = renderer.stream_type, lambda: renderer.broken(LATE)
-            return TokenStream(pieces, kind, end, late, resources.pop_all())
+            return TokenStream(pieces, renderer, end, resources.pop_all())
         body = renderer.whole(await _whole(request, renderer, call))
     except EngineError as error:
         raise named_by_request(error, request.form) from None
@@ -185,21 +184,20 @@ async def _pieces(
 class TokenStream(StreamingResponse):
     """A stream of tokens that holds `resources` until it ends or its client disconnects.
 
-    At its deadline `end` the result of `late` is sent as the last piece. A client that has not read
-    it after another `UNREAD_S` is disconnected.
+    At its deadline `end` it breaks off with the error `LATE`. A client that has not read that after
+    another `UNREAD_S` is disconnected.
     """
 
     def __init__(
         self,
         content: AsyncIterator[bytes],
-        kind: str,
+        renderer: Renderer,
         end: float,
-        late: Callable[[], bytes],
         resources: AsyncExitStack,
     ) -> None:
-        super().__init__(content, media_type=kind, headers={"cache-control": "no-store"})
-        self._end, self._resources = end, resources
-        self._late = late
+        headers = {"cache-control": "no-store"}
+        super().__init__(content, media_type=renderer.stream_type, headers=headers)
+        self._renderer, self._end, self._resources = renderer, end, resources
         self.frame: Callable[[bytes], bytes] = bytes  # what the protocol puts around each piece
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -215,5 +213,5 @@ class TokenStream(StreamingResponse):
                 await super().__call__(scope, receive, send_until_end)
             if work.cancelled_caught and not ended:  # the end may be sent at the deadline itself
                 with CancelScope(deadline=self._end + UNREAD_S):
-                    last = {"type": "http.response.body", "body": self.frame(self._late())}
-                    await send(last)
+                    last = self.frame(self._renderer.broken(LATE))
+                    await send({"type": "http.response.body", "body": last})

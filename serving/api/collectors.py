@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,6 @@ from prometheus_client.core import (
     HistogramMetricFamily,
     Metric,
 )
-from prometheus_client.registry import Collector
 
 from serving.aliases import Aliases
 from serving.process.counts import DROPPED, PROCESSES, read_counts
@@ -55,9 +54,9 @@ GAUGES = {
 Rows = Iterable[tuple[Sequence[str], float]]  # values of the labels, and of the metric
 
 
-@dataclass(eq=False)
-class Scrape(Collector):
-    """Collects, at each scrape, the counts that other parts of the server make.
+@dataclass(frozen=True)
+class Scrape:
+    """The counts that other parts of the server make, collected for one scrape.
 
     run_dir: the folder of the entrypoint's counts, which outlive the gateway
     statistics: the engine's own counters; None if it does not answer
@@ -69,12 +68,12 @@ class Scrape(Collector):
     Only names of existing tokens, aliases and models become labels.
     """
 
-    run_dir: Path | None = None
-    statistics: dict[str, Any] | None = None
-    names: Mapping[str, str] = field(default_factory=dict)
-    waiting: Mapping[str, int] = field(default_factory=dict)
-    tokens: Sequence[Token] = ()
-    aliases: Aliases = field(default_factory=Aliases)
+    run_dir: Path | None
+    statistics: dict[str, Any] | None
+    names: Mapping[str, str]
+    waiting: Mapping[str, int]
+    tokens: Sequence[Token]
+    aliases: Aliases
 
     def collect(self) -> Iterator[Metric]:
         yield from self._engine()

@@ -58,9 +58,7 @@ class EngineCall:
         """Return the engine's whole answer to a prompt."""
 
         async def generate() -> dict[str, Any]:
-            name, left = self.model.engine_name, left_s(self.end)
-            given = name, prompt, self.parameters, left, self.kind
-            result = await self.gateway.engine.generate(*given)
+            result = await self.gateway.engine.generate(*self._arguments(prompt))
             _count(result["prompt_tokens"], result["completions"])
             return result
 
@@ -97,13 +95,14 @@ class EngineCall:
 
         return await while_restored(self.gateway, self.model, self.end, collect)
 
+    def _arguments(self, prompt: Any) -> tuple[str, Any, Mapping[str, Any], float, str]:
+        return self.model.engine_name, prompt, self.parameters, left_s(self.end), self.kind
+
     async def _stream(self, prompt: Any, *, counted: bool) -> AsyncGenerator[Item, None]:
         # A call that may be repeated after its first token counts its whole answer at the end.
         token = current.get() if counted else None
-        name, left = self.model.engine_name, left_s(self.end)
-        given = name, prompt, self.parameters, left, self.kind
         begun = False
-        async with aclosing(self.gateway.engine.stream(*given)) as items:
+        async with aclosing(self.gateway.engine.stream(*self._arguments(prompt))) as items:
             async for item in items:
                 if token is not None:  # the first token of each sequence has the prompt's length
                     token.usage.count(0 if begun else item.get("prompt_tokens", 0), 1)

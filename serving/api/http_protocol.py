@@ -18,8 +18,8 @@ import socket
 import struct
 import uuid
 from collections import OrderedDict, defaultdict
+from collections.abc import Callable
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import httptools
 from uvicorn.protocols.http.httptools_impl import (
@@ -45,7 +45,7 @@ FRAMING = (b"content-length", b"transfer-encoding")
 
 
 class Port:
-    """The connections of one port, the silent ones in the order in which they fell silent."""
+    """The connections of a port, the silent ones in the order in which they fell silent."""
 
     def __init__(self) -> None:
         self.open: set[HTTPProtocol] = set()
@@ -66,7 +66,7 @@ class Port:
         return True
 
 
-_ports: WeakKeyDictionary[Any, defaultdict[int, Port]] = WeakKeyDictionary()  # by uvicorn's server
+PORTS: defaultdict[int, Port] = defaultdict(Port)  # by number
 
 
 class HTTPProtocol(HttpToolsProtocol):
@@ -102,8 +102,7 @@ class HTTPProtocol(HttpToolsProtocol):
     # A connection
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        ports = _ports.setdefault(self.server_state, defaultdict(Port))
-        port = ports[transport.get_extra_info("sockname")[1]]
+        port = PORTS[transport.get_extra_info("sockname")[1]]
         if len(port.open) >= self.max_connections and not port.evict_silent():
             transport.write(_error(Unavailable("too many connections")))
             transport.close()
@@ -119,12 +118,11 @@ class HTTPProtocol(HttpToolsProtocol):
 
     def abort(self) -> None:
         """Close the connection at once, and drop data that the client has not read."""
-        if not self.transport.is_closing() or self._unwritten_bytes():
-            if self._unwritten_bytes():
-                connected: socket.socket = self.transport.get_extra_info("socket")
-                reset = struct.pack("ii", 1, 0)
-                connected.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, reset)
-            self.transport.abort()
+        if self._unwritten_bytes():
+            connected: socket.socket = self.transport.get_extra_info("socket")
+            reset = struct.pack("ii", 1, 0)
+            connected.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, reset)
+        self.transport.abort()
 
     def _note(self) -> None:
         """Update the port's order of silent connections.
@@ -155,9 +153,9 @@ class HTTPProtocol(HttpToolsProtocol):
             self._port.silent.pop(self, None)
             super().connection_lost(exc)
 
-    def _start_timer(self, seconds: float, act: Any, *arguments: Any) -> None:
+    def _start_timer(self, seconds: float, act: Callable[[], None]) -> None:
         self._stop_timer()
-        self._timer = self.loop.call_later(seconds, act, *arguments)
+        self._timer = self.loop.call_later(seconds, act)
 
     def _stop_timer(self) -> None:
         if self._timer is not None:

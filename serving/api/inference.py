@@ -16,11 +16,11 @@ GET  /ping
 from __future__ import annotations
 
 import functools
-import json
 import re
 from collections.abc import Mapping
 from urllib.parse import unquote
 
+import orjson
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -135,9 +135,7 @@ async def endpoint_stream(gateway: Gateway, request: Request) -> Response:
 
 def _typed_error(status: int, kind: str, body: dict[str, object], request_id: str) -> Response:
     headers = {"x-amzn-errortype": kind, "x-amzn-requestid": request_id}
-    return Response(
-        json.dumps(body, ensure_ascii=False), status, headers, media_type="application/json"
-    )
+    return Response(orjson.dumps(body), status, headers, media_type=JSON)
 
 
 PROMPTS = ("Generate", "OpenAICompletion", "OpenAIChat", "Text")

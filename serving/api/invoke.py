@@ -76,7 +76,7 @@ async def invoke(
     if name is not None:
         name_model(gateway, request, name)
     async with AsyncExitStack() as resources:
-        counted = request.state.counted = resources.enter_context(Counted(gateway))
+        counted = resources.enter_context(Counted(gateway, request))
         headers = {**forwarded_headers(request), **(headers or {})}
         query = read_query(request)
         body = await read_body(gateway, request)
@@ -93,12 +93,7 @@ async def invoke(
             name_model(gateway, request, name)
         name = choose_model(gateway, request, name, direct.user)
         used = await resources.enter_async_context(AsyncExitStack())
-        async with until(gateway, request, name, direct.limit_s) as scope:
-            model = await used.enter_async_context(gateway.use(name))
-            counted.model = name
-            check_version(request, model)
-            end = request.state.started + min(model.request_timeout_s, direct.limit_s)
-            scope.deadline = end
+        async with loaded(gateway, request, name, used, direct.limit_s) as (model, end):
             # A model with its own code parses all bodies itself, whatever API they look like.
             if not model.in_engine:
                 request.state.shape = None
@@ -134,17 +129,15 @@ async def _answer_directly(
     return await answer(gateway, model, parsed, renderer, end, resources)
 
 
-async def describe(gateway: Gateway, request: Request, name: str) -> Model:
-    """Load a model as `invoke` does and return it with its metadata (`GET /v2/models/{name}`).
+async def describe(gateway: Gateway, request: Request) -> Model:
+    """Load the path's model as `invoke` does; return it with its metadata (`/v2/models/{name}`).
 
     For an alias, this is the model with the largest weight.
     """
     gateway.check_ready()
-    name, *_ = described_models(gateway, name)
-    with Counted(gateway) as counted:
-        async with until(gateway, request, name), gateway.use(name) as model:
-            counted.model = name
-            check_version(request, model)
+    name, *_ = described_models(gateway, request.path_params["name"])
+    with Counted(gateway, request):
+        async with AsyncExitStack() as used, loaded(gateway, request, name, used) as (model, _):
             return model
 
 
@@ -161,14 +154,10 @@ async def engine_model(
     name_model(gateway, request, name)
     name = choose_model(gateway, request, name, user)
     async with AsyncExitStack() as resources:
-        counted = resources.enter_context(Counted(gateway))
-        async with until(gateway, request, name, limit_s) as scope:
-            model = await resources.enter_async_context(gateway.use(name))
-            counted.model = name
-            check_version(request, model)
+        resources.enter_context(Counted(gateway, request))
+        async with loaded(gateway, request, name, resources, limit_s) as (model, end):
             check_engine(model)
-            scope.deadline = request.state.started + min(model.request_timeout_s, limit_s)
-            yield model, scope.deadline, resources
+            yield model, end, resources
 
 
 def check_version(request: Request, model: Model) -> None:
@@ -187,12 +176,17 @@ def check_engine(model: Model) -> None:
 
 
 @contextlib.asynccontextmanager
-async def until(
-    gateway: Gateway, request: Request, name: str, limit_s: float = math.inf
-) -> AsyncIterator[CancelScope]:
-    """Cancel the context's body at the request's deadline, or when the client disconnects.
+async def loaded(
+    gateway: Gateway,
+    request: Request,
+    name: str,
+    used: AsyncExitStack,
+    limit_s: float = math.inf,
+) -> AsyncIterator[tuple[Model, float]]:
+    """Load a model, which `used` then holds, for a request that has entered `Counted`.
 
-    Yields the scope, whose deadline may be changed. Raises `ClientDisconnect`, `Timeout`, or
+    Yields the model, and the request's deadline on the monotonic clock. The context's body is
+    cancelled then, or when the client disconnects. Raises `ClientDisconnect`, `Timeout`, or
     `Unavailable` if the model still waited for memory or disk.
     """
     gone = False
@@ -204,12 +198,17 @@ async def until(
         gone = True
         scope.cancel()
 
-    limit_s = min(gateway.settings.request_timeout_s, limit_s)
-    with CancelScope(deadline=request.state.started + limit_s) as scope:
+    started = request.state.started
+    load_end = started + min(gateway.settings.request_timeout_s, limit_s)
+    with CancelScope(deadline=load_end) as scope:
         watching = asyncio.create_task(watch())
         late = False
         try:
-            yield scope
+            model = await used.enter_async_context(gateway.use(name))
+            request.state.counted.model = name
+            check_version(request, model)
+            scope.deadline = started + min(model.request_timeout_s, limit_s)
+            yield model, scope.deadline
         except (Unavailable, EngineUnavailable):  # raised after waiting for a restarting process
             late = time.monotonic() >= scope.deadline
             if not late:
@@ -219,18 +218,19 @@ async def until(
     if gone and scope.cancelled_caught:
         raise ClientDisconnect
     if late or scope.cancelled_caught:
-        limit_s = scope.deadline - request.state.started
-        model = gateway.registry.find(name)
-        if model is not None and model.shortage is not None:
-            raise eviction_timeout(model.shortage, limit_s)
+        limit_s = scope.deadline - started
+        waiting = gateway.registry.find(name)
+        if waiting is not None and waiting.shortage is not None:
+            raise eviction_timeout(waiting.shortage, limit_s)
         raise no_answer(limit_s)
 
 
 class Counted:
     """Counts a request as in flight for as long as the context lasts, then in the metrics."""
 
-    def __init__(self, gateway: Gateway) -> None:
+    def __init__(self, gateway: Gateway, request: Request) -> None:
         self._gateway = gateway
+        request.state.counted = self
         self._started = time.monotonic()
         self.model = ""  # set once the model exists: unknown names must not become labels
         self.status = 200

@@ -30,6 +30,7 @@ from serving.api.naming import (
 )
 from serving.api.reading import read_json_object
 from serving.api.routing import FIND, LIST, LOAD, LOADING, Route
+from serving.api.schemas import fields_of
 from serving.errors import BadRequest, ServingError
 from serving.mms.launcher import HANDLER
 from serving.models import model_settings
@@ -44,10 +45,7 @@ MAX_TEXT = 1024
 OWN_HANDLER = re.compile(r"(?:[\w-]+/){0,8}[\w-]+(?:\.py)?(?::[A-Za-z_]\w*)?", re.ASCII)
 RUNTIMES = ("", "python", "python3")  # names of the only runtime of MMS that is available here
 SETTINGS = set(model_settings.schema())
-LOAD_PARAMETERS = SETTINGS | {
-    "model_name", "url", "handler", "runtime", "batch_size", "max_batch_delay", "initial_workers",
-    "synchronous", "response_timeout", "preload_model",
-}  # fmt: skip
+LOAD_PARAMETERS = fields_of("Load") | {"runtime", "preload_model"}  # those two without effect
 
 
 async def load(gateway: Gateway, request: Request) -> Response:
@@ -96,7 +94,7 @@ async def load(gateway: Gateway, request: Request) -> Response:
         name = model_name(name)
     name_model(gateway, request, name)
     check_no_alias(gateway, name)
-    load = gateway.registry.begin(name, public_url(url), stored, settings, **options)
+    load = gateway.registry.load(name, public_url(url), stored, settings, **options)
     counted = gateway.registry.spawn(gateway.metrics.loaded(load))
     if wait:
         await asyncio.shield(counted)

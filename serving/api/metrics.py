@@ -50,7 +50,7 @@ class Metrics:
         self, now: Callable[[], float] = time.monotonic, run_dir: Path | None = None
     ) -> None:
         """Register all metrics. `run_dir` is the folder with the entrypoint's counts."""
-        self._registry = CollectorRegistry()
+        self._run_dir, self._registry = run_dir, CollectorRegistry()
         counter = functools.partial(Counter, registry=self._registry)
         histogram = functools.partial(Histogram, registry=self._registry, buckets=SECONDS)
         text = "Requests answered, by status"
@@ -76,8 +76,6 @@ class Metrics:
         self._fetched_bytes = counter("kogpt2_fetched_bytes", "Bytes of models downloaded")
         text = "When the gateway started"
         Gauge("kogpt2_start_time_seconds", text, registry=self._registry).set(time.time())
-        self._scrape = Scrape(run_dir)
-        self._registry.register(self._scrape)
         text = "Loads by POST /models, /adapters and the model repository that failed, by status"
         self._failed_loads = counter("kogpt2_load_failures", text, ["status"])
 
@@ -154,7 +152,5 @@ class Metrics:
         newest = sorted(absent, key=self._gone.__getitem__)[-MAX_GONE:]
         gone = absent - {name for name in newest if now - self._gone[name] < GONE_S}
         self._drop(gone)
-        scrape = self._scrape
-        scrape.statistics, scrape.names, scrape.waiting = statistics, names, waiting
-        scrape.tokens, scrape.aliases = tokens, aliases or Aliases()
-        return generate_latest(self._registry)
+        scrape = Scrape(self._run_dir, statistics, names, waiting, tokens, aliases or Aliases())
+        return generate_latest(self._registry) + generate_latest(scrape)

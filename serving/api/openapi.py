@@ -1,7 +1,4 @@
-"""The OpenAPI 3.1 document of both ports, and a page that shows it without any outside host.
-
-The schemas of bodies are in schemas.json.
-"""
+"""The OpenAPI 3.1 document of both ports, and a page that shows it without any outside host."""
 
 from __future__ import annotations
 
@@ -9,7 +6,6 @@ import html
 import json
 import re
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
@@ -17,10 +13,9 @@ from common.media_types import JSON
 from serving.api.access import Right
 from serving.api.naming import SESSION_ID as X_SESSION_ID
 from serving.api.routing import Route
+from serving.api.schemas import SCHEMAS
 from serving.api.sessions import SESSION_ID
-from serving.models import model_settings
 
-SCHEMAS = Path(__file__).with_name("schemas.json")
 DESCRIPTION = (
     "Serves many fine-tunes of KoGPT2 at once. The port for requests answers every route, the"
     " management port those under `management` and `health`."
@@ -50,14 +45,11 @@ def document(routes: Iterable[Route]) -> dict[str, Any]:
         for name, (path, method) in LINKS.items()
         if path in paths
     }
-    schemas = json.loads(SCHEMAS.read_text("utf-8"))
-    schemas["ModelSettings"]["properties"] = model_settings.schema()
-    schemas["Load"]["properties"] |= model_settings.schema()
     return {
         "openapi": "3.1.0",
         "info": {"title": "KoGPT2 serving", "version": "0.1.0", "description": DESCRIPTION},
         "paths": paths,
-        "components": {"schemas": schemas},
+        "components": {"schemas": SCHEMAS},
     }
 
 

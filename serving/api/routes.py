@@ -44,7 +44,8 @@ async def metrics(gateway: Gateway, request: Request) -> Response:
 
 
 async def describe(gateway: Gateway, request: Request) -> Response:
-    return Response(_encoded(is_managing(gateway, request)), media_type=JSON)
+    described = document(managing=is_managing(gateway, request))
+    return Response(orjson.dumps(described), media_type=JSON)
 
 
 async def docs(gateway: Gateway, request: Request) -> Response:
@@ -85,14 +86,10 @@ REQUESTS = (  # each is tried in turn
 )
 
 
+@functools.cache
 def document(*, managing: bool = False) -> dict[str, Any]:
     """The OpenAPI document of the port for requests, or of a management port of its own."""
     return openapi.document(MANAGEMENT if managing else REQUESTS)
-
-
-@functools.cache
-def _encoded(managing: bool) -> bytes:
-    return orjson.dumps(document(managing=managing))
 
 
 @functools.cache

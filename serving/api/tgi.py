@@ -77,7 +77,9 @@ def parse(body: Mapping[str, Any]) -> ParsedRequest:
     inputs: str = body["inputs"]
     if not inputs.strip() or "\0" in inputs:
         raise InvalidRequest("inputs must be text that is not empty, without NUL")
-    given = {k: v for k, v in body.get("parameters", {}).items() if v is not None}
+    parameters = body.get("parameters")
+    parameters = fields.mapping("parameters", {} if parameters is None else parameters)
+    given = {k: v for k, v in parameters.items() if v is not None}
     adapter = adapter_of(body)
     given.pop("adapter_id", None)
     for name, harmless in NOT_DONE.items():

@@ -1,13 +1,12 @@
 """The console's routes, on the port for requests.
 
 GET /                  the page, if `Accept` contains text/html; otherwise 405
-GET /console/{file}    scripts and images of the page
+GET /console/{file}    its scripts, style and icon
 GET /console/events    the data of the page, as server-sent events (`serving.console.feed`)
 """
 
 from __future__ import annotations
 
-import base64
 import functools
 import hashlib
 from collections.abc import AsyncGenerator
@@ -29,22 +28,22 @@ from serving.errors import MethodNotAllowed, ResourceNotFound
 
 PAGE = Path(__file__).with_name("page")
 PAGE_METHODS = ("GET", "HEAD", "OPTIONS")
-INDEX, STYLE = "index.html", "style.css"
+INDEX = "index.html"
 TYPES = {
-    ".css": "text/css",  # inlined into the page, not served
+    ".css": "text/css",
     ".html": "text/html",
     ".js": "text/javascript",
     ".svg": "image/svg+xml",
 }
-# Scripts are from this origin only, the inline style is allowed by its hash, and text cannot become
-# markup.
+# Scripts and styles are from this origin only, and text cannot become markup.
 POLICY = (
-    "default-src 'none'; script-src 'self'; style-src '{}'; img-src 'self'; connect-src 'self';"
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self';"
     " base-uri 'none'; form-action 'none'; frame-ancestors 'none';"
     " require-trusted-types-for 'script'; trusted-types 'none'"
 )
 HEADERS = {
     "cache-control": "no-cache",
+    "content-security-policy": POLICY,
     "cross-origin-opener-policy": "same-origin",
     "cross-origin-resource-policy": "same-origin",
     "referrer-policy": "no-referrer",
@@ -60,16 +59,10 @@ class _File:
     tag: str
 
     @classmethod
-    def of(cls, content: bytes, suffix: str) -> _File:
-        return cls(content, TYPES[suffix], f'"{hashlib.sha256(content).hexdigest()[:16]}"')
-
-
-def _styled(page: bytes, style: bytes) -> tuple[_File, str]:
-    """Returns the page, its style inlined to save a request, and its Content-Security-Policy."""
-    link = b'<link rel="stylesheet" href="/console/style.css">'
-    digest = base64.b64encode(hashlib.sha256(style).digest()).decode()
-    whole = page.replace(link, b"<style>" + style + b"</style>")
-    return _File.of(whole, ".html"), POLICY.format(f"sha256-{digest}")
+    def read(cls, path: Path) -> _File:
+        content = path.read_bytes()
+        tag = f'"{hashlib.sha256(content).hexdigest()[:16]}"'
+        return cls(content, TYPES[path.suffix], tag)
 
 
 class Console:
@@ -77,9 +70,7 @@ class Console:
         self._gateway = gateway
         self._feed = Feed(gateway)
         paths = (path for path in PAGE.iterdir() if path.suffix in TYPES)
-        files = {path.name: path.read_bytes() for path in paths}
-        self._page, self._policy = _styled(files.pop(INDEX), files.pop(STYLE))
-        self._files = {name: _File.of(files[name], Path(name).suffix) for name in files}
+        self._files = {path.name: _File.read(path) for path in paths}
 
     def routes(self) -> list[Route]:
         return [
@@ -91,7 +82,7 @@ class Console:
     async def page(self, _: Gateway, request: Request) -> Response:
         if "text/html" not in ranges(request.headers.get("accept")):
             raise MethodNotAllowed("/ takes OPTIONS, and GET with Accept: text/html", PAGE_METHODS)
-        return self._send(request, self._page)
+        return self._send(request, self._files[INDEX])
 
     async def file(self, _: Gateway, request: Request) -> Response:
         file = self._files.get(request.path_params["file"])
@@ -100,7 +91,7 @@ class Console:
         return self._send(request, file)
 
     def _send(self, request: Request, file: _File) -> Response:
-        headers = {**HEADERS, "content-security-policy": self._policy, "etag": file.tag}
+        headers = {**HEADERS, "etag": file.tag}
         if file.tag in request.headers.get("if-none-match", ""):
             return Response(status_code=304, headers=headers)
         return Response(file.content, headers=headers, media_type=file.kind)

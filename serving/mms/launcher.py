@@ -7,16 +7,20 @@ own session, and fails at once if Java exits during its start.
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import importlib
 import os
 import sys
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import psutil
 from retrying import retry
 
-from common.lazy_imports import lazily_imported
 from common.oom import SERVER, expendable
 from common.trees import remove
 from common.worker_protocol import MAX_RESPONSE_BYTES
@@ -150,6 +154,33 @@ def _wait_for_java(output: JsonOutput, timeout_s: int) -> psutil.Process:
     process: psutil.Process = find(output)
     psutil.wait_procs(psutil.Process().children(), LAUNCHER_S)  # the toolkit does not reap it
     return process
+
+
+class _Lazy(ModuleType):
+    """A stand-in for a module, which imports the module when an attribute is used."""
+
+    def __getattr__(self, attribute: str) -> Any:
+        with contextlib.suppress(ModuleNotFoundError):
+            return importlib.import_module(f"{self.__name__}.{attribute}")
+        return getattr(importlib.import_module(self.__name__), attribute)
+
+
+@contextlib.contextmanager
+def lazily_imported(*names: str) -> Iterator[None]:
+    """Make imports of `names` in the block return stand-ins, which import the modules when used.
+
+    The toolkit imports numpy and scipy (20 MB and 0.1 s) for formats that are not used here, and
+    boto3 (0.2 s) for a package index.
+    """
+    absent = [name for name in names if name not in sys.modules]
+    for name in absent:
+        sys.modules[name] = _Lazy(name)
+    try:
+        yield
+    finally:
+        for name in absent:
+            if isinstance(sys.modules.get(name), _Lazy):
+                del sys.modules[name]
 
 
 def main() -> None:

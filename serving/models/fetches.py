@@ -26,7 +26,7 @@ class Fetches:
 
         Raises errors of `Cache.acquire`. Cancellation stops the fetch.
         """
-        is_here = "://" not in stored.url or await asyncio.to_thread(self._cache.holds, stored)
+        is_here = stored.is_local or await asyncio.to_thread(self._cache.holds, stored)
         stop = Stop()
 
         def acquire() -> tuple[Fetched, float]:

@@ -52,7 +52,7 @@ class OnDemand:
         """
         stored = await self._lookups.find(name)
         with contextlib.suppress(Conflict):  # a request loads it already
-            await self._registry.load(name, stored.name, stored)
+            await asyncio.shield(self._registry.load(name, stored.name, stored))
 
     def _is_ready(self, name: str) -> bool:
         model = self._registry.find(name)
@@ -67,4 +67,5 @@ class OnDemand:
             stored = await self._lookups.find(name)
             if self._registry.find(name) is None:
                 attempt = self.residency.evict_and_retry
-                await self._registry.load(name, stored.name, stored, attempt=attempt)
+                load = self._registry.load(name, stored.name, stored, attempt=attempt)
+                await asyncio.shield(load)

@@ -1,7 +1,7 @@
 """The registry of models: loads, unloads and names them, and holds them during requests.
 
     absent -> fetching -> loading -> ready -> draining -> absent
-                 \\-> failed: `load` raises the error, and the name is free again
+                 \\-> failed: the task of `load` raises the error, and the name is free again
 
 Not thread-safe: one event loop owns the registry.
 """
@@ -117,23 +117,7 @@ class Registry:
 
     # Loading
 
-    async def load(
-        self,
-        name: str,
-        url: str,
-        stored: StoredModel,
-        settings: ModelSettings | None = None,
-        attempt: Attempt = _once,
-        **options: Any,
-    ) -> Model:
-        """Loads a model under a free name.
-
-        Raises `Conflict` for a taken name, `LoadCancelled` if the model is unloaded meanwhile, and
-        errors of the load, after which the name, the worker and the memory are free again.
-        """
-        return await asyncio.shield(self.begin(name, url, stored, settings, attempt, **options))
-
-    def begin(
+    def load(
         self,
         name: str,
         url: str,
@@ -142,7 +126,11 @@ class Registry:
         attempt: Attempt = _once,
         **options: Any,
     ) -> asyncio.Task[Model]:
-        """Registers the name and starts the load; returns its task. Raises `Conflict`."""
+        """Registers the name and starts the load; returns its task. Raises `Conflict`.
+
+        The task raises `LoadCancelled` if the model is unloaded meanwhile, and errors of the load,
+        after which the name, the worker and the memory are free again.
+        """
         if name in self._models:
             state = self._models[name].state.value
             raise Conflict(f"Model {name} is already registered ({state})")
@@ -154,9 +142,9 @@ class Registry:
         model.changed = self._changed
         model.set()
         model.work = asyncio.create_task(self._fetch_and_start(model, attempt))
-        return self.spawn(self._load(model, model.work))
+        return self.spawn(self._finish_load(model, model.work))
 
-    async def _load(self, model: Model, work: asyncio.Task[None]) -> Model:
+    async def _finish_load(self, model: Model, work: asyncio.Task[None]) -> Model:
         started = time.monotonic()
         model.error = await self._outcome(model, work)
         model.work = None

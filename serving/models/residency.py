@@ -229,6 +229,5 @@ def _disk_bytes(models: list[Model]) -> dict[str, int]:
     return {
         model.id: size_bytes(model.fetched.path)
         for model in models
-        if model.fetched is not None
-        and not (model.stored.kind == "folder" and "://" not in model.stored.url)
+        if model.fetched is not None and not model.stored.in_place
     }

@@ -23,17 +23,17 @@ class Snapshot:
     def __init__(self, run_dir: Path) -> None:
         self._path = run_dir / "models.json"
         self._written = self._wanted = ""  # content of the file, and what it should be
-        self._rows: dict[str, tuple[tuple[Any, ...], str]] = {}  # values and JSON, by id
+        self._rows: dict[str, tuple[dict[str, Any], str]] = {}  # values and JSON, by id
         self._failing = False
 
     def write(self, models: Iterable[Model]) -> None:
         """Writes the list. An error such as a full disk is logged; `retry` tries again."""
         known, self._rows = self._rows, {}
         for model in models:  # reuse the JSON of unchanged ones: there may be hundreds
-            parts = _parts(model)
+            values = _values(model)
             row = known.get(model.id)
-            if row is None or row[0] != parts:
-                row = parts, json.dumps(_row(model))
+            if row is None or row[0] != values:
+                row = values, json.dumps(_row(model) | values, default=ModelSettings.values)
             self._rows[model.id] = row
         self._wanted = "[" + ", ".join(text for _, text in self._rows.values()) + "]"
         self.retry()
@@ -69,13 +69,18 @@ class Snapshot:
             return []
 
 
-def _parts(model: Model) -> tuple[Any, ...]:
+def _values(model: Model) -> dict[str, Any]:
     """Returns the values of a model's row that can change while it is loaded."""
-    line = model.line
-    return (
-        model.options, model.settings, model.in_engine, model.socket, model.batch_size,
-        model.load_s, model.metadata, line.capacity, line.max_waiting,
-    )  # fmt: skip
+    return {
+        "options": dict(model.options),
+        "settings": model.settings,
+        "in_engine": model.in_engine,
+        "socket": model.socket,
+        "batch_size": model.batch_size,
+        "load_s": model.load_s,
+        "metadata": model.metadata,
+        "line": {"capacity": model.line.capacity, "max_waiting": model.line.max_waiting},
+    }
 
 
 def _row(model: Model) -> dict[str, Any]:
@@ -86,14 +91,6 @@ def _row(model: Model) -> dict[str, Any]:
         "id": model.id,
         "stored": dataclasses.asdict(model.stored.without_secrets()),
         "stored_base": base and dataclasses.asdict(base.without_secrets()),
-        "options": dict(model.options),
-        "settings": model.settings.values(),
-        "in_engine": model.in_engine,
-        "socket": model.socket,
-        "batch_size": model.batch_size,
-        "load_s": model.load_s,
-        "metadata": model.metadata,
-        "line": {"capacity": model.line.capacity, "max_waiting": model.line.max_waiting},
     }
 
 
@@ -101,5 +98,5 @@ def _model(row: dict[str, Any]) -> Model:
     stored, settings = StoredModel(**row["stored"]), ModelSettings(**row["settings"])
     base = row.get("stored_base") and StoredModel(**row["stored_base"])
     line = Line(**row["line"])
-    parts = {"stored": stored, "stored_base": base, "settings": settings, "line": line}
-    return Model(**{**row, **parts})
+    parsed = {"stored": stored, "stored_base": base, "settings": settings, "line": line}
+    return Model(**row | parsed)

@@ -59,7 +59,7 @@ async def _preload(gateway: Gateway) -> None:
         name = gateway.single_model = normal_name(settings.single_model_name)
         try:
             stored = await gateway.lookups.locate(str(single))
-            await gateway.registry.load(name, str(single), stored)
+            await asyncio.shield(gateway.registry.load(name, str(single), stored))
         except Conflict:  # adopted from an earlier gateway
             pass
         except Exception as error:

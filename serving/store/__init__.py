@@ -2,10 +2,9 @@
 
 from serving.store.cache import Cache, Fetched
 from serving.store.catalog import Store, StoredModel, public_url
-from serving.store.locate import locate, open_store
 from serving.store.lookups import Lookups
 from serving.store.root_files import RootFiles
-from serving.store.settings import StoreSettings
+from serving.store.sources import Sources, open_store
 from serving.store.stopping import Stop
 
 __all__ = [
@@ -13,11 +12,10 @@ __all__ = [
     "Fetched",
     "Lookups",
     "RootFiles",
+    "Sources",
     "Stop",
     "Store",
-    "StoreSettings",
     "StoredModel",
-    "locate",
     "open_store",
     "public_url",
 ]

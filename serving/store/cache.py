@@ -24,12 +24,11 @@ from serving.errors import (
 )
 from serving.store.archive import extract
 from serving.store.cache_disk import CacheDisk, Reservation, megabytes
-from serving.store.catalog import Remote, Store, StoredModel, public_url
+from serving.store.catalog import Remote, StoredModel, public_url
 from serving.store.disk import lock, raise_disk_full, walk
 from serving.store.download import Download, Stopping
 from serving.store.folder import file_version
-from serving.store.locate import open_remote
-from serving.store.settings import StoreSettings
+from serving.store.sources import Sources
 from serving.store.stopping import Stop
 
 logger = logging.getLogger(__name__)
@@ -57,14 +56,17 @@ class Fetched:
 
 
 class Cache:
-    """A cache of models on disk, from `store` and from other addresses. Thread-safe.
+    """A cache of models on disk. Thread-safe.
 
-    Raises `StartError` if the cache's folder cannot be used.
+    `max_bytes` may be 0 for no limit; `model_max_bytes` limits an unpacked model. Raises
+    `StartError` if the cache's folder cannot be used.
     """
 
-    def __init__(self, settings: StoreSettings, store: Store | None) -> None:
-        self._settings, self._store = settings, store
-        self._disk = CacheDisk(settings.cache_dir, settings.cache_max_bytes)
+    def __init__(
+        self, sources: Sources, folder: Path, max_bytes: int, model_max_bytes: int
+    ) -> None:
+        self._sources, self._model_max_bytes = sources, model_max_bytes
+        self._disk = CacheDisk(folder, max_bytes)
         self._pins: dict[Path, list[int]] = {}
         self._guard = threading.Lock()
         self._fetches: set[Stop] = set()  # stop the running fetches
@@ -80,7 +82,7 @@ class Cache:
         `ModelNotInStore`, `StoreUnavailable`, `StoreAccessDenied`; `Stopping` soon after `stop` is
         set.
         """
-        if model.kind == "folder" and "://" not in model.url:
+        if model.in_place:
             if not Path(model.url).is_dir():
                 raise ModelNotInStore(f"there is no folder {model.url}")
             return Fetched(Path(model.url), hit=True)
@@ -199,7 +201,7 @@ class Cache:
                 del self._broken[next(iter(self._broken))]
 
     def _fetch(self, model: StoredModel, reservation: Reservation) -> Fetched:
-        most = self._settings.model_max_bytes
+        most = self._model_max_bytes
         if model.size_bytes > most:
             raise ArchiveError(
                 f"{model.name} has {megabytes(model.size_bytes)}, at most {megabytes(most)} are"
@@ -209,7 +211,7 @@ class Cache:
         fresh = self._disk.temporary / model.key
         remove(fresh)
         fresh.mkdir()
-        remote = open_remote(model, self._store, self._settings)
+        remote = self._sources.remote(model)
         downloaded, download_s = 0, 0.0
         if remote is None:
             self._unpack_local(model, fresh, reservation)
@@ -249,7 +251,7 @@ class Cache:
         return download.missing_bytes, download.seconds
 
     def _extract(self, stream: IO[bytes], fresh: Path, name: str, reservation: Reservation) -> None:
-        extract(stream, fresh, name, self._settings.model_max_bytes, reservation.grow)
+        extract(stream, fresh, name, self._model_max_bytes, reservation.grow)
         if all(path.is_dir() for path in fresh.iterdir()):
             paths = [entry.path.removeprefix(f"{fresh}/") for entry in walk(fresh)]
             # MMS's model archiver puts all files of a .tgz into one folder; MMS accepts that.

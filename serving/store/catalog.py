@@ -34,6 +34,16 @@ class StoredModel:
             key = f"{readable}-{hashlib.sha256(text).hexdigest()[:24]}"
             object.__setattr__(self, "key", key)
 
+    @property
+    def is_local(self) -> bool:
+        """True for a file or folder of this machine."""
+        return "://" not in self.url
+
+    @property
+    def in_place(self) -> bool:
+        """True for a folder of this machine, which is used where it is, without a copy."""
+        return self.is_local and self.kind == "folder"
+
     def without_secrets(self) -> StoredModel:
         """Returns the model with a url without credentials, but with the same `key`."""
         url = public_url(self.url)

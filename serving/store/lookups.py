@@ -11,9 +11,8 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 from serving.errors import ModelNotInStore, NotAModel, StoreUnavailable, Unavailable
-from serving.store.catalog import Store, StoredModel
-from serving.store.locate import is_here, locate
-from serving.store.settings import StoreSettings
+from serving.store.catalog import StoredModel
+from serving.store.sources import Sources
 from serving.store.stopping import Stop
 
 # Time for which a missing name is cached. Longer: a model that is just uploaded is available later.
@@ -36,10 +35,8 @@ class Lookups:
     `now` is a clock, in seconds.
     """
 
-    def __init__(
-        self, store: Store, settings: StoreSettings, now: Callable[[], float] = time.monotonic
-    ) -> None:
-        self._store, self._settings, self._now = store, settings, now
+    def __init__(self, sources: Sources, now: Callable[[], float] = time.monotonic) -> None:
+        self._sources, self._store, self._now = sources, sources.store, now
         self._threads = ThreadPoolExecutor(THREADS, "store")
         self._threads_here = ThreadPoolExecutor(THREADS_HERE, "folder")
         self._running: dict[Key, asyncio.Future[StoredModel]] = {}
@@ -54,9 +51,9 @@ class Lookups:
         return await self._once(("name", name), name, lambda: self._store.find(name))
 
     async def locate(self, url: str, handler: str | None = None) -> StoredModel:
-        """See `serving.store.locate`."""
+        """See `Sources.locate`."""
         key = ("url", url, handler or "")
-        return await self._once(key, url, lambda: locate(url, self._store, self._settings, handler))
+        return await self._once(key, url, lambda: self._sources.locate(url, handler))
 
     async def models(self) -> list[StoredModel]:
         """See `Store.models`."""
@@ -87,14 +84,14 @@ class Lookups:
             except OSError as error:
                 raise StoreUnavailable(f"{path} cannot be read: {error.strerror}") from None
 
-        return await self._call(read, is_here("", self._store), LOOKUP_LIMIT_S)
+        return await self._call(read, self._sources.is_here(""), LOOKUP_LIMIT_S)
 
     async def _list(self) -> list[StoredModel]:
-        return await self._call(self._store.models, is_here("", self._store), LISTING_LIMIT_S)
+        return await self._call(self._store.models, self._sources.is_here(""), LISTING_LIMIT_S)
 
     def _listed(self, listing: asyncio.Future[list[StoredModel]]) -> None:
         failed = listing.cancelled() or listing.exception() is not None
-        fresh = failed or is_here("", self._store)  # a folder of this machine is read each time
+        fresh = failed or self._sources.is_here("")  # a folder of this machine is read each time
         self._listed_until = 0.0 if fresh else self._now() + LISTED_S
 
     def close(self) -> None:
@@ -108,7 +105,7 @@ class Lookups:
             raise type(error)(error.message)
         lookup = self._running.get(key)
         if lookup is None:
-            here = is_here(url, self._store)
+            here = self._sources.is_here(url)
             lookup = self._running[key] = asyncio.ensure_future(self._find(key, find, here))
             lookup.add_done_callback(lambda done: self._done(key, done))
         return await asyncio.shield(lookup)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from serving.errors import ArtifactChanged, ModelNotInStore, StoreUnavailable
 from serving.names import normal_name
-from serving.store.catalog import StoredFile, StoredModel, folder_model, folder_version
+from serving.store.catalog import StoredFile, StoredModel, folder_model
 from serving.store.folder import file_version, read_range
 
 SCHEME = "root"
@@ -18,7 +18,7 @@ ANSWER_S = 30.0  # time limit of opening a file, which takes some 0.1 ms
 
 
 class RootFiles:
-    """A `Remote` of files below `folders`, opened by `serving.process.root_files`. Thread-safe."""
+    """A `Remote` of files below `folders`, opened by `serving.process.file_opener`. Thread-safe."""
 
     ranged, paced = True, False
 
@@ -34,21 +34,17 @@ class RootFiles:
         if not any(path.is_relative_to(folder) for folder in self._folders) or is_readable(path):
             return None
         try:
-            files = list(self._walk(path))
+            return _model(path, list(self._walk(path)))
         except OSError:
             return None
-        name, url = normal_name(path.name), f"{SCHEME}://{path}"
-        if [file.path for file in files] == [""]:
-            return StoredModel(name, url, files[0].version, files[0].size_bytes, "archive")
-        return folder_model(name, url, files)
 
     def files(self, model: StoredModel) -> list[StoredFile]:
+        path = Path(model.url.partition("://")[2])
         try:
-            files = list(self._walk(Path(model.url.partition("://")[2])))
+            files = list(self._walk(path))
         except OSError:
             raise ModelNotInStore(f"there is no model at {model.url}") from None
-        version = files[0].version if model.kind == "archive" and files else folder_version(files)
-        if version != model.version:
+        if _model(path, files).version != model.version:
             raise ArtifactChanged(f"{model.url} has changed; try again")
         return files
 
@@ -97,6 +93,14 @@ class RootFiles:
                 " server does not answer: start the container again"
             )
         raise OSError(int(answer), os.strerror(int(answer)))
+
+
+def _model(path: Path, files: list[StoredFile]) -> StoredModel:
+    """Returns the model at a path of these files, or of one file, whose relative path is empty."""
+    name, url = normal_name(path.name), f"{SCHEME}://{path}"
+    if [file.path for file in files] == [""]:
+        return StoredModel(name, url, files[0].version, files[0].size_bytes, "archive")
+    return folder_model(name, url, files)
 
 
 def is_readable(path: Path) -> bool:

@@ -82,7 +82,7 @@ def test_a_container_that_starts_as_root_gives_it_up_and_serves_what_only_root_m
     lines = docker("top", container.id, "-eo", "pid,uid,args").splitlines()[1:]
     assert {line.split()[1] for line in lines} == {"0", "10001"}
     (opener,) = (line for line in lines if line.split()[1] == "0")
-    assert "root_files.py" in opener
+    assert "file_opener.py" in opener
 
 
 def test_root_that_may_not_change_its_user_starts_nothing(image: str) -> None:

@@ -11,7 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests.e2e.scripts import script
 from tests.e2e.server import Server, eventually
 from tests.e2e.stores import SHORT, serving, small, text
-from tests.serving.api.collector import Collector, Span
+from tests.serving.api.collector import Span, collecting
 
 pytestmark = pytest.mark.slow
 
@@ -113,7 +113,7 @@ def test_a_servers_spans_are_all_sent_by_its_end(tmp_path: Path) -> None:
     store = tmp_path / "store"
     small(store / "봄")
     script(store / "메아리", ECHO)
-    with Collector() as collector:
+    with collecting() as collector:
         environment = {"OTEL_EXPORTER_OTLP_ENDPOINT": collector.url}
         with serving(tmp_path / "server", store, **environment) as server:
             parents = [{"traceparent": f"00-{trace}-{1:016x}-01"} for trace in TRACES]

@@ -12,9 +12,10 @@ from numpy.typing import NDArray
 from command.model_writer import write_safetensors
 from engine.artifacts.adapter import BASE_NAMES, PRODUCTS, read
 from engine.artifacts.artifact import shapes
+from engine.artifacts.merged import merge
 from engine.artifacts.open import open_artifact
 from tests.engine.hugging_face import write_json
-from tests.engine.models import params_of, write_params
+from tests.engine.models import write_params
 
 ALL = tuple(PRODUCTS)
 
@@ -69,19 +70,10 @@ def make_adapter(
     return path
 
 
-def merged(path: Path, base: Path, adapter: Path, scale: float = 2.0) -> Path:
-    """A whole v1 model: `base`, itself a v1 model, with an adapter of `make_adapter` in it."""
+def merged(path: Path, base: Path, adapter: Path) -> Path:
+    """A whole v1 model: `base`, itself a v1 model, with an adapter merged into it."""
     path.mkdir(parents=True, exist_ok=True)
-    weights = params_of(base)
-    found = read(adapter)
-    for module in found.scales:
-        layer, product = module.split(".")
-        name = BASE_NAMES[product].format(layer)
-        up, down = (found.weights[f"{module}.{part}"].astype(np.float64) for part in ("up", "down"))
-        weights[f"{name}.weight"] = (weights[f"{name}.weight"] + scale * up @ down).astype("f4")
-        if f"{module}.bias" in found.weights:
-            weights[f"{name}.bias"] = found.weights[f"{module}.bias"]
-    write_params(path / "kogpt2.params", weights)
+    write_params(path / "kogpt2.params", merge(open_artifact(base), read(adapter)).weights)
     for file in ("kogpt2.spiece", "config.json"):
         (path / file).write_bytes((base / file).read_bytes())
     return path

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import numpy as np
 
@@ -23,6 +23,8 @@ from engine.artifacts.open import open_artifact
 from engine.backends.mxnet.gpt2 import GPT2
 from engine.engine import Engine
 from engine.http.client import UnixConnection
+from engine.model import Core, Model, Residence
+from engine.scheduler import Batch
 from engine.sequence import Sequence, Token
 from engine.text.prompts import Inputs
 from tests.engine.models import make_artifact, params_of, write_params
@@ -109,6 +111,33 @@ class Request(Result):
         checked = engine.parameters(name, parameters)
         super().__init__(checked.num_return_sequences, on_token)
         self.sequences = engine.submit(name, prompt, checked, self.emit, timeout_s).result()
+
+
+class NoTexts:
+    """Stands in for `engine.text.texts.Texts`: sends tokens at once and without a text."""
+
+    def write(self, sequences: list[Sequence]) -> None:
+        for sequence in sequences:
+            for token in sequence.take_tokens():
+                sequence.send(token)
+
+
+def model_on(compute: Any, batch: Batch, name: str = "m") -> Model:
+    """A model on a resident core, without an engine."""
+    batch.open(compute, 0)
+    core = Core(
+        name=name,
+        key=name,
+        backend="",
+        precision="",
+        artifact=compute,  # for its configuration
+        open=lambda run: compute,
+        batch=batch,
+        reserved_bytes=0,
+        compute=compute,
+        residence=Residence.RESIDENT,
+    )
+    return Model(name, Path(), core, cast(Any, NoTexts()))
 
 
 class Gate:

@@ -347,18 +347,6 @@ def test_a_failed_load_leaves_the_name_free_and_the_budget_as_before(
     assert len(ask(engine).wait().ids()) == 3
 
 
-def test_an_error_while_a_token_is_emitted_ends_its_request(engine: Engine, model: Model) -> None:
-    def fail(request: Request) -> None:
-        raise RuntimeError("a fault in the middle of a step")
-
-    broken = ask(engine, 5, on_token=fail).wait()
-    assert broken.error is not None
-    assert broken.error.status == 500
-    assert "fault" not in broken.error.message
-    eventually(lambda: engine.budget.kv_bytes == 0)
-    assert len(ask(engine, 5).wait().ids()) == 5
-
-
 def test_closing_ends_running_requests(engine: Engine, model: Model) -> None:
     running = ask(engine, 400).begun()
     with Pause(engine) as pause, ThreadPoolExecutor() as pool:

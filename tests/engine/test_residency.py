@@ -206,22 +206,12 @@ def test_a_model_that_cannot_be_opened_again_fails_its_requests(engine: Engine) 
 def test_a_cancelled_load_leaves_the_queue(engine: Engine) -> None:
     ask(engine, "m5")
     for name in resident(engine):
-        engine._residency.acquire(engine._models[name].core)  # for ever
+        engine._models[name].submitting += 1  # for ever
     reading = Reading()
     reading.cancel()
     with pytest.raises(Cancelled):
         engine._residency.open_new(engine._models["m0"].core, reading)
     assert not engine._residency._queue
-
-
-def test_a_core_that_drains_is_listed_once(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(residency, "MIN_RESIDENCE_FACTOR", 0)
-    fit(engine, 1)
-    ask(engine, "m0")
-    for _ in range(3):  # as each turn does while another core is queued
-        engine._residency._drain(engine.budget.weight_bytes)
-    assert {core.name for core in engine._residency._draining} == set(resident(engine))
-    assert len(engine._residency._draining) == len(resident(engine))
 
 
 def test_memory_that_a_close_will_free_is_not_freed_once_more(
@@ -242,8 +232,8 @@ def test_memory_that_a_close_will_free_is_not_freed_once_more(
             gate.reached()
         assert len(resident(engine)) == 2
         engine._residency.request(core)
-        assert (len(resident(engine)), core.opening) == (2, False)
+        assert (len(resident(engine)), core.moving) == (2, False)
     finally:
         gate.open()
-    eventually(lambda: core.can_step)
+    eventually(lambda: core.resident)
     assert len(resident(engine)) == 3

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -14,11 +15,14 @@ from common.parameters import Parameters
 from engine.artifacts.open import open_artifact
 from engine.budget import Budget
 from engine.labels import Labels, Way
+from engine.model import Core
 from engine.native.model import NativeModel
 from engine.native.prepared import prepared
 from engine.prefixes import Prefixes
 from engine.scheduler import Batch
 from engine.sequence import Sequence, State, Token
+from engine.step_loop import Loop
+from tests.engine.engines import model_on
 from tests.engine.models import make_artifact
 
 CONTEXT = 512
@@ -27,7 +31,7 @@ TURN = 64
 
 
 class Bench:
-    """A batch on a small real model, stepped by hand."""
+    """A batch on a small real model, stepped one pass at a time."""
 
     def __init__(
         self, path: Path, max_rows: int = 4, budget_tokens: int = 100_000, cached_tokens: int = 0
@@ -38,7 +42,9 @@ class Bench:
         self.prefixes = Prefixes(cached_tokens * self.token_bytes, lambda: self.budget.free_bytes)
         self.budget.on_growth = self.prefixes.shrink
         self.batch = Batch(max_rows, self.budget, self.prefixes)
-        self.batch.open(self.model, 0)
+        self.owner = model_on(self.model, self.batch)
+        self.loop = Loop(threading.Condition(), fail)
+        self.loop.close()  # without its thread
         self.computed = 0  # tokens of prompts
 
     def queue(self, length: int, new: int = 4, seed: int = 0, **options: Any) -> Sequence:
@@ -55,30 +61,17 @@ class Bench:
     ) -> Sequence:
         emitted: list[Token | EngineError] = []
         parameters = Parameters(max_new_tokens=new, num_return_sequences=answers)
-        sequence = Sequence(prompt, parameters, CONTEXT, frozenset(), emitted.append, **options)
+        sequence = Sequence(
+            prompt, parameters, CONTEXT, frozenset(), emitted.append, model=self.owner, **options
+        )
         sequence.emitted = emitted  # type: ignore[attr-defined]
         (batch or self.batch).waiting.append(sequence)
         return sequence
 
     def step(self, prefill_tokens: int = TURN) -> list[int]:
-        """A step without the loop's failures, forms and guesses, which test_step_loop.py has.
-
-        Returns the numbers of tokens of its pieces.
-        """
-        scheduled = self.batch.schedule(prefill_tokens)
-        logits, at = self.model.run([part.piece for part in scheduled]), 0
-        for part in scheduled:
-            self.computed += part.num_prompt_tokens
-            at += part.piece.num_logits
-            sequence = part.sequence
-            if part.completes:
-                sequence.state = State.DECODE
-                others = [] if sequence.num_new else self.batch.siblings(sequence)
-                for one in (sequence, *others):
-                    one.advance(logits[at - 1])
-                    for token in one.take_tokens():
-                        one.send(token)
-        self.batch.close_finished()
+        """Computes a pass; returns the tokens of its pieces."""
+        scheduled = self.loop._step(self.owner.core, prefill_tokens)
+        self.computed += sum(part.num_prompt_tokens for part in scheduled)
         self.check()
         return [len(part.piece.ids) for part in scheduled]
 
@@ -98,6 +91,10 @@ class Bench:
                 return
             self.step(turns[i % len(turns)] if turns else TURN)
         raise AssertionError("the batch was never done")
+
+
+def fail(core: Core) -> None:
+    raise AssertionError(f"a step of {core.name} failed")
 
 
 @pytest.fixture(scope="module")
@@ -165,6 +162,20 @@ def test_prompts_start_in_the_order_of_the_queue_as_rows_get_free(bench: Bench) 
         assert len(bench.batch.running) <= 4
     assert started == queued
     assert (bench.budget.kv_bytes, bench.model.kv_bytes) == (0, 0)
+
+
+def test_no_more_rows_run_than_the_backend_can_have(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The setting may be larger than a GPU's cache of rows."""
+    monkeypatch.setattr(bench.model, "max_rows", 2)
+    bench.batch.open(bench.model, 0)
+    bench.batch.max_rows = 8  # as each load sets it anew
+    queued = [bench.queue(5, seed=i) for i in range(4)]
+    bench.step()
+    assert bench.batch.running == queued[:2]
+    bench.run()
+    assert [sequence.num_new for sequence in queued] == [4] * 4
 
 
 def test_a_sequence_waits_for_memory_or_fails_if_it_can_never_have_it(path: Path) -> None:

@@ -150,6 +150,26 @@ def test_an_error_ends_a_sequence_and_nothing_is_sent_after_an_end() -> None:
     assert len(stopped.emitted) == 2
 
 
+def test_a_client_that_cannot_be_reached_ends_its_answer() -> None:
+    """Nothing is raised on the engine's threads; if the client can take an error, it gets one."""
+    story, refused = Story(), list[Any]()
+
+    def fail_once(item: Token | EngineError) -> None:
+        refused.append(item)
+        if len(refused) == 1:
+            raise RuntimeError("a fault in the middle of a step")
+
+    story.sequence.emit = fail_once
+    story.advance(0)
+    assert [type(item) for item in refused] == [Token, EngineError]
+    assert (refused[1].status, "fault" in refused[1].message) == (500, False)
+    assert story.sequence.over
+    closed = Story()
+    closed.sequence.emit = lambda item: 1 / 0
+    closed.sequence.fail(DeadlineExceeded("late"))
+    assert closed.sequence.over
+
+
 def test_tokens_of_an_answer_that_is_not_streamed_are_sent_several_at_once() -> None:
     sequence = Sequence([1], Parameters(max_new_tokens=20), 100, frozenset(), print, eager=False)
     logits = np.eye(4, dtype=np.float32)[2]

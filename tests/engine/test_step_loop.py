@@ -27,13 +27,13 @@ from engine.artifacts.config import GPT2Config
 from engine.backends.interface import Piece
 from engine.backends.page_cache import Span
 from engine.budget import Budget
-from engine.model import Core, Model
+from engine.model import Core, Model, Residence
 from engine.prefixes import Prefixes
 from engine.scheduler import Batch
 from engine.sequence import Sequence
 from engine.step_loop import PREFILL_TOKENS, Loop
 from tests.engine.conftest import NewEngine
-from tests.engine.engines import Gate, Request, Result, make_talkative
+from tests.engine.engines import Gate, Request, Result, make_talkative, model_on
 from tests.processes import eventually
 
 VOCAB = 40
@@ -88,15 +88,6 @@ class Fake:
         self._do("close")
 
 
-class NoTexts:
-    """Stands in for `engine.text.texts.Texts`: sends tokens at once and without a text."""
-
-    def write(self, sequences: list[Sequence]) -> None:
-        for sequence in sequences:
-            for token in sequence.take_tokens():
-                sequence.send(token)
-
-
 class Answer(Result):
     """A sequence in a model's queue, and what became of it."""
 
@@ -126,21 +117,8 @@ class Bench:
             sequence.fail(EngineError("lost"))
 
     def add(self, name: str = "m", max_rows: int = 8) -> Model:
-        compute: Any = Fake(name, self.done)
-        core = Core(
-            name=name,
-            key=name,
-            backend="fake",
-            precision="",
-            artifact=compute,  # for its configuration
-            open=lambda run: compute,
-            batch=Batch(max_rows, self.budget, Prefixes(0)),
-            reserved_bytes=0,
-            compute=compute,
-            resident=True,
-        )
-        core.batch.open(compute, 0)
-        self.models[name] = Model(name, Path(), core, cast(Any, NoTexts()))
+        batch = Batch(max_rows, self.budget, Prefixes(0))
+        self.models[name] = model_on(Fake(name, self.done), batch, name)
         return self.models[name]
 
     def queue(
@@ -229,7 +207,7 @@ def test_a_prompt_goes_before_answers_that_only_go_on(bench: Bench) -> None:
 
 def test_a_model_that_cannot_compute_yet_still_ends_late_requests(bench: Bench) -> None:
     model = bench.add()
-    model.core.resident = False
+    model.core.residence = Residence.OPENING
     (answer,) = bench.queue((model, 3, 5))
     with bench.loop.changed:
         answer.sequence.deadline = time.monotonic() + 0.01
@@ -299,21 +277,6 @@ def test_a_pass_that_fails_ends_the_rows_that_it_concerns(
     assert not bench.lost
 
 
-def test_a_step_without_memory_goes_on_with_one_row_less(bench: Bench) -> None:
-    model = bench.add(max_rows=3)
-
-    def fail_once(pieces: list[Piece]) -> None:
-        if len(pieces) == 3 and len(answers[0].ids()) == 2:
-            fake(model).before_run = len
-            raise MEMORY
-
-    fake(model).before_run = fail_once
-    answers: list[Answer] = []
-    bench.queue(*[(model, 5, 8)] * 4, change=answers.extend)
-    assert errors(answers) == [None, None, OutOfMemory, None]
-    assert [one.ids() for one in answers if not one.error] == [right(8)] * 3
-
-
 def test_all_answers_begin_when_their_prompt_is_computed(bench: Bench) -> None:
     """Also those for which there is no row yet; those of one token need none."""
     model, short = bench.add(max_rows=2), bench.add("short", max_rows=1)
@@ -369,18 +332,6 @@ def test_a_model_that_was_lost_is_loaded_anew(tmp_path: Path, new_engine: NewEng
     eventually(lambda: (engine.budget.weight_bytes, engine.budget.kv_bytes) == (0, 0))
     engine.load("m", str(folder))
     assert len(Request(engine, "m", "가", max_new_tokens=4).wait().ids()) == 4
-
-
-def test_an_error_that_cannot_be_emitted_stops_no_other_answer(bench: Bench) -> None:
-    def closed(_: Any) -> None:
-        raise RuntimeError("Event loop is closed")
-
-    def change(made: list[Answer]) -> None:
-        made[0].sequence.emit = closed
-        made[0].sequence.deadline = 0
-
-    answers = bench.queue(*[(bench.add(), 5, 8)] * 2, change=change)
-    assert answers[1].wait().ids() == right(8)
 
 
 # Health

@@ -46,8 +46,7 @@ from serving.errors import BadRequest
 from serving.models.model_settings import FILE, ModelSettings
 from serving.names import is_clean, model_name
 from serving.store.archive import extract
-from serving.store.locate import locate, open_store
-from serving.store.settings import StoreSettings
+from serving.store.sources import Sources, open_store
 from tests.bounded import bounded
 from tests.engine.hugging_face import make_hugging_face
 from tests.engine.models import make_artifact
@@ -123,18 +122,16 @@ def binary_tensors(data: bytes) -> None:
     for model in (SEVERAL, TEXTS, FLOATS):
         with contextlib.suppress(ServiceError):
             tensor_model.transform_fn(model, body, kind, None, 60)
-    found = text_v2.parse(body, kind)
-    if found is not None:
-        payload.parse(found[1], "application/json")
+    text_v2.parse(body, kind)
 
 
 def text_request(data: bytes) -> None:
     found = text_v2.parse(data, "application/json")
-    request = payload.parse(data if found is None else found[1], "application/json")
+    request = payload.parse(data, "application/json") if found is None else found[1]
     answer = {"completions": [{"text": "가", "tokens": 1, "finish_reason": "stop"}], "seconds": 0}
-    body, _ = payload.format_answer(request, answer, "application/json")
+    payload.format_answer(request, answer, "application/json")
     if found is not None:
-        text_v2.answer(found[0], body, "시")
+        text_v2.answer(found[0], payload.sequences_of(request, answer), "시")
 
 
 def types(data: bytes) -> None:
@@ -187,10 +184,10 @@ def url(data: bytes) -> None:
         root.mkdir()
         for name in ("시.tar.gz", "../secret.tar.gz"):
             (root / name).write_bytes(b"x")
-        stores = StoreSettings(str(root), Path(folder) / "cache", 1, 1, (root,), ())
+        sources = Sources(open_store(str(root)))
         address = data.decode("utf-8", "replace").replace("ROOT", str(root))
         try:
-            found = locate(address, open_store(str(root)), stores)
+            found = sources.locate(address)
         except OSError as error:  # a name that the file system cannot have
             raise BadRequest(str(error)) from None
         assert (root / found.url).resolve().is_relative_to(root)
@@ -327,7 +324,7 @@ TARGETS: dict[str, Target] = {
     "archive": archive,
     "config.json": in_artifact("config.json"),
     "csv": tensors(CSV, FLOATS, TEXTS),
-    "generate": lambda data: parse_generate("시", json_object(data), stream=b"\x01" in data),
+    "generate": lambda data: parse_generate(json_object(data), stream=b"\x01" in data),
     "generation.json": in_artifact("generation.json"),
     "grpc": grpc_infer,
     "json": tensors("application/json", FLOATS, SEVERAL, TEXTS, ROWS),

@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from handlers.dispatch import is_hosted
-from handlers.host import Poller
+from handlers.mms_server import Poller
 from serving.entrypoint import host_accepts
 from serving.mms.launcher import MMS_HOME
 from tests.e2e.server import REPOSITORY, eventually
@@ -52,7 +52,7 @@ ECHO = """
 """
 HOST = """
 import sys
-import handlers.host as host, handlers.mms_connection as mms
+import handlers.host as host, handlers.mms_server as mms
 mms.DISCONNECTED_TIMEOUT_S = float(sys.argv[1])
 host.POLL_INTERVAL_S = min(mms.DISCONNECTED_TIMEOUT_S, host.POLL_INTERVAL_S)
 if sys.argv[2] != "0":

@@ -19,28 +19,36 @@ from common import landlock
 from handlers.user_code.confinement.rules import UIDS, may_change_user
 from tests.e2e.server import REPOSITORY, eventually
 from tests.handlers.messages import ask, load_message, request_message, worker_arguments
-from tests.processes import has_ended, no_files_in, nothing_starts_in
+from tests.processes import WIDE_S, has_ended, nothing_starts_in
 
 PROGRAM = """
-import sys
-import handlers.worker as worker, handlers.mms_connection as mms
+import ctypes, sys
+import handlers.worker as worker, handlers.mms_server as mms
+from common import seccomp
+from handlers.user_code.confinement.rules import PR_SET_NO_NEW_PRIVS
 from tests.processes import become_a_user
 import tests.handlers.confined_service  # which a confined one cannot read
 mms.FIRST_CONNECTION_TIMEOUT_S = float(sys.argv.pop(1))
 if user := int(sys.argv.pop(1)):
     become_a_user(user)
+if forbidden := int(sys.argv.pop(1)):
+    libc = ctypes.CDLL(None)
+    libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
+    assert seccomp.load(libc, seccomp.refuse([(forbidden, forbidden)]))
 worker.main()
 """
 A_USER = 54325
-ALLOWED = ("reads its model", "reads the machine's state", "has threads")
 
 
 class Worker:
     """Started as Multi Model Server does."""
 
-    def __init__(self, folder: Path, never_connected_s: float = 60, user: int = 0) -> None:
+    def __init__(
+        self, folder: Path, never_connected_s: float = 60, user: int = 0, forbidden: int = 0
+    ) -> None:
+        """forbidden: the number of a system call that fails in it"""
         self.socket = folder / ".mms.sock.9000"
-        command = [sys.executable, "-c", PROGRAM, str(never_connected_s), str(user)]
+        command = [sys.executable, "-c", PROGRAM, *map(str, (never_connected_s, user, forbidden))]
         command += worker_arguments(self.socket, "m", folder, "handlers.handler_service")
         self.process = subprocess.Popen(
             [*command, "--tmp-dir", str(folder)],
@@ -91,42 +99,21 @@ def test_a_worker_with_an_open_connection_ends_with_its_watcher(
     tmp_path: Path, start: Start
 ) -> None:
     worker = start(tmp_path)
-    (child,) = eventually(worker.children)
-    with worker.connect():
-        eventually(lambda: child.num_threads() == 2)  # it serves the connection
+    with worker.connect() as connection:
+        load = load_message("글", tmp_path, "handlers.handler_service")
+        assert b"loaded model" in ask(connection, load)
+        (child,) = worker.children()
         worker.process.kill()
         eventually(lambda: has_ended(child))
 
 
-def test_a_thread_or_process_that_does_not_start_is_tried_again(
-    tmp_path: Path, start: Start
-) -> None:
+def test_a_process_that_does_not_start_is_tried_again(tmp_path: Path, start: Start) -> None:
     worker = start(tmp_path, user=A_USER)
     (child,) = eventually(worker.children)
-    with nothing_starts_in(child.pid):
-        connection = worker.connect()
-        connection.sendall(load_message("글", tmp_path, "handlers.handler_service"))
-        assert any("can't start new thread" in line for line in worker.output)
-    with connection:
-        assert b"loaded model" in connection.recv(1 << 16)
     with nothing_starts_in(worker.process.pid):
         child.kill()
         assert any("does not start" in line for line in worker.output)
     eventually(worker.children)
-
-
-def test_a_connection_without_a_descriptor_is_accepted_later(tmp_path: Path, start: Start) -> None:
-    worker = start(tmp_path)
-    (child,) = eventually(worker.children)
-    load = load_message("글", tmp_path, "handlers.handler_service")
-    with worker.connect() as first:
-        assert b"loaded model" in ask(first, load)
-        with no_files_in(child.pid):
-            later = worker.connect()
-            assert any("a connection waits: Too many" in line for line in worker.output)
-        with later:
-            assert b"loaded model" in ask(later, load)
-    assert worker.children() == [child]
 
 
 @pytest.mark.parametrize("user", [0, A_USER])
@@ -149,7 +136,7 @@ def test_a_worker_of_tensors_is_confined(
         found = json.loads(answer[answer.index(b"{") : answer.rindex(b"}") + 1])
     uid, groups = found.pop("user"), found.pop("groups")
     worked = {what for what, error in found.items() if error == ""}
-    assert worked == (set(ALLOWED) if isolated else set(found))
+    assert worked == ({"reads its model"} if isolated else set(found))
     if user == 0 and may_change_user() and isolated:
         assert uid in UIDS
         assert groups == []
@@ -174,6 +161,26 @@ def test_a_worker_of_tensors_without_a_free_user_answers_503(tmp_path: Path, sta
             assert b'"code":503' in answer.replace(b" ", b"")
             assert b"users for models' programs are in use" in answer
             assert len(worker.children()) == 1
+
+
+def test_a_worker_of_tensors_that_cannot_be_confined_answers_with_the_reason(
+    tmp_path: Path, start: Start
+) -> None:
+    if not landlock.abi():
+        pytest.skip("this kernel has no Landlock")
+    model = tmp_path / "그래프"
+    model.mkdir()
+    (model / "model.onnx").write_bytes(b"x")
+    worker = start(model, forbidden=landlock.RESTRICT_SELF)
+    (child,) = eventually(worker.children)
+    with worker.connect() as connection:
+        connection.settimeout(WIDE_S)
+        assert b"loaded model" in ask(
+            connection, load_message("그래프", model, "handlers.handler_service")
+        )
+        answer = ask(connection, request_message("입력".encode()))
+        assert b"cannot be confined: Operation not permitted; allow Landlock" in answer
+    assert worker.children() == [child]  # it was not started again
 
 
 @pytest.mark.skipif(not may_change_user(), reason="only root gives models users of their own")

@@ -1,9 +1,10 @@
 """Writes logits and continuations of Hugging Face's GPT2LMHeadModel as `.npz`.
 
-Without arguments the goldens beside this file, in the oracle's environment:
+Without arguments the goldens beside this file, in the oracle's environment; with a folder the one
+of KoGPT2's own shape, into it:
 
     . scripts/setup.sh; ensure_group "$PWD/.venv-oracle" oracle
-    .venv-oracle/bin/python -m tests.oracle.make_golden [CASES.json FOLDER]
+    .venv-oracle/bin/python -m tests.oracle.make_golden [FOLDER]
 
 Each file holds `ids` (T,), `logits` (T, V), the greedy continuation `greedy` (N,) with its
 `margins` (N,) between the best and the second best logit, and the same with a repetition penalty
@@ -22,7 +23,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from engine.artifacts import hugging_face
 from tests.oracle.generate import greedy
-from tests.oracle.weights import CASES, Case, read_cases
+from tests.oracle.weights import CASES, WHOLE, Case
 
 HERE = Path(__file__).parent
 REPETITION_PENALTY = 1.5
@@ -73,8 +74,7 @@ def answer(case: Case) -> dict[str, Any]:
 
 
 def main() -> None:
-    given = [Path(argument) for argument in sys.argv[1:]]
-    cases, folder = (read_cases(given[0]), given[1]) if given else (CASES, HERE)
+    cases, folder = ([WHOLE], Path(sys.argv[1])) if sys.argv[1:] else (CASES, HERE)
     for case in cases:
         np.savez_compressed(folder / f"{case.name}.npz", **answer(case))
 

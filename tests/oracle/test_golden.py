@@ -1,4 +1,7 @@
-"""The backends give the logits and the continuations of Hugging Face's GPT-2, kept as goldens."""
+"""The backends give the logits and the continuations of Hugging Face's GPT-2.
+
+Those of small models are kept as goldens; those of KoGPT2's own shape are made by the test.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +15,9 @@ import pytest
 from common.mxnet_compat import mx
 from engine.backends.interface import Piece
 from engine.backends.mxnet.gpt2 import GPT2
+from tests.oracle import oracle
 from tests.oracle.comparison import BACKENDS, TOLERANCE, Golden, agrees_with_oracle, load
-from tests.oracle.weights import CASES, Case
+from tests.oracle.weights import CASES, WHOLE, Case
 
 HERE = Path(__file__).parent
 
@@ -50,3 +54,13 @@ def test_int8_is_close_to_the_oracle(case: Case, golden: Golden, tmp_path: Path)
     model.close()
     error = np.square(found - golden["logits"]).mean()
     assert error < 0.1**2 * np.square(golden["logits"]).mean()
+
+
+@pytest.mark.oracle
+@pytest.mark.slow
+def test_backends_agree_with_the_oracle_on_the_shape_of_kogpt2(tmp_path: Path) -> None:
+    oracle.run("-m", "tests.oracle.make_golden", tmp_path)
+    for backend in BACKENDS:
+        golden = np.load(tmp_path / f"{WHOLE.name}.npz")
+        with closing(load(WHOLE, tmp_path, backend)) as model, golden:
+            agrees_with_oracle(model, golden)

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import Any
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.artifacts.config import GPT2Config
+from engine.artifacts.config import KOGPT2, GPT2Config
 from testbed.weights import random_weights
 
 
@@ -47,14 +44,5 @@ CASES = (
     Case("whole-context", GPT2Config(89, 24, 2, 2, 96, 56), seed=8, prompt_length=32),
     Case("one-token", GPT2Config(89, 24, 2, 2, 96, 32), seed=9, prompt_length=1),
 )
-
-
-def write_cases(cases: list[Case], path: Path) -> None:
-    path.write_text(json.dumps([asdict(case) for case in cases]), encoding="utf-8")
-
-
-def read_cases(path: Path) -> list[Case]:
-    def case(config: dict[str, Any], **fields: Any) -> Case:
-        return Case(config=GPT2Config(**config), **fields)
-
-    return [case(**given) for given in json.loads(path.read_text(encoding="utf-8"))]
+# Of KoGPT2's own shape, too large to be committed.
+WHOLE = Case("kogpt2", KOGPT2, seed=2020, new_tokens=8)

@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from serving.process import root_files
+from serving.process import file_opener
 from tests.e2e.stores import SHORT, error, statistics
 from tests.platform.conftest import A_USER, FITTING, IS_ROOT, MODELS, Container
 from tests.platform.endpoint import Endpoint
@@ -120,7 +120,7 @@ def test_of_a_container_that_starts_as_root_one_process_stays_root_to_open_files
         assert invoke(client, "poets", next(iter(texts)))
     processes = [psutil.Process(server.process.pid), *server.descendants()]
     root = [process for process in processes if 0 in process.uids()]
-    assert [process.cmdline()[2] for process in root] == [root_files.__file__]
+    assert [process.cmdline()[2] for process in root] == [file_opener.__file__]
     for process in {*processes} - {*root}:
         assert set(process.uids()) == {A_USER}
         status = Path(f"/proc/{process.pid}/status").read_text()

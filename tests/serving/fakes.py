@@ -247,7 +247,7 @@ class Parts:
         )
 
     async def load(self, name: str, **options: Any) -> Model:
-        return await self.registry.load(name, name, stored(name), **options)
+        return await asyncio.shield(self.registry.load(name, name, stored(name), **options))
 
     def loaded(self) -> list[str]:
         return [model.name for model in self.registry.models()]

@@ -7,6 +7,7 @@ import json
 import unicodedata
 from collections import Counter
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -14,10 +15,9 @@ from common.errors import SettingError
 from serving import aliases
 from serving.aliases import Alias, Aliases, parse
 from serving.errors import StoreAccessDenied, StoreUnavailable
-from serving.store import Lookups, StoredModel
+from serving.store import Lookups, Sources
 from serving.store.folder import FolderStore
 from tests.serving.store.archives import touch
-from tests.serving.store.s3 import settings
 
 SPLIT = {"support-v7": 90.0, "support-v8": 10.0}
 
@@ -93,35 +93,12 @@ def test_a_key_has_the_same_model_in_each_server_and_few_move_with_the_weights()
     assert {b for a, b in zip(before, third, strict=True) if a != b} == {"support-v9"}
 
 
-class FakeStore(FolderStore):
-    """A folder that may answer with an error."""
-
-    error: Exception | None = None
-    listing_error: Exception | None = None
-    reads = listings = 0
-
-    def file(self, path: str) -> object:  # type: ignore[override]
-        if self.error is not None:
-            raise self.error
-        return super().file(path)
-
-    def models(self) -> list[StoredModel]:
-        self.listings += 1
-        if self.listing_error is not None:
-            raise self.listing_error
-        return super().models()
-
-    def read(self, file: object, start: int, stop: int) -> object:  # type: ignore[override]
-        self.reads += 1
-        return super().read(file, start, stop)  # type: ignore[arg-type]
-
-
 class Setup:
     def __init__(self, folder: Path) -> None:
         (folder / "store").mkdir(exist_ok=True)
         self.file = folder / "store" / "aliases.json"
-        self.store = FakeStore(folder / "store")
-        self.lookups = Lookups(self.store, settings(folder))
+        self.store = mock.Mock(FolderStore, wraps=FolderStore(self.file.parent))
+        self.lookups = Lookups(Sources(self.store))
         self.copy = folder / "copy.json"
         self.aliases = Aliases(self.lookups, self.copy)
 
@@ -146,7 +123,7 @@ async def test_the_file_is_read_when_it_changes_and_not_before(at: Setup) -> Non
     await at.read('{"시": "소월"}')
     assert at.weights() == {"시": {"소월": 1}}
     await at.aliases.refresh()
-    assert at.store.reads == 1
+    assert at.store.read.call_count == 1
     await at.read('{"시": "동주-2"}')
     assert at.weights() == {"시": {"동주-2": 1}}
     at.file.unlink()
@@ -172,15 +149,15 @@ async def test_a_wrong_file_changes_nothing_and_is_told_once(
 async def test_aliases_stay_without_the_store_and_without_any_it_is_no_alarm(
     error: Exception, at: Setup
 ) -> None:
-    at.store.error = error
+    at.store.file.side_effect = error
     await at.aliases.refresh()
     assert not at.aliases.wrong
-    at.store.error = None
+    at.store.file.side_effect = None
     await at.read('{"시": "소월"}')
-    at.store.error = error
+    at.store.file.side_effect = error
     await at.aliases.refresh()
     assert (at.weights(), at.aliases.wrong) == ({"시": {"소월": 1}}, True)
-    at.store.error = None
+    at.store.file.side_effect = None
     await at.aliases.refresh()  # the file has not changed
     assert (at.weights(), at.aliases.wrong) == ({"시": {"소월": 1}}, False)
 
@@ -189,7 +166,7 @@ async def test_a_gateway_that_starts_without_the_store_has_the_aliases_before(
     at: Setup, tmp_path: Path
 ) -> None:
     await Setup(tmp_path).read('{"시": "소월"}')
-    at.store.error = StoreUnavailable("gone")
+    at.store.file.side_effect = StoreUnavailable("gone")
     watching = asyncio.create_task(at.aliases.watch())
     await at.aliases.ready.wait()
     watching.cancel()
@@ -226,14 +203,14 @@ async def test_a_model_that_the_store_does_not_have_is_told(
 async def test_a_store_that_may_not_be_listed_is_listed_once_for_each_file(
     at: Setup, caplog: pytest.LogCaptureFixture
 ) -> None:
-    at.store.listing_error = StoreAccessDenied("s3:ListBucket is denied")
+    at.store.models.side_effect = StoreAccessDenied("s3:ListBucket is denied")
     await at.read("{}")
     await at.aliases._warn_of_unknown()
-    assert at.store.listings == 0  # there is no model to look for
+    assert at.store.models.call_count == 0  # there is no model to look for
     for listings in (1, 2):
         await at.read(json.dumps({"시": f"소월-{listings}"}))
         for _ in range(3):
             await at.aliases._warn_of_unknown()
-        assert at.store.listings == listings
+        assert at.store.models.call_count == listings
     warnings = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
     assert warnings == ["the models of aliases.json are not checked: s3:ListBucket is denied"] * 2

@@ -89,15 +89,19 @@ async def test_memory_is_promised_to_loads_in_their_order_until_they_end(
         model.fetched = Fetched(tmp_path / name, hit=True)
         models.append(model)
     first, second, third = models
-    for model in (first, second, first):
+    for model in (first, second):
         assert await workers.check(model)
         assert workers.promised_bytes(model) == 100
     with pytest.raises(OutOfMemory) as raised:
         await workers.check(third)
     assert raised.value.missing_bytes == 50
+    assert workers.promised_bytes(third) == 100  # it waits for its turn
+    assert await workers.check(first)
     await workers.end(first)
     assert workers.promised_bytes(first) == 0
     assert await workers.check(third)
+    await workers.start(second)
+    assert workers.promised_bytes(second) == 0
 
 
 def fake_cache(folder: Path) -> tuple[Any, StoredModel]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import json
 import logging
@@ -18,7 +17,7 @@ import pytest
 
 from common.errors import SettingError
 from serving.errors import Forbidden, TooManyRequests
-from serving.tokens import Token, Tokens, Usage, read
+from serving.tokens import Token, Tokens, read
 from tests.processes import REPOSITORY
 
 SECRET = "비밀-하나"  # noqa: S105
@@ -188,33 +187,10 @@ def test_requests_in_flight_are_bounded_and_give_their_place_back(tmp_path: Path
 # Reloading
 
 
-class Counted(Tokens):
-    """Counts how often the file has been looked at."""
-
-    looks = 0
-
-    async def refresh(self) -> None:
-        await super().refresh()
-        self.looks += 1
-
-    async def look(self, times: int = 2) -> None:
-        """Waits for so many more; one may have begun before."""
-        end = self.looks + times
-        while self.looks < end:
-            await asyncio.sleep(0.001)
-
-
-@pytest.fixture
-def soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("serving.tokens.CHECK_S", 0.001)
-
-
-@pytest.mark.usefixtures("soon")
 async def test_a_change_is_read_and_what_was_used_stays(tmp_path: Path) -> None:
     path = written(tmp_path / "tokens.json", entry(requests_per_minute=2))
-    tokens = Counted(str(path))
-    watching = asyncio.create_task(tokens.watch())
-    await tokens.look()
+    tokens = Tokens(str(path))
+    await tokens.refresh()
     before = tokens.find(SECRET.encode())
     assert before is not None
     before.begin(1000.0)
@@ -222,7 +198,7 @@ async def test_a_change_is_read_and_what_was_used_stays(tmp_path: Path) -> None:
 
     other = hashlib.sha256("새것".encode()).hexdigest()  # a new token of the same team
     written(path, entry(sha256=other, models=["나팀/*"], requests_per_minute=2))
-    await tokens.look()
+    await tokens.refresh()
     assert tokens.find(SECRET.encode()) is None
     after = tokens.find("새것".encode())
     assert after is not None
@@ -233,20 +209,17 @@ async def test_a_change_is_read_and_what_was_used_stays(tmp_path: Path) -> None:
     before.end()
     assert after.usage.in_flight == 1
     written(path)
-    await tokens.look()
+    await tokens.refresh()
     assert tokens.all() == []
-    watching.cancel()
 
 
-@pytest.mark.usefixtures("soon")
 @pytest.mark.parametrize("damage", ["half", "gone", "folder", "duplicate"])
 async def test_a_wrong_file_keeps_the_tokens_before_and_is_logged_once(
     tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = written(tmp_path / "tokens.json", entry())
-    tokens = Counted(str(path))
+    tokens = Tokens(str(path))
     await tokens.refresh()
-    watching = asyncio.create_task(tokens.watch())
     if damage == "half":
         path.write_bytes(path.read_bytes()[:-5])
     elif damage == "duplicate":
@@ -255,7 +228,8 @@ async def test_a_wrong_file_keeps_the_tokens_before_and_is_logged_once(
         path.unlink()
         if damage == "folder":
             path.mkdir()
-    await tokens.look(5)
+    for _ in range(3):
+        await tokens.refresh()
     assert tokens.find(SECRET.encode()) is not None
     (line,) = [r for r in caplog.records if r.levelno == logging.ERROR]
     assert "the 1 tokens before stay" in line.getMessage()
@@ -263,10 +237,8 @@ async def test_a_wrong_file_keeps_the_tokens_before_and_is_logged_once(
     if damage == "folder":
         path.rmdir()
     written(path, entry(sha256="0" * 64))
-    await tokens.look()
+    await tokens.refresh()
     assert tokens.find(SECRET.encode()) is None
-    assert not watching.done()
-    watching.cancel()
 
 
 async def test_a_file_that_does_not_change_is_read_once(
@@ -283,16 +255,8 @@ async def test_a_file_that_does_not_change_is_read_once(
     assert len(caplog.records) == 2
 
 
-async def test_without_a_file_nothing_is_watched() -> None:
+async def test_without_a_file_there_are_no_tokens() -> None:
     tokens = Tokens("")
     await tokens.refresh()
-    await tokens.watch()  # ends
     assert not tokens.exist
     assert tokens.find(b"") is None
-
-
-def test_usage_is_counted() -> None:
-    usage = Usage()
-    usage.count(3, 5)
-    usage.count(4, 1)
-    assert (usage.prompt_tokens, usage.completion_tokens) == (7, 6)

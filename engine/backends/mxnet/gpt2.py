@@ -53,7 +53,7 @@ class GPT2:
         """Return the logits (B, T, V) after each of `ids` (B, T), which are whole texts.
 
         With a cache, `ids` are T new tokens of the rows that `cache.select` chose, and the logits
-        (B, V) are those after the last. `cache.end` then appends the keys and values.
+        (B, V) are those after the last; the rows' lengths do not change.
         """
         B, T = ids.shape
         positions = np.broadcast_to(np.arange(T), (B, T)) if cache is None else cache.begin(T)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -31,19 +30,14 @@ class MXNetKVCache(DenseCache):
         self._views: dict[int, tuple[list[Any], list[Any]]] = {}  # of the selected rows, by layer
         self._write: Any = None
 
-    def copy_row(self, source: int, target: int, length: int) -> None:
-        """Copy the first `length` tokens of a row and wait for that. Raises `OutOfMemory`."""
-        self.lengths[target] = length
-        if length:
-            with out_of_memory(self._ctx, "copying a row"):
-                self._grow(len(self.lengths), length)
-                for array in self._all():
-                    array[target, :, :length] = array[source, :, :length]
-                for array in self._all():
-                    array.wait_to_read()
-
-    def _all(self) -> Iterator[Any]:
-        return itertools.chain.from_iterable(self._arrays.values())
+    def _copy(self, source: int, target: int, length: int) -> None:
+        with out_of_memory(self._ctx, "copying a row"):
+            self._grow(length)
+            arrays = [array for of_layer in self._arrays.values() for array in of_layer]
+            for array in arrays:
+                array[target, :, :length] = array[source, :, :length]
+            for array in arrays:
+                array.wait_to_read()
 
     def clear(self) -> None:
         self._arrays, self._views, self.shape = {}, {}, (0, 0)
@@ -56,7 +50,7 @@ class MXNetKVCache(DenseCache):
     def begin(self, T: int) -> np.ndarray[Any, Any]:
         """Allocate space for T tokens in each selected row; return their positions (B, T)."""
         lengths = np.array(self.lengths[self._selected], dtype=np.int64)
-        self._grow(len(self.lengths), int(lengths.max()) + T)
+        self._grow(int(lengths.max()) + T)
         nh = self.config.num_heads
         positions: np.ndarray[Any, Any] = lengths[:, None] + np.arange(T)  # (B, T)
         rows = np.arange(self._selected.start * nh, self._selected.stop * nh)
@@ -83,16 +77,11 @@ class MXNetKVCache(DenseCache):
         flat = [array.reshape(shape) for array in self._arrays[layer]]
         return flat, [array[rows.start * nh : rows.stop * nh] for array in flat]
 
-    def end(self, T: int) -> None:
-        """Append the T tokens that the pass has stored to the selected rows."""
-        for row in range(self._selected.start, self._selected.stop):
-            self.lengths[row] += T
-
-    def _grow(self, rows: int, length: int) -> None:
+    def _grow(self, length: int) -> None:
         old_rows, old_capacity = self.shape
-        if rows <= old_rows and length <= old_capacity:
+        if len(self.lengths) <= old_rows and length <= old_capacity:
             return
-        rows, capacity = self.shape_for(rows, length)
+        rows, capacity = self.shape_for(len(self.lengths), length)
         shape = (rows, self.config.num_heads, capacity, self.config.head_size)
         for layer in range(self.config.num_layers):
             old = self._arrays.get(layer)

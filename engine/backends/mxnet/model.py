@@ -15,7 +15,6 @@ from engine.backends.mxnet.kv_cache import MXNetKVCache, out_of_memory
 class MXNetModel(DenseModel):
     """A model on `engine.backends.mxnet.gpt2`."""
 
-    max_rows = 31  # and one to swap rows
     _cache: MXNetKVCache
 
     def __init__(self, artifact: Artifact, ctx: mx.Context) -> None:
@@ -27,20 +26,11 @@ class MXNetModel(DenseModel):
         self._model.wait()  # so that a load fails, not the first request
         self._cache = MXNetKVCache(artifact.config, ctx)
 
-    def extend(self, row: int, ids: Ids) -> Logits:
-        logits: Logits = self._run(row, row + 1, ids[None, :])[0]
-        return logits
-
-    def decode(self, ids: Ids) -> Logits:
-        return self._run(0, len(ids), ids[:, None])
-
-    def _run(self, begin: int, end: int, ids: Ids) -> Logits:
-        self._cache.select(begin, end)
+    def compute(self, begin: int, ids: Ids) -> Logits:
+        self._cache.select(begin, begin + len(ids))
         with out_of_memory(self._ctx, f"{ids.size} more tokens"):
-            logits = self._model(mx.nd.array(ids, ctx=self._ctx), self._cache)
-            result: Logits = logits.asnumpy()
-        self._cache.end(ids.shape[1])  # last, so that a failed pass appends nothing
-        return result
+            logits: Logits = self._model(mx.nd.array(ids, ctx=self._ctx), self._cache).asnumpy()
+        return logits
 
     def close(self) -> None:
         del self._model, self._cache

@@ -13,17 +13,15 @@ import numpy as np
 import onnxruntime
 
 from common import onnx_session
-from common.errors import OutOfMemory
 from common.memory import return_freed_memory
 from engine.artifacts.artifact import Artifact
 from engine.artifacts.config import GPT2Config
-from engine.backends.dense import DenseCache, DenseModel, Ids
+from engine.backends.dense import MAX_ROWS, DenseCache, DenseModel, Ids
 from engine.backends.interface import Logits
 from engine.backends.onnx.device import CUDA, Buffers, Provider, buffers, open_session
 from engine.backends.onnx.graph import GPT2Graph, kv_names, padded_head_size
 
 ITEM_BYTES = 2  # fp16
-MAX_ROWS = 32
 
 to_ort = onnxruntime.OrtValue.ortvalue_from_numpy  # no copy, as long as the array is contiguous
 
@@ -31,7 +29,6 @@ to_ort = onnxruntime.OrtValue.ortvalue_from_numpy  # no copy, as long as the arr
 class OnnxGpuModel(DenseModel):
     """A model on the fp16 graph of `engine.backends.onnx.graph`."""
 
-    max_rows = MAX_ROWS - 1  # and one to swap rows
     _cache: DeviceKVCache
 
     def __init__(self, artifact: Artifact, provider: Provider = CUDA) -> None:
@@ -45,33 +42,32 @@ class OnnxGpuModel(DenseModel):
         self._device = provider.device
         self._kv_names = list(kv_names(artifact.config, ""))
         self._cache = DeviceKVCache(artifact.config, buffers(provider, len(self._kv_names)))
-        # Every step writes its logits here, since cached bindings refer to this address.
+        # Every pass writes its logits here, since cached bindings refer to these addresses.
         self._logits = np.zeros((MAX_ROWS, artifact.config.vocab_size), dtype=np.float32)
 
-    def extend(self, row: int, ids: Ids) -> Logits:
-        """Append any number of ids to a row of any length, which is exact for a single row."""
-        begin = self._cache.lengths[row]
+    def compute(self, begin: int, ids: Ids) -> Logits:
+        """Run the graph, which is exact for any number of ids only if they are of a single row."""
         end = begin + len(ids)
-        self._cache.hold(end)
-        logits = np.empty((1, self.config.vocab_size), dtype=np.float32)
-        binding = self._bind(row, row + 1, logits)
-        self._run(binding, ids[None], np.arange(begin, end)[None])
-        self._cache.lengths[row] = end
-        first: Logits = logits[0]
-        return first
-
-    def decode(self, ids: Ids) -> Logits:
-        rows = len(ids)
-        lengths = np.array(self._cache.lengths[:rows])
-        end = int(lengths.max()) + 1
-        self._cache.hold(end)
-        bindings = self._cache.bindings
+        lengths = np.array(self._cache.lengths[begin:end])[:, None]
+        positions = lengths + np.arange(ids.shape[1])  # (B, T)
+        length = int(positions.max()) + 1
+        self._cache.hold(length)
+        bindings, rows = self._cache.bindings, (begin, end)
         if rows not in bindings:
-            bindings[rows] = self._bind(0, rows, self._logits[:rows])
-        self._run(bindings[rows], ids[:, None], lengths[:, None])
-        for row in range(rows):
-            self._cache.lengths[row] += 1
-        return self._logits[:rows]
+            bindings[rows] = self._bind(*rows)
+        # Copied to the device before each run.
+        inputs = {"ids": ids, "positions": positions, "total": np.array([length])}
+        inputs = {name: np.ascontiguousarray(a, dtype=np.int32) for name, a in inputs.items()}
+
+        def run() -> None:
+            with onnx_session.out_of_memory(f"{ids.size} more tokens"):
+                for name, array in inputs.items():
+                    bindings[rows].bind_cpu_input(name, array)
+                self._session.run_with_iobinding(bindings[rows])
+
+        # A second run does no harm: it writes the same keys and values to the same places.
+        self._cache.device.retry_after_trim(run)
+        return self._logits[begin:end]
 
     def close(self) -> None:
         device = self._cache.device
@@ -79,24 +75,9 @@ class OnnxGpuModel(DenseModel):
         device.trim()
         return_freed_memory()
 
-    def _run(self, binding: Any, ids: Ids, positions: Ids) -> None:
-        """Run the graph with ids and positions (B, T), which are copied to the device first."""
-        total = np.array([positions.max() + 1], dtype=np.int32)
-        tokens, places = (np.ascontiguousarray(a, dtype=np.int32) for a in (ids, positions))
-
-        def run() -> None:
-            with onnx_session.out_of_memory(f"{ids.size} more tokens"):
-                binding.bind_cpu_input("ids", tokens)
-                binding.bind_cpu_input("positions", places)
-                binding.bind_cpu_input("total", total)
-                self._session.run_with_iobinding(binding)
-
-        # A second run does no harm: it writes the same keys and values to the same places.
-        self._cache.device.retry_after_trim(run)
-
-    def _bind(self, begin: int, end: int, logits: Logits) -> Any:
+    def _bind(self, begin: int, end: int) -> Any:
         binding = self._session.io_binding()
-        binding.bind_ortvalue_output("logits", to_ort(logits))
+        binding.bind_ortvalue_output("logits", to_ort(self._logits[begin:end]))
         for name, buffer in zip(self._kv_names, self._cache.buffers, strict=True):
             shape = [end - begin, *buffer.shape[1:]]
             place = (self._device, 0, np.float16, shape, buffer.address(begin))
@@ -133,7 +114,7 @@ class DeviceKVCache(DenseCache):
         super().__init__(config, device.count * self._heads * self._head_size * ITEM_BYTES)
         self.device = device
         self.buffers: list[Buffer] = []
-        self.bindings: dict[int, Any] = {}  # by number of rows, until the buffers move
+        self.bindings: dict[tuple[int, int], Any] = {}  # by rows, until the buffers move
 
     @property
     def num_bytes(self) -> int:
@@ -143,11 +124,6 @@ class DeviceKVCache(DenseCache):
     def shape(self) -> tuple[int, int]:
         # All buffers have one shape, unless memory ran out while they grew.
         return max(((b.shape[0], b.shape[2]) for b in self.buffers), default=(0, 0))
-
-    def add_row(self) -> int:
-        if len(self.lengths) == MAX_ROWS:
-            raise OutOfMemory(f"all {MAX_ROWS} rows of the batch are taken")
-        return super().add_row()
 
     def hold(self, length: int) -> None:
         """Grow the buffers so that each row can have `length` tokens. Raises `OutOfMemory`."""
@@ -167,14 +143,10 @@ class DeviceKVCache(DenseCache):
             if buffer.shape != shape:
                 self.buffers[i] = Buffer(self.device.grow(buffer.value, as_floats), shape)
 
-    def copy_row(self, source: int, target: int, length: int) -> None:
-        if source == target:
-            return
-        if self.lengths[source]:
-            self.hold(self.lengths[source])
-            sources, targets = ([b.address(row) for b in self.buffers] for row in (source, target))
-            self.device.copy(sources, targets, self.buffers[0].row_items // 2)
-        self.lengths[target] = length
+    def _copy(self, source: int, target: int, length: int) -> None:
+        self.hold(length)
+        sources, targets = ([b.address(row) for b in self.buffers] for row in (source, target))
+        self.device.copy(sources, targets, self.buffers[0].row_items // 2)
 
     def clear(self) -> None:
         self.buffers = []

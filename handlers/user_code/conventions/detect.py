@@ -14,8 +14,7 @@ from types import ModuleType
 from typing import Any, Protocol
 
 from common.errors import EngineError
-from handlers.user_code.conventions.load_and_predict import LoadAndPredict
-from handlers.user_code.conventions.mms_service import MMSService, find_handler
+from handlers.user_code.conventions.batch import LoadAndPredict, MMSService, find_handler
 from handlers.user_code.conventions.toolkit import FUNCTIONS, SageMakerFunctions
 from handlers.user_code.messages import Answer, Request
 

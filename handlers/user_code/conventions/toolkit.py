@@ -185,10 +185,7 @@ def _toolkit_error(error: Exception, name: str) -> ScriptError | None:
     if errors is None:
         return None
     if isinstance(error, errors.BaseInferenceToolkitError):
-        status = int(error.status_code)
-        return ScriptError(
-            str(error.message), status if 400 <= status <= 599 else 500, type(error).__name__
-        )
+        return ScriptError(str(error.message), int(error.status_code), type(error).__name__)
     if isinstance(error, errors.UnsupportedFormatError):
         status = 406 if name == "output_fn" else 415
         return unsupported(str(error).split(".")[0] + ".", status)

@@ -15,7 +15,6 @@ from typing import Any, TypeVar
 from urllib.parse import quote
 
 import grpc
-import orjson
 from anyio import CancelScope
 from starlette.types import ASGIApp
 
@@ -68,19 +67,18 @@ class Reply:
     headers: dict[str, str] = field(default_factory=dict)
     body: bytes = b""
 
-    @property
-    def message(self) -> str:
-        """The message of an error: `{"error": message}`, or `{"message": ...}` and more fields."""
-        try:
-            error = json.loads(self.body)
-            return str(error.get("error") or error["message"])
-        except (ValueError, KeyError, AttributeError):
-            return self.body.decode("utf-8", "replace")
 
-    @property
-    def code(self) -> grpc.StatusCode:
-        other = grpc.StatusCode.INVALID_ARGUMENT if self.status < 500 else grpc.StatusCode.INTERNAL
-        return CODES.get(self.status, other)
+class RouteError(ServingError):
+    """A route's error, whose body is `{"error": message}`, or has `message` and other fields."""
+
+    def __init__(self, reply: Reply) -> None:
+        try:
+            error = json.loads(reply.body)
+            message = str(error.get("error") or error["message"])
+        except (ValueError, KeyError, AttributeError):
+            message = reply.body.decode("utf-8", "replace")
+        super().__init__(message)
+        self.status, self.headers = reply.status, reply.headers
 
 
 Piece = Callable[[Reply, bytes], Awaitable[None]]
@@ -96,9 +94,9 @@ class Routes:
     async def ask(
         self, call: Call, metadata: Iterable[tuple[str, Any]], piece: Piece | None = None
     ) -> Reply:
-        """Return a route's answer; if given, `piece` gets the body of a successful one in pieces.
+        """Return a route's answer; if given, `piece` gets its body in pieces.
 
-        Cancelling the call ends the request, as a closed HTTP connection does.
+        Cancelling the call ends the request, as a closed HTTP connection does. Raises `RouteError`.
         """
         reply, taken = Reply(), False
 
@@ -119,6 +117,8 @@ class Routes:
                 await piece(reply, event["body"])
 
         await self.asgi(self._scope(call, metadata), receive, send)
+        if reply.status >= 400:
+            raise RouteError(reply)
         return reply
 
     def _scope(self, call: Call, metadata: Iterable[tuple[str, Any]]) -> dict[str, Any]:
@@ -141,9 +141,12 @@ class Routes:
         }
 
 
-async def abort(context: Any, reply: Reply) -> None:
-    """End a call with the error of a route, by raising gRPC's `AbortError`."""
-    await context.abort(reply.code, cut(reply.message, MAX_MESSAGE), trailing(reply))
+async def abort(context: Any, error: ServingError) -> None:
+    """End a call with an error, by raising gRPC's `AbortError`."""
+    other = grpc.StatusCode.INVALID_ARGUMENT if error.status < 500 else grpc.StatusCode.INTERNAL
+    if isinstance(error, RouteError):
+        context.set_trailing_metadata(trailing(error.headers))
+    await context.abort(CODES.get(error.status, other), cut(error.message, MAX_MESSAGE))
 
 
 class Idle:
@@ -192,24 +195,21 @@ def with_request(idle: Idle, answer: Answering) -> Answering:
             raise BadRequest("the call has no request")
         return await answer(request, context)
 
-    return guarded(answer_one)
+    return answer_one
 
 
-def service(name: str, answers: Mapping[str, Answering]) -> Any:
+def service(name: str, answers: Mapping[str, Answering], idle: Idle) -> Any:
     """Return the handler of a service; `answers` has the functions that answer its methods."""
     handlers = {}
     for method_name, method in methods(name).items():
+        answer = answers[method_name]
         stream, unary = grpc.stream_stream_rpc_method_handler, grpc.stream_unary_rpc_method_handler
         handlers[method_name] = (stream if method.server_streaming else unary)(
-            answers[method_name],
+            guarded(answer if method.client_streaming else with_request(idle, answer)),
             request_deserializer=message(method.input_type.full_name).FromString,
             response_serializer=message(method.output_type.full_name).SerializeToString,
         )
     return grpc.method_handlers_generic_handler(name, handlers)
-
-
-def error_reply(error: ServingError, headers: Mapping[str, str] | None = None) -> Reply:
-    return Reply(error.status, dict(headers or {}), orjson.dumps(error.to_body()))
 
 
 def guarded(answer: Answering) -> Answering:
@@ -221,7 +221,7 @@ def guarded(answer: Answering) -> Answering:
         except grpc.aio.AbortError:
             raise
         except ServingError as error:
-            await abort(context, error_reply(error))
+            await abort(context, error)
         except Exception as error:
             logger.error("a gRPC call failed", exc_info=error)
             await context.abort(grpc.StatusCode.INTERNAL, "an error inside the server; see its log")
@@ -229,9 +229,9 @@ def guarded(answer: Answering) -> Answering:
     return guarded_answer
 
 
-def trailing(reply: Reply) -> tuple[tuple[str, str], ...]:
+def trailing(headers: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
     """Return an answer's trailing metadata: the request's id, an alias's model, the retry delay."""
-    metadata = {name: reply.headers.get(name) for name in (REQUEST_ID, SERVED_MODEL)}
-    if "retry-after" in reply.headers:
-        metadata[PUSHBACK] = str(int(reply.headers["retry-after"]) * 1000)
+    metadata = {name: headers.get(name) for name in (REQUEST_ID, SERVED_MODEL)}
+    if "retry-after" in headers:
+        metadata[PUSHBACK] = str(int(headers["retry-after"]) * 1000)
     return tuple((key, value) for key, value in metadata.items() if value is not None)

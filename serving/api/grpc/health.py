@@ -9,7 +9,7 @@ import anyio
 import grpc
 
 from serving.api.gateway import Gateway
-from serving.api.grpc.calls import Idle, service, with_request
+from serving.api.grpc.calls import Idle, service
 from serving.api.grpc.inference import SERVICE
 from serving.api.grpc.messages import message
 from serving.errors import RequestTimeout, ServingError
@@ -28,9 +28,7 @@ class Health:
         self._gateway, self._idle, self._watches = gateway, idle, Idle(MAX_WATCHES)
 
     def handlers(self) -> Any:
-        answers = {"Check": self._check, "Watch": self._watch}
-        waiting = {name: with_request(self._idle, answer) for name, answer in answers.items()}
-        return service(HEALTH, waiting)
+        return service(HEALTH, {"Check": self._check, "Watch": self._watch}, self._idle)
 
     def _status(self, service: str) -> int:
         if service not in ("", SERVICE, HEALTH):

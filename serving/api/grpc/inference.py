@@ -13,19 +13,15 @@ from serving.api.grpc.calls import (
     Call,
     Idle,
     Reply,
+    RouteError,
     Routes,
-    abort,
-    error_reply,
-    guarded,
     service,
     trailing,
-    with_request,
 )
 from serving.api.grpc.convert import from_http, parameters, to_http
 from serving.api.grpc.messages import message, methods
 from serving.api.reading import off_loop
 from serving.api.v2.inference import HEADER_LENGTH
-from serving.errors import ServingError
 
 SERVICE = "inference.GRPCInferenceService"
 TEXT_PLATFORM = "kogpt2"
@@ -84,21 +80,23 @@ SHAPED: dict[str, Callable[[Any, Any], dict[str, Any]]] = {
 
 def handlers(routes: Routes, stream: Answering, idle: Idle) -> Any:
     """Return the service's handler; `stream` answers ModelStreamInfer."""
-    answers = {"ModelInfer": _infer(routes), **{name: _describe(routes, name) for name in CALLS}}
-    waiting = {name: with_request(idle, answer) for name, answer in answers.items()}
-    return service(SERVICE, {**waiting, "ModelStreamInfer": guarded(stream)})
+    answers = {name: _describe(routes, name) for name in CALLS}
+    answers |= {"ModelInfer": _infer(routes), "ModelStreamInfer": stream}
+    return service(SERVICE, answers, idle)
 
 
 def _describe(routes: Routes, name: str) -> Answering:
     answer_type = message(methods(SERVICE)[name].output_type.full_name)
 
     async def answer(request: Any, context: Any) -> Any:
-        reply = await routes.ask(CALLS[name](request), context.invocation_metadata())
-        context.set_trailing_metadata(trailing(reply))
-        if reply.status in NOT_READY.get(name, ()):
+        try:
+            reply = await routes.ask(CALLS[name](request), context.invocation_metadata())
+        except RouteError as error:
+            if error.status not in NOT_READY.get(name, ()):
+                raise
+            context.set_trailing_metadata(trailing(error.headers))
             return answer_type()
-        if reply.status >= 400:
-            await abort(context, reply)
+        context.set_trailing_metadata(trailing(reply.headers))
         body = orjson.loads(reply.body or b"{}")
         shaped = SHAPED[name](request, body) if name in SHAPED else body
         return ParseDict(shaped, answer_type(), ignore_unknown_fields=True)
@@ -108,29 +106,21 @@ def _describe(routes: Routes, name: str) -> Answering:
 
 def _infer(routes: Routes) -> Answering:
     async def answer(request: Any, context: Any) -> Any:
-        reply, response = await infer(routes, request, context.invocation_metadata())
-        context.set_trailing_metadata(trailing(reply))
-        if response is None:
-            await abort(context, reply)
-        return response
+        reply = await infer(routes, request, context.invocation_metadata())
+        context.set_trailing_metadata(trailing(reply.headers))  # of an answer that is wrong, too
+        return await converted(reply)
 
     return answer
 
 
-async def infer(routes: Routes, request: Any, metadata: Any, model: str = "") -> tuple[Reply, Any]:
-    """Call the infer route; return its reply, and the response message or None for an error.
+async def infer(routes: Routes, request: Any, metadata: Any, model: str = "") -> Reply:
+    """Call the infer route; `model` is the model already chosen for an alias, or ""."""
+    body, headers = await off_loop(request.ByteSize(), to_http, request)
+    path = model_path(request.model_name, request.model_version, "/infer")
+    return await routes.ask(Call(path, "POST", body, headers, model), metadata)
 
-    `model` is the model already chosen for an alias, or "".
-    """
-    reply = Reply()
-    try:
-        body, headers = await off_loop(request.ByteSize(), to_http, request)
-        path = model_path(request.model_name, request.model_version, "/infer")
-        call = Call(path, "POST", body, headers, model)
-        reply = await routes.ask(call, metadata)
-        if reply.status >= 400:
-            return reply, None
-        length = reply.headers.get(HEADER_LENGTH)
-        return reply, await off_loop(len(reply.body), from_http, reply.body, length)
-    except ServingError as error:
-        return error_reply(error, reply.headers), None
+
+async def converted(reply: Reply) -> Any:
+    """Convert an answer of the infer route to its message. Raises `WorkerFailed`."""
+    length = reply.headers.get(HEADER_LENGTH)
+    return await off_loop(len(reply.body), from_http, reply.body, length)

@@ -20,9 +20,9 @@ import orjson
 from common.hints import HINTS, timeout_s
 from common.worker_protocol import SERVED_MODEL
 from serving.api.gateway import Gateway
-from serving.api.grpc.calls import Call, Idle, Reply, Routes, error_reply, superseded
+from serving.api.grpc.calls import Call, Idle, Reply, Routes, superseded
 from serving.api.grpc.convert import EMPTY_END, ModelInferResponse, one_text, parameters
-from serving.api.grpc.inference import infer, model_path
+from serving.api.grpc.inference import converted, infer, model_path
 from serving.api.grpc.messages import message
 from serving.api.naming import SESSION_ID
 from serving.api.reading import header_text
@@ -75,7 +75,7 @@ class Streams:
             try:
                 await self._text(request, metadata, model, write)
             except ServingError as error:
-                await write(_error(request, error_reply(error)))
+                await write(_error(request, error.message))
             finally:
                 places.release()
                 note_idle()
@@ -83,14 +83,15 @@ class Streams:
         async with anyio.create_task_group() as tasks:
             while (request := await read()) is not None:
                 model = self._choose(request, metadata)
-                refused = await self._load(request, metadata, model)
-                if refused is not None:
-                    await write(_error(request, refused))
-                elif self._is_text(request, model):
-                    await places.acquire()
-                    tasks.start_soon(stream, request, model)
-                else:
-                    await write(await self._whole(request, metadata, model))
+                try:
+                    await self._load(request, metadata, model)
+                    if self._is_text(request, model):
+                        await places.acquire()
+                        tasks.start_soon(stream, request, model)
+                    else:
+                        await write(await self._whole(request, metadata, model))
+                except ServingError as error:
+                    await write(_error(request, error.message))
         if ended:
             raise superseded()
 
@@ -101,14 +102,11 @@ class Streams:
         session = dict(metadata).get(SESSION_ID, "")
         return name if alias is None else alias.choose(header_text(session))
 
-    async def _load(self, request: Any, metadata: Any, name: str) -> Reply | None:
-        """Load a model, whose kind is known only then; return an error, None on success."""
+    async def _load(self, request: Any, metadata: Any, name: str) -> None:
+        """Load a model, whose kind is known only then."""
         model = self._gateway.registry.find(name)
-        if model is not None and model.state is State.READY and not request.model_version:
-            return None
-        call = Call(model_path(name, request.model_version))
-        reply = await self._routes.ask(call, metadata)
-        return reply if reply.status >= 400 else None
+        if model is None or model.state is not State.READY or request.model_version:
+            await self._routes.ask(Call(model_path(name, request.model_version)), metadata)
 
     def _is_text(self, request: Any, name: str) -> bool:
         model = self._gateway.registry.find(name)
@@ -117,9 +115,7 @@ class Streams:
 
     async def _whole(self, request: Any, metadata: Any, model: str) -> Any:
         request.parameters.pop("stream", None)
-        reply, response = await infer(self._routes, request, metadata, model)
-        if response is None:
-            return _error(request, reply)
+        response = await converted(await infer(self._routes, request, metadata, model))
         response.parameters[FINAL].bool_param = True
         return ModelStreamInferResponse(infer_response=response)
 
@@ -134,11 +130,9 @@ class Streams:
             await write(tokens.response([orjson.loads(line) for line in lines.splitlines()]))
 
         with anyio.move_on_after(tokens.timeout_s) as scope:
-            reply = await self._routes.ask(call, metadata, piece)
+            await self._routes.ask(call, metadata, piece)
         if scope.cancelled_caught:
-            reply = error_reply(Timeout(f"no answer within {tokens.timeout_s:g} s"))
-        if reply.status >= 400:
-            await write(_error(request, reply))
+            raise Timeout(f"no answer within {tokens.timeout_s:g} s")
 
 
 class Tokens:
@@ -166,7 +160,7 @@ class Tokens:
         """Return the response of a token; the last one also has the end of its sequence."""
         item, ends = lines[0], lines[1:]
         if "error" in item:
-            return _error(self._request, Reply(body=orjson.dumps(item["error"])))
+            return _error(self._request, item["error"]["message"])
         self._unfinished -= len(ends)
         before = "" if item["index"] in self._begun else self._full
         self._begun.add(item["index"])
@@ -194,11 +188,11 @@ def _head(request: Any) -> Any:
     )
 
 
-def _error(request: Any, reply: Reply) -> Any:
+def _error(request: Any, reason: str) -> Any:
     """Return an error with the id of its request, as one call may have several requests."""
     head = _head(request)
     head.parameters[FINAL].bool_param = True
-    return ModelStreamInferResponse(error_message=reply.message, infer_response=head)
+    return ModelStreamInferResponse(error_message=reason, infer_response=head)
 
 
 def _packed(text: str) -> bytes:

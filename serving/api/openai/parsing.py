@@ -6,7 +6,7 @@ the texts at which an answer stops have the fine-tune's own defaults.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,7 @@ from serving.api.answering import MAX_SCORES, EngineRequest
 from serving.api.openai import tools
 from serving.api.openai.errors import Refused
 from serving.api.openai.tools import ToolChoice
+from serving.api.schemas import fields_of
 
 Body = Mapping[str, Any]
 
@@ -33,6 +34,8 @@ WITHOUT_EFFECT = {
     *("prompt_cache_key", "prompt_cache_retention", "parallel_tool_calls"),
     "guided_decoding_backend",
 }
+# Parameters that the engine has, too.
+SAME = ("frequency_penalty", "presence_penalty", "stop", "choice_logprobs")
 # Parameters that OpenAI's API does not have, by the names of vLLM, llama.cpp and their clients.
 OURS = (
     *("top_k", "min_p", "typical_p", "repetition_penalty", "repeat_penalty", "ignore_eos"),
@@ -40,26 +43,20 @@ OURS = (
     *("dry_multiplier", "dry_base", "dry_allowed_length", "dry_penalty_last_n"),
     "dry_sequence_breakers",
 )
-# Constraints on an answer, by the names of several servers.
-FORMS = (*answer_form.FIELDS, answer_form.PATTERN)
-SHARED = {
-    *("model", "stream", "stream_options", "temperature", "top_p", "n", "stop", "seed"),
-    *("frequency_penalty", "presence_penalty", "logit_bias", "logprobs", "max_tokens"),
-    *OURS,
-    *FORMS,
-    "choice_logprobs",
-}
 STREAM_OPTIONS = ("include_usage", "continuous_usage_stats", "include_obfuscation")
-# Fields that are not supported: why, and the values that are accepted as they have no effect.
+COMPLETION, CHAT = fields_of("OpenAICompletion"), fields_of("OpenAIChat")
 NO_TOOLS = "asks for tools; these are for /v1/chat/completions, with a tool_choice"
 NO_RESULTS = (
     "is not known to templates of these models: say what was called and what came of it in a"
     " message of the user's"
 )
 OLD_TOOLS = "is not known here; tools and tool_choice are"
+# Fields that are not supported: why, and the values that are accepted as they have no effect.
 NotDone = Mapping[str, tuple[str, tuple[Any, ...]]]
-NOT_DONE: NotDone = {
+NOT_IN_COMPLETIONS: NotDone = {
     "suffix": ("asks for an insertion; these models only continue a text", ("",)),
+}
+NOT_IN_CHATS: NotDone = {
     "functions": (OLD_TOOLS, ([],)),
     "function_call": (OLD_TOOLS, ("none", "auto")),
     "modalities": ('can only be ["text"]', (["text"],)),
@@ -67,12 +64,6 @@ NOT_DONE: NotDone = {
     "reasoning_effort": ("is for models that reason", ("none",)),
     "verbosity": ("is not known to these models", ()),
     "web_search_options": ("asks for a search of the web, which is not done here", ()),
-}
-COMPLETION = SHARED | {"prompt", "best_of", "echo", "suffix"}
-CHAT = SHARED | {
-    *("messages", "max_completion_tokens", "top_logprobs", "tools", "tool_choice", "functions"),
-    *("function_call", "modalities", "audio", "reasoning_effort", "verbosity"),
-    "web_search_options",
 }
 
 
@@ -105,11 +96,11 @@ class ParsedRequest(EngineRequest):
 
 def completion(body: Body) -> ParsedRequest:
     """Parse a body of /v1/completions. Raises `Refused`."""
-    given = known_fields(body, COMPLETION)
+    given = known_fields(body, COMPLETION, NOT_IN_COMPLETIONS)
     shared = common_fields(given)
-    echo = get(given, "echo", fields.boolean, False)
+    echo = fields.boolean("echo", given.get("echo", False))
     n: int = shared["n"]
-    best_of = get(given, "best_of", lambda name, v: fields.integer(name, v, 1, MAX_SEQUENCES), n)
+    best_of = fields.integer("best_of", given.get("best_of", n), 1, MAX_SEQUENCES)
     if best_of < n:
         raise Refused("best_of", f"must be at least n, {n}, is {best_of}")
     if best_of > n and shared["stream"]:
@@ -139,11 +130,11 @@ def completion(body: Body) -> ParsedRequest:
 
 def chat(body: Body) -> ParsedRequest:
     """Parse a body of /v1/chat/completions. Raises `Refused`."""
-    given = known_fields(body, CHAT)
+    given = known_fields(body, CHAT, NOT_IN_CHATS)
     shared = common_fields(given)
-    logprobs = get(given, "logprobs", fields.boolean, False)
-    top = get(given, "top_logprobs", lambda name, v: fields.integer(name, v, 0, MAX_LOGPROBS), None)
-    if top is not None and not logprobs:
+    logprobs = fields.boolean("logprobs", given.get("logprobs", False))
+    top = fields.integer("top_logprobs", given.get("top_logprobs", 0), 0, MAX_LOGPROBS)
+    if "top_logprobs" in given and not logprobs:
         raise Refused("top_logprobs", "needs logprobs true")
     tool_choice = tools.read(given)
     if tool_choice is not None:
@@ -152,7 +143,7 @@ def chat(body: Body) -> ParsedRequest:
     limit = "max_tokens" if given.get("max_completion_tokens") is None else "max_completion_tokens"
     parameters["max_new_tokens"] = max_tokens(given, limit, MAX_TOKENS)
     if logprobs:
-        parameters["logprobs"] = top or 0
+        parameters["logprobs"] = top
     _check_scores(parameters, 1)
     return ParsedRequest(
         kind=Kind.CHAT,
@@ -164,32 +155,29 @@ def chat(body: Body) -> ParsedRequest:
     )
 
 
-def known_fields(body: Body, known: set[str], not_done: NotDone = NOT_DONE) -> dict[str, Any]:
+def known_fields(body: Body, known: Set[str], not_done: NotDone) -> dict[str, Any]:
     """Return the fields of a body that are not null.
 
     Raises `Refused` for fields that are unknown, or not supported with a value that has an effect.
     """
     given = {name: value for name, value in body.items() if value is not None}
     for name, value in given.items():
-        if name not in known | WITHOUT_EFFECT:
-            message = f"is not known here; known are {', '.join(sorted(known - not_done.keys()))}"
+        if name in not_done:
+            reason, harmless = not_done[name]
+            if value not in harmless:
+                raise Refused(name, reason, "unsupported_parameter")
+        elif name not in known | WITHOUT_EFFECT:
+            message = f"is not known here; known are {', '.join(sorted(known))}"
             raise Refused(name, message, "unknown_parameter")
-        reason, harmless = not_done.get(name, ("", (value,)))
-        if value not in harmless:
-            raise Refused(name, reason, "unsupported_parameter")
     return given
-
-
-def get(given: Body, name: str, check: Callable[[str, Any], Any], default: Any) -> Any:
-    return check(name, given[name]) if name in given else default
 
 
 def common_fields(given: Body) -> dict[str, Any]:
     """Return those fields of `ParsedRequest` that all requests for text share."""
     if "model" not in given:
         raise Refused("model", "is missing, must name a model (GET /v1/models lists them)")
-    stream = get(given, "stream", fields.boolean, False)
-    options = get(given, "stream_options", mapping, {})
+    stream = fields.boolean("stream", given.get("stream", False))
+    options = mapping("stream_options", given.get("stream_options", {}))
     if options and not stream:
         raise Refused("stream_options", "are for streams: stream is not true")
     for name, value in options.items():
@@ -200,7 +188,7 @@ def common_fields(given: Body) -> dict[str, Any]:
             fields.boolean(f"stream_options.{name}", value)
     return {
         "model": text("model", given["model"]),
-        "n": get(given, "n", lambda name, v: fields.integer(name, v, 1, MAX_SEQUENCES), 1),
+        "n": fields.integer("n", given.get("n", 1), 1, MAX_SEQUENCES),
         "stream": stream,
         "include_usage": bool(options.get("include_usage")),
         "continuous_usage": bool(
@@ -212,23 +200,18 @@ def common_fields(given: Body) -> dict[str, Any]:
 
 def sampling(given: Body, sequences: int, form: GivenForm | None) -> dict[str, Any]:
     """Return the engine's parameters, except the number of tokens."""
-    temperature = get(given, "temperature", lambda n, v: fields.number(n, v, 0, 2), 1.0)
-    top_p = get(given, "top_p", lambda n, v: fields.number(n, v, 0, 1), 1.0)
+    temperature = fields.number("temperature", given.get("temperature", 1.0), 0, 2)
+    top_p = fields.number("top_p", given.get("top_p", 1.0), 0, 1)
     parameters: dict[str, Any] = {"num_return_sequences": sequences, "do_sample": True}
-    checks: Mapping[str, Callable[[str, Any], Any]] = {
-        "frequency_penalty": lambda n, v: fields.number(n, v, -2, 2),
-        "presence_penalty": lambda n, v: fields.number(n, v, -2, 2),
-        "logit_bias": _biases,
-        "stop": lambda n, v: list(fields.stops(n, v)),
-        # OpenAI's seeds may be negative.
-        "seed": lambda n, v: fields.integer(n, v, -MAX_SEED - 1, MAX_SEED) & MAX_SEED,
-    }
-    parameters |= {
-        name: check(name, given[name]) for name, check in checks.items() if name in given
-    }
+    if "logit_bias" in given:
+        fields.biases("logit_bias", given["logit_bias"])
+        parameters["logit_bias"] = given["logit_bias"]
+    if "seed" in given:  # OpenAI's may be negative
+        seed = fields.integer("seed", given["seed"], -MAX_SEED - 1, MAX_SEED)
+        parameters["seed"] = seed & MAX_SEED
     parameters |= form.parameters if form else {}
-    own = {name: ALIASES.get(name, name) for name in (*OURS, "choice_logprobs") if name in given}
-    parameters |= {known: CHECKS[known](name, given[name]) for name, known in own.items()}
+    same = {name: ALIASES.get(name, name) for name in (*SAME, *OURS) if name in given}
+    parameters |= {known: CHECKS[known](name, given[name]) for name, known in same.items()}
     if (temperature == 0 or top_p == 0) and sequences == 1:
         return {**parameters, "do_sample": False}
     if temperature == 0 or top_p == 0:  # greedy decoding, for several sequences
@@ -237,8 +220,7 @@ def sampling(given: Body, sequences: int, form: GivenForm | None) -> dict[str, A
 
 
 def max_tokens(given: Body, name: str, default: int, least: int = 1) -> int:
-    value: int = get(given, name, lambda n, v: fields.integer(n, v, least, MAX_TOKENS), default)
-    return value
+    return fields.integer(name, given.get(name, default), least, MAX_TOKENS)
 
 
 def _check_scores(parameters: Mapping[str, Any], prompts: int) -> None:
@@ -338,11 +320,6 @@ def mapping(name: str, value: Any) -> Mapping[str, Any]:
     if not isinstance(value, Mapping):
         raise Refused(name, "must be an object")
     return value
-
-
-def _biases(name: str, value: Any) -> Mapping[str, float]:
-    fields.biases(name, value)
-    return mapping(name, value)
 
 
 def is_ids(value: Any) -> bool:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import orjson
@@ -23,17 +24,14 @@ from serving.api.answering import Renderer
 from serving.api.openai.answers import Item, chat_logprobs, compact, token_name
 from serving.api.openai.errors import Refused, error_body
 from serving.api.openai.parsing import (
-    FORMS,
     MAX_TOKENS,
     NO_TOOLS,
-    OURS,
     Body,
     Kind,
     NotDone,
     ParsedRequest,
     bounded,
     common_fields,
-    get,
     known_fields,
     mapping,
     max_tokens,
@@ -41,14 +39,9 @@ from serving.api.openai.parsing import (
     sampling,
     text,
 )
+from serving.api.schemas import fields_of
 
-KNOWN = {
-    *("model", "input", "instructions", "max_output_tokens", "temperature", "top_p", "include"),
-    *("top_logprobs", "stream", "stream_options", "text", "reasoning", "tools", "tool_choice"),
-    *("previous_response_id", "conversation", "prompt", "background", "truncation"),
-    *("max_tool_calls", "seed", "stop", *OURS),
-    *FORMS,
-} - {"response_format"}  # it is `text.format` here
+KNOWN = fields_of("OpenAIResponse")
 STATELESS = "names what an earlier request left, and nothing is kept: send the whole input"
 NOT_DONE: NotDone = {
     "previous_response_id": (STATELESS, ()),
@@ -63,18 +56,22 @@ PARTS = ("input_text", "output_text")  # of the user's messages, and of earlier 
 LOGPROBS = "message.output_text.logprobs"
 
 
-def parse(body: Body) -> tuple[ParsedRequest, dict[str, Any]]:
-    """Parse a body; return the request, and the fields that its answer repeats.
+@dataclass(frozen=True, kw_only=True)
+class ResponseRequest(ParsedRequest):
+    """A request to the engine; `repeated` are the fields that its answer repeats."""
 
-    Raises `Refused`.
-    """
+    repeated: Mapping[str, Any]
+
+
+def parse(body: Body) -> ResponseRequest:
+    """Parse a body of /v1/responses. Raises `Refused`."""
     given = known_fields(body, KNOWN, NOT_DONE)
     shared = common_fields(given)
     shared["form"] = answer_form.only([shared["form"], _text_format(given)])
     include = given.get("include", [])
     if not isinstance(include, list):
         raise Refused("include", "must be a list")
-    top = get(given, "top_logprobs", lambda n, v: fields.integer(n, v, 0, MAX_LOGPROBS), 0)
+    top = fields.integer("top_logprobs", given.get("top_logprobs", 0), 0, MAX_LOGPROBS)
     parameters = sampling(given, 1, shared["form"])
     parameters["max_new_tokens"] = max_tokens(given, "max_output_tokens", MAX_TOKENS)
     logprobs = LOGPROBS in include
@@ -84,13 +81,10 @@ def parse(body: Body) -> tuple[ParsedRequest, dict[str, Any]]:
     if "instructions" in given:
         instructions = text("instructions", given["instructions"])
         messages.insert(0, {"role": "system", "content": instructions})
-    parsed = ParsedRequest(
-        kind=Kind.CHAT, prompts=[messages], parameters=parameters, logprobs=logprobs, **shared
-    )
-    return parsed, {
+    repeated = {
         "instructions": given.get("instructions"),
         "max_output_tokens": given.get("max_output_tokens"),
-        "metadata": get(given, "metadata", mapping, {}),
+        "metadata": mapping("metadata", given.get("metadata", {})),
         "parallel_tool_calls": bool(given.get("parallel_tool_calls", True)),
         "temperature": given.get("temperature", 1.0),
         "text": {"format": given.get("text", {}).get("format") or {"type": "text"}},
@@ -100,6 +94,14 @@ def parse(body: Body) -> tuple[ParsedRequest, dict[str, Any]]:
         "top_p": given.get("top_p", 1.0),
         "truncation": "disabled",
     }
+    return ResponseRequest(
+        kind=Kind.CHAT,
+        prompts=[messages],
+        parameters=parameters,
+        logprobs=logprobs,
+        repeated=repeated,
+        **shared,
+    )
 
 
 def _text_format(given: Body) -> GivenForm | None:
@@ -107,10 +109,10 @@ def _text_format(given: Body) -> GivenForm | None:
 
     Raises `Refused` for fields of `text` or `reasoning` that would otherwise change the answer.
     """
-    about = get(given, "text", mapping, {})
+    about = mapping("text", given.get("text", {}))
     if about.get("verbosity") not in (None, "medium"):
         raise Refused("text.verbosity", "is not known to these models")
-    for name, value in get(given, "reasoning", mapping, {}).items():
+    for name, value in mapping("reasoning", given.get("reasoning", {})).items():
         if value not in (None, "none"):
             raise Refused(f"reasoning.{name}", "is for models that reason")
     form = about.get("format")
@@ -138,11 +140,11 @@ def _input(value: Any) -> list[dict[str, str]]:
 class Response(Renderer):
     """Writes an answer: whole, or as the events of a stream."""
 
-    def __init__(self, parsed: ParsedRequest, request: Mapping[str, Any], model: str) -> None:
+    def __init__(self, parsed: ResponseRequest, model: str) -> None:
         self._parsed = parsed
         self._id, self._item_id = f"resp_{secrets.token_hex(24)}", f"msg_{secrets.token_hex(24)}"
         self._head = {"id": self._id, "object": "response", "created_at": int(time.time())}
-        self._head |= {"model": model, **request}
+        self._head |= {"model": model, **parsed.repeated}
         self._text, self._logprobs = "", list[dict[str, Any]]()
         self._bare = list[orjson.Fragment]()  # the log-probabilities as events have them
         self._reason, self._tokens = "", 0

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Awaitable, Callable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -32,6 +32,7 @@ from serving.api.routing import ANY, CALL, EVENTS, FIND, Kind, Route
 from serving.models.model import Model
 from serving.names import normal_name
 
+Parsed = TypeVar("Parsed", bound=ParsedRequest)
 OWNER = "kogpt2-serving"
 CREATED = int(time.time())
 KNOWN = "GET /v1/models, POST /v1/completions, POST /v1/chat/completions, POST /v1/responses"
@@ -70,37 +71,30 @@ def _model(name: str, alias_of: Mapping[str, float] | None) -> dict[str, Any]:
 
 async def complete(gateway: Gateway, request: Request) -> Response:
     """Continues texts or token ids."""
-    body = await read_json_object(gateway, request)
-    parsed = parsing.completion(body)
-    return await _answer(gateway, request, body, parsed, lambda name: Answer(parsed, name))
+    return await _answer(gateway, request, parsing.completion, Answer)
 
 
 async def chat(gateway: Gateway, request: Request) -> Response:
     """Answers a chat."""
-    body = await read_json_object(gateway, request)
-    parsed = parsing.chat(body)
-    return await _answer(gateway, request, body, parsed, lambda name: Answer(parsed, name))
+    return await _answer(gateway, request, parsing.chat, Answer)
 
 
 async def respond(gateway: Gateway, request: Request) -> Response:
     """Answers a chat, as the Responses API has it."""
-    body = await read_json_object(gateway, request)
-    parsed, given = responses.parse(body)
-    return await _answer(
-        gateway, request, body, parsed, lambda name: responses.Response(parsed, given, name)
-    )
+    return await _answer(gateway, request, responses.parse, responses.Response)
 
 
 async def _answer(
     gateway: Gateway,
     request: Request,
-    body: Body,
-    parsed: ParsedRequest,
-    renderer: Callable[[str], Renderer],
+    parse: Callable[[Body], Parsed],
+    renderer: Callable[[Parsed, str], Renderer],
 ) -> Response:
+    body = await read_json_object(gateway, request)
+    parsed = parse(body)
     name = normal_name(parsed.model).lstrip("/")
     async with engine_model(gateway, request, name, user=user(body)) as (model, end, resources):
-        return await answer(gateway, model, parsed, renderer(model.name), end, resources)
+        return await answer(gateway, model, parsed, renderer(parsed, model.name), end, resources)
 
 
 async def tokenize(gateway: Gateway, request: Request) -> Response:

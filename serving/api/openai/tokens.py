@@ -13,7 +13,7 @@ from common import fields
 from serving.api.engine_calls import left_s, while_restored
 from serving.api.gateway import Gateway
 from serving.api.openai.errors import Refused
-from serving.api.openai.parsing import Body, get, is_ids, known_fields, messages, text
+from serving.api.openai.parsing import Body, is_ids, known_fields, messages, text
 from serving.models.model import Model
 
 TOKENIZE = {
@@ -25,19 +25,16 @@ DETOKENIZE = {"model", "tokens"}
 
 async def tokenize(gateway: Gateway, model: Model, body: Body, end: float) -> dict[str, Any]:
     """Answer a body of `/tokenize`. Raises `Refused`."""
-    given = known_fields(body, TOKENIZE)
+    given = known_fields(body, TOKENIZE, {})
     if ("prompt" in given) == ("messages" in given):
         raise Refused("prompt", "or messages must be given, and not both")
-    if "prompt" in given:
-        inputs: Any = text("prompt", given["prompt"])
-    else:
-        inputs = messages(given["messages"])
-    for name, only in (("add_generation_prompt", True), ("continue_final_message", False)):
-        if get(given, name, fields.boolean, only) is not only:
-            raise Refused(name, f"can only be {str(only).lower()}", "unsupported_parameter")
-    special = get(given, "add_special_tokens", fields.boolean, True)
-    strings = get(given, "return_token_strs", fields.boolean, False)
     kind = "prompt" if "prompt" in given else "messages"
+    inputs: Any = text(kind, given[kind]) if kind == "prompt" else messages(given[kind])
+    for name, only in (("add_generation_prompt", True), ("continue_final_message", False)):
+        if fields.boolean(name, given.get(name, only)) is not only:
+            raise Refused(name, f"can only be {str(only).lower()}", "unsupported_parameter")
+    special = fields.boolean("add_special_tokens", given.get("add_special_tokens", True))
+    strings = fields.boolean("return_token_strs", given.get("return_token_strs", False))
     name = model.engine_name
     result = await while_restored(
         gateway,
@@ -55,7 +52,7 @@ async def tokenize(gateway: Gateway, model: Model, body: Body, end: float) -> di
 
 async def detokenize(gateway: Gateway, model: Model, body: Body, end: float) -> dict[str, Any]:
     """Answer a body of `/detokenize`. Raises `Refused`."""
-    tokens: Any = known_fields(body, DETOKENIZE).get("tokens")
+    tokens: Any = known_fields(body, DETOKENIZE, {}).get("tokens")
     if not is_ids(tokens):
         raise Refused("tokens", "must be a list of token ids")
     name = model.engine_name

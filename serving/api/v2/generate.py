@@ -23,6 +23,7 @@ import orjson
 from starlette.requests import Request
 from starlette.responses import Response
 
+from common import fields
 from common.errors import ServiceError
 from common.hints import HINTS, timeout_s
 from common.media_types import JSON
@@ -40,16 +41,16 @@ from serving.errors import BadRequest
 class ParsedRequest(EngineRequest):
     """A request to the engine, and the options of its answer in Triton's format.
 
-    head: fields of every answer
+    head: the request's id as a field of every answer, if it has one
     before: the prompt if the answer begins with it, else ""
     """
 
-    head: dict[str, Any]
+    head: dict[str, str]
     before: str
     limit_s: float
 
 
-def parse(name: str, body: dict[str, Any], stream: bool) -> ParsedRequest:
+def parse(body: dict[str, Any], stream: bool) -> ParsedRequest:
     """Parse a body of Triton's generate extension. Raises `BadRequest`, `InvalidRequest`."""
     text, id_ = body.get("text_input"), body.get("id")
     if isinstance(text, list) and len(text) == 1:
@@ -59,34 +60,26 @@ def parse(name: str, body: dict[str, Any], stream: bool) -> ParsedRequest:
     if not isinstance(id_, str | None):
         raise BadRequest("id must be a string")
     beside = {k: v for k, v in body.items() if k not in ("id", "text_input", "parameters")}
-    within = body.get("parameters") or {}
-    if not isinstance(within, dict):
-        raise BadRequest("parameters must be an object")
+    within = fields.mapping("parameters", body.get("parameters") or {})
     parameters = {**beside, **within}
-    stream = parameters.pop("stream", stream)
-    if not isinstance(stream, bool):
-        raise BadRequest("stream must be true or false")
+    stream = fields.boolean("stream", parameters.pop("stream", stream))
     limit_s = timeout_s(parameters) or math.inf
     for hint in HINTS:
         parameters.pop(hint, None)
     alone = parameters.pop("exclude_input_in_output", True)
-    if not isinstance(alone, bool):
-        raise BadRequest("exclude_input_in_output must be true or false")
+    fields.boolean("exclude_input_in_output", alone)
     if "max_tokens" in parameters:
         parameters.setdefault("max_new_tokens", parameters.pop("max_tokens"))
     # Sampling may be the model's own default, which only the engine knows.
     checked = Parameters.parse(parameters, {"do_sample": True})
     if stream and checked.num_return_sequences > 1:
         raise BadRequest("num_return_sequences must be 1 in a stream, which has one text")
-    head = {"model_name": name, "model_version": "1"}
-    before = text if not alone or checked.return_full_text else ""
-    head = head if id_ is None else {"id": id_, **head}
     return ParsedRequest(
         prompts=[text],
         parameters=parameters,
         stream=stream,
-        head=head,
-        before=before,
+        head={} if id_ is None else {"id": id_},
+        before=text if not alone or checked.return_full_text else "",
         limit_s=limit_s,
     )
 
@@ -95,7 +88,7 @@ class Text(Renderer):
     """Writes answers in Triton's format; with `as_events`, a whole answer is one event, too."""
 
     def __init__(self, parsed: ParsedRequest, model: str, as_events: bool) -> None:
-        self._head = {**parsed.head, "model_name": model}
+        self._head = {**parsed.head, "model_name": model, "model_version": "1"}
         self._before, self._begun = parsed.before, False
         self.whole_type = EVENTS if as_events else JSON
 
@@ -120,7 +113,7 @@ class Text(Renderer):
 async def generate(gateway: Gateway, request: Request, stream: bool) -> Response:
     gateway.check_ready()
     name = request.path_params["name"]
-    parsed = parse(name, await read_json_object(gateway, request, of_any_type=True), stream)
+    parsed = parse(await read_json_object(gateway, request, of_any_type=True), stream)
     async with engine_model(gateway, request, name, parsed.limit_s) as (model, end, resources):
         renderer = Text(parsed, model.name, as_events=stream)
         return await answer(gateway, model, parsed, renderer, end, resources)

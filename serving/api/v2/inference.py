@@ -83,9 +83,7 @@ async def model_ready(gateway: Gateway, request: Request) -> Response:
 
 async def describe_model(gateway: Gateway, request: Request) -> Response:
     """The model's inputs and outputs; loads it."""
-    name = request.path_params["name"]
-    model = await describe(gateway, request, name)
-    return JSONResponse(_described(model.name, model.metadata))
+    return JSONResponse(await _metadata(gateway, request))
 
 
 async def infer(gateway: Gateway, request: Request) -> Response:
@@ -123,12 +121,10 @@ async def generate_stream(gateway: Gateway, request: Request) -> Response:
 
 async def config(gateway: Gateway, request: Request) -> Response:
     """The model's inputs and outputs, as Triton describes them; loads it."""
-    name = request.path_params["name"]
-    model = await describe(gateway, request, name)
-    described = _described(model.name, model.metadata)
+    described = await _metadata(gateway, request)
     sides = {"input": described["inputs"], "output": described["outputs"]}
     tensors = {side: [_configured(t) for t in listed] for side, listed in sides.items()}
-    head = {"name": model.name, "platform": described["platform"], "max_batch_size": 0}
+    head = {"name": described["name"], "platform": described["platform"], "max_batch_size": 0}
     policy = {"latest": {"num_versions": 1}}
     return JSONResponse({**head, "version_policy": policy, **tensors})
 
@@ -162,10 +158,11 @@ def _limit_s(body: bytes) -> float:
     return math.inf
 
 
-def _described(name: str, metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a model's metadata, with defaults for models with their own code."""
-    known = {"name": name, "versions": ["1"], "platform": "", "inputs": [], "outputs": []}
-    return {**known, **metadata, "name": name}
+async def _metadata(gateway: Gateway, request: Request) -> dict[str, Any]:
+    """Load the path's model; return its metadata, with defaults for models with their own code."""
+    model = await describe(gateway, request)
+    known = {"name": "", "versions": ["1"], "platform": "", "inputs": [], "outputs": []}
+    return {**known, **model.metadata, "name": model.name}
 
 
 def _configured(tensor: Mapping[str, Any]) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from common import fields
 from serving.api.access import Right
 from serving.api.gateway import Gateway
 from serving.api.naming import listed_aliases, may_call
@@ -37,8 +38,7 @@ STATES = {
 async def index(gateway: Gateway, request: Request) -> Response:
     """The store's models and their states."""
     only_ready = (await read_object(gateway, request)).get("ready", False)
-    if not isinstance(only_ready, bool):
-        raise BadRequest("ready must be true or false")
+    fields.boolean("ready", only_ready)
     by_name = {model.name: _entry(model) for model in gateway.registry.all()}
     if not gateway.settings.sagemaker_multi_model and not only_ready:
         for stored in await gateway.lookups.models():
@@ -81,10 +81,8 @@ async def unload(gateway: Gateway, request: Request) -> Response:
 
 
 async def _parameters(gateway: Gateway, request: Request) -> Mapping[str, Any]:
-    parameters = (await read_object(gateway, request)).get("parameters") or {}
-    if not isinstance(parameters, dict):
-        raise BadRequest("parameters must be an object")
-    return parameters
+    body = await read_object(gateway, request)
+    return fields.mapping("parameters", body.get("parameters") or {})
 
 
 def _alias(name: str, weights: Mapping[str, float], ready: set[str]) -> dict[str, Any]:

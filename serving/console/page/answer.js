@@ -8,7 +8,7 @@ import { snippets } from "./snippets.js";
 import { t } from "./texts.js";
 
 // Underlines: the best of these that a token's probability reaches.
-export const SHARES = [0.9, 0.5, 0.2, 0.05, 0];
+const SHARES = [0.9, 0.5, 0.2, 0.05, 0];
 
 export class Answer {
   /** `query` as for `call`; `isLoaded` says whether the first token waits for a load. */

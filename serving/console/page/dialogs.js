@@ -53,7 +53,7 @@ export function showCode(title, snippets) {
     "dialog",
     { id: "code-dialog", aria: { labelledby: "code-title" } },
     h("h2", { id: "code-title" }, title),
-    h("div", { className: "actions tabs" }, ...tabs),
+    h("div", { className: "actions" }, ...tabs),
     code,
     h(
       "form",

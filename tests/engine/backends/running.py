@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import gc
+import resource
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -44,6 +47,18 @@ def greedy(model: BackendModel, ids: list[int], steps: int) -> list[int]:
         tokens.append(int(append(model, row, tokens[-1:] or ids).argmax()))
     model.close_row(row)
     return tokens
+
+
+@contextmanager
+def address_space(free_bytes: int) -> Iterator[None]:
+    """Limits this process's address space to what it has now and some more."""
+    gc.collect()  # arenas of 64 GiB may be garbage: collected later, they would be free space
+    limits = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (status_bytes("VmSize") + free_bytes, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, limits)
 
 
 def status_bytes(field: str) -> int:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import resource
-
 import numpy as np
 import pytest
 
 from common.errors import OutOfMemory
 from engine.native.arena import Arena, NativeRow
 from engine.native.library import PAGE_TOKENS
-from tests.engine.backends.running import status_bytes
+from tests.engine.backends.running import address_space, status_bytes
 
 PAGE = 1 << 16
 
@@ -90,13 +88,8 @@ def test_memory_can_be_trimmed_while_all_pages_are_in_use() -> None:
 def test_a_page_that_cannot_be_copied_takes_none() -> None:
     arena = Arena(1 << 30)
     [page] = arena.take(1)
-    limits = resource.getrlimit(resource.RLIMIT_AS)
-    resource.setrlimit(resource.RLIMIT_AS, (status_bytes("VmSize") + (64 << 20), limits[1]))
-    try:
-        with pytest.raises(MemoryError):
-            arena.copy(page)
-    finally:
-        resource.setrlimit(resource.RLIMIT_AS, limits)
+    with address_space(64 << 20), pytest.raises(MemoryError):
+        arena.copy(page)
     assert used(arena) == 1
 
 

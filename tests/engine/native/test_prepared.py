@@ -19,9 +19,7 @@ from engine.native import prepared as module
 from engine.native.model import NativeModel
 from engine.native.prepared import (
     Prepared,
-    PreparedFile,
     Stored,
-    header_of,
     num_bytes,
     open_prepared,
     prepared,
@@ -140,14 +138,8 @@ def test_an_error_of_what_fills_a_file_is_passed_on(tmp_path: Path) -> None:
 
     entries = [Stored("positions", (2, 3), "F32")]
 
-    def open_file(path: Path) -> PreparedFile:
-        return PreparedFile(path, entries, "")
-
-    def file_bytes() -> int:
-        return header_of(entries, "")[-1]
-
     with pytest.raises(ArtifactError, match="한국어 모델: 24 bytes"):
-        open_prepared(tmp_path, [], file_bytes, tmp_path, open_file, build)
+        open_prepared(tmp_path, [], entries, "", tmp_path, build)
     assert not list(tmp_path.iterdir())
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import contextlib
 import json
 import re
@@ -10,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import regex
 
 from common.errors import InvalidRequest
 from common.form import MAX_CHARACTERS, Form
@@ -60,6 +62,7 @@ def draw(
         if constraint.forced is not None:
             assert list(tokens) == [constraint.forced]
         token = int(tokens[values.argmax()])
+        assert constraint.likeliest(logits) == token
         if token == END:
             return table.text(ids), True
         ids.append(token)
@@ -176,6 +179,64 @@ GBNF = 'root ::= "산에는" flower+\nflower ::= " 꽃"'
 def test_a_grammar_in_the_syntax_of_lark_or_of_llama_cpp(vocabulary: Vocabulary, text: str) -> None:
     for found in whole(vocabulary, grammar_of("", text)):
         assert re.fullmatch("산에는( 꽃)+", found)
+
+
+FEELINGS = ("긍정", "부정", "긍정적이다")
+OBJECT = {
+    "type": "object",
+    "properties": {
+        "감정": {"enum": ["긍정", "부정"]},
+        "수": {"type": "array", "items": {"enum": [1, 22, 333]}, "minItems": 1, "maxItems": 3},
+    },
+    "required": ["감정", "수"],
+    "additionalProperties": False,
+}
+NUMBERS = r"\[(1|22|333)(, ?(1|22|333)){0,2}\]"
+
+
+@pytest.mark.parametrize(
+    ("form", "pattern"),
+    [
+        (Form("choice", FEELINGS), f" ?({'|'.join(FEELINGS)})"),
+        (Form("regex", ("[가나다라마 ]{3,12}[.!]",)), "[가나다라마 ]{3,12}[.!]"),
+        (Form("regex", (r"\d{2,4}-\d{4}",)), "[0-9]{2,4}-[0-9]{4}"),
+        (Form("regex", ("(산에는 꽃|갈 봄)+",)), "(산에는 꽃|갈 봄)+"),
+        (schema_of("", OBJECT), rf' ?\{{"감정": ?"(긍정|부정)", ?"수": ?{NUMBERS}\}}'),
+    ],
+    ids=str,
+)
+def test_every_token_that_can_go_on_is_allowed(
+    vocabulary: Vocabulary, form: Form, pattern: str
+) -> None:
+    """As by the partial matches of an expression, of another library."""
+    expression, table = regex.compile(pattern), vocabulary._table
+    letters = {letter: letter.encode() for letter in {*pattern, *"0123456789"}}
+
+    def matches(written: bytes, partial: bool) -> bool:
+        try:
+            text, length = codecs.utf_8_decode(written)
+        except UnicodeDecodeError:
+            return False
+        texts, tail = [text], written[length:]  # of a character that is not complete
+        if tail:
+            texts = [text + letter for letter, code in letters.items() if code.startswith(tail)]
+        return any(expression.fullmatch(t, partial=partial) for t in texts if partial or not tail)
+
+    for seed in range(3):
+        constraint, written = vocabulary.constrain(form), b""
+        rng = np.random.default_rng(seed)
+        for _ in range(20):  # an answer need not end
+            if constraint.complete:
+                assert matches(written, False)
+                break
+            expected = {t for t in range(3, len(table)) if matches(written + table.piece(t), True)}
+            if matches(written, False):
+                expected.add(END)
+            found = set(constraint.allowed(np.zeros(300, np.float32))[1].tolist())
+            assert found == expected, written
+            token = int(rng.choice(sorted(found - {END})))
+            written += table.piece(token)
+            constraint.advance(token)
 
 
 def test_tokens_that_end_within_a_character_are_allowed(vocabulary: Vocabulary) -> None:

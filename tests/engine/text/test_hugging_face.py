@@ -45,6 +45,8 @@ def detokenizer_of(tokenizer: HuggingFaceTokenizer, prompt: list[int]) -> Detoke
 def test_ids_are_those_of_the_library(tokenizer: HuggingFaceTokenizer) -> None:
     for text in PROMPTS:
         assert tokenizer.encode(text) == library(tokenizer).encode(text).ids
+    with pytest.raises(InvalidRequest, match="surrogate"):
+        tokenizer.encode("가\ud800")
 
 
 @pytest.mark.parametrize("kind", ["byte-level", "byte-fallback"])

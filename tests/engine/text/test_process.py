@@ -16,7 +16,7 @@ from typing import Any
 
 import psutil
 import pytest
-from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+from tokenizers import Regex, Tokenizer, decoders, normalizers, pre_tokenizers
 
 import engine.text.process
 import engine.text.texts
@@ -27,13 +27,11 @@ from common.errors import (
     InvalidRequest,
     ModelNotFound,
     Overloaded,
-    PromptTooLong,
 )
 from common.form import Form
 from engine.engine import Engine
 from engine.sequence import Sequence
 from engine.text.process import About, TextProcesses, Turns
-from engine.text.prompts import CHARACTERS_PER_TOKEN
 from engine.text.table import RUNS, Table
 from engine.text.texts import Texts
 from tests.engine.conftest import NewEngine
@@ -423,18 +421,6 @@ def test_a_stop_string_ends_an_answer_where_it_stands(engine_: Engine, good: Pat
     assert engine_.budget.kv_bytes == 0
 
 
-def test_tokens_are_counted_and_not_characters(good: Path) -> None:
-    with texts_of(good) as texts:  # context 256
-        for text in ("😀" * 2000, "漢字" * 1000, " " * 1600 + "가", "\n" * 3000 + "가"):
-            assert len(encode(texts, text)) < 256
-        for text, message in (
-            ("물 " * 300, r"inputs has \d+ tokens, at most 255 fit"),
-            (" " * (256 * CHARACTERS_PER_TOKEN + 1), "characters, more than the 16384"),
-        ):
-            with pytest.raises(PromptTooLong, match=message):
-                encode(texts, text)
-
-
 # Tokenizers that cannot be used are refused at the load
 
 
@@ -489,15 +475,3 @@ def test_a_tokenizer_that_panics_is_refused(tmp_path: Path, changes: dict[str, A
     reason = r"tokenizer\.json (is not a|cannot be used|.*crash)"
     with pytest.raises(ArtifactError, match=reason), texts_of(folder):
         pass
-
-
-def test_a_text_that_a_tokenizer_cannot_cut_is_refused_with_a_reason(tmp_path: Path) -> None:
-    def change(tokenizer: Tokenizer) -> None:
-        words = {w: i for i, w in enumerate(["<unk>", "</s>", "가"])}
-        tokenizer.model = models.WordLevel(words, unk_token="<unk>")  # noqa: S106
-
-    with texts_of(hugging_face(tmp_path / "m", change)) as texts:
-        for text in ("가", "나 다"):
-            assert encode(texts, text)
-        with pytest.raises(InvalidRequest, match="surrogate"):
-            encode(texts, "가\ud800")

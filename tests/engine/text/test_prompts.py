@@ -10,7 +10,7 @@ import pytest
 import engine.text.texts
 from common.errors import DeadlineExceeded, InvalidRequest, PromptTooLong
 from engine.artifacts.open import open_artifact
-from engine.text.prompts import Chat, Prompts, Raw
+from engine.text.prompts import CHARACTERS_PER_TOKEN, Chat, Prompts, Raw
 from tests.engine.hugging_face import make_hugging_face, write_json
 from tests.engine.models import make_artifact
 from tests.engine.text.opened import texts_of
@@ -95,6 +95,10 @@ def test_prompts_that_are_too_long_or_none_are_refused(theirs: Path, ours: Path)
         found.encode_raw([5] * 128)
     with pytest.raises(PromptTooLong, match=r"^messages has 20000 characters"):
         found.encode_chat([{"role": "user", "content": "가" * 20_000}])
+    for text in ("😀" * 500, " " * 1600 + "가", "\n" * 3000 + "가"):  # tokens are counted
+        assert len(prompts(ours).encode(text)) < 128
+    with pytest.raises(PromptTooLong, match="characters, more than the 8192"):
+        prompts(ours).encode(" " * (128 * CHARACTERS_PER_TOKEN + 1))
     with pytest.raises(InvalidRequest, match="the token 700, but the model's vocabulary ends at"):
         found.encode_raw([5, 700])
     with pytest.raises(InvalidRequest, match="prompt holds nothing"):

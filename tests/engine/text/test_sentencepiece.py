@@ -94,17 +94,6 @@ def test_a_damaged_tokenizer_is_named(content: bytes | None, tmp_path: Path) -> 
         SentencePieceTokenizer(path)
 
 
-def test_the_pieces_of_a_text_are_its_bytes(
-    tokenizer: SentencePieceTokenizer, with_bytes: SentencePieceTokenizer
-) -> None:
-    for each, text in ((tokenizer, "오늘은 날씨가"), (with_bytes, "뷁 🙂")):
-        table = each.table(each.vocab_size)
-        found = list(map(table.piece, each.encode(text)))
-        assert b"".join(found) == f"<s> {text}".encode()
-        assert table.piece(10_000) == b""
-    assert "🙂".encode()[:1] in found
-
-
 def test_a_text_with_a_control_token_is_not_plain(tokenizer: SentencePieceTokenizer) -> None:
     tokenizer.check_plain("오늘은 <날씨가> 좋다 s>")
     for text in ("</s>", "안녕<usr>하세요"):

@@ -195,6 +195,13 @@ def request(**more: Any) -> dict[str, Any]:
     return {"inputs": [{**given, **more}]}
 
 
+def refused(value: Any, binary: bytes, spec: TensorSpec) -> str:
+    """The message about a request to a model with this input."""
+    with pytest.raises(InvalidRequest) as caught:
+        v2.parse(value, binary, v2.Metadata("m", "test", [spec], METADATA.outputs))
+    return caught.value.message
+
+
 @pytest.mark.parametrize(
     ("value", "message"),
     [
@@ -233,9 +240,28 @@ def request(**more: Any) -> dict[str, Any]:
     ],
 )
 def test_an_invalid_request_is_refused_with_the_field(value: Any, message: str) -> None:
-    with pytest.raises(InvalidRequest) as caught:
-        v2.parse(value, b"", METADATA)
-    assert message in caught.value.message
+    assert message in refused(value, b"", IDS)
+
+
+@pytest.mark.parametrize(
+    ("spec", "shape", "size", "data", "message"),
+    [
+        (IDS, [1, 2], 16, bytes(15), "16, but 15 bytes are left"),
+        (IDS, [1, 2], 16, bytes(17), "1 bytes follow the last binary tensor"),
+        (IDS, [2**70, 0], 0, b"", "a shape that no array has"),
+        (TEXTS, [1], 3, b"\1\0\0", "text does not hold texts in UTF-8"),
+        (TEXTS, [1], 5, b"\2\0\0\0a", "the last text of text is cut short"),
+        (TEXTS, [1], 5, b"\1\0\0\0\xff", "text does not hold texts in UTF-8"),
+        (TEXTS, [1], 6, b"\1\0\0\0ab", "text does not hold texts in UTF-8"),
+        (TensorSpec("x", "BYTES", IDS.shape), [2**70, 0], 0, b"", "a shape that no array has"),
+    ],
+)
+def test_a_damaged_binary_tensor_is_refused(
+    spec: TensorSpec, shape: list[int], size: int, data: bytes, message: str
+) -> None:
+    tensor = {"name": spec.name, "shape": shape, "datatype": spec.datatype}
+    value = {"inputs": [{**tensor, "parameters": {"binary_data_size": size}}]}
+    assert message in refused(value, data, spec)
 
 
 def test_data_may_be_flat_or_nested_and_parameters_for_other_servers_are_ignored() -> None:
@@ -243,33 +269,6 @@ def test_data_may_be_flat_or_nested_and_parameters_for_other_servers_are_ignored
         assert v2.parse(request(data=data), b"", METADATA)[1]["input_ids"].tolist() == [[1, 2]]
     value = {**request(parameters={"content_type": "np"}), "parameters": {"priority": 1}}
     assert v2.parse(value, b"", METADATA)[0].outputs == {"y": False}
-
-
-@pytest.mark.parametrize(
-    ("size", "message"),
-    [(15, "16, but 15 bytes are left"), (17, "1 bytes follow the last binary tensor")],
-)
-def test_binary_data_must_be_just_as_long_as_announced(size: int, message: str) -> None:
-    value = request(parameters={"binary_data_size": 16})
-    with pytest.raises(InvalidRequest, match=message):
-        v2.parse(value, bytes(size), METADATA)
-
-
-def test_a_binary_tensor_of_no_values_may_still_have_too_large_a_shape() -> None:
-    for spec in (IDS, TensorSpec("input_ids", "BYTES", IDS.shape)):
-        given = {"shape": [2**70, 0], "datatype": spec.datatype, "data": None}
-        value = request(**given, parameters={"binary_data_size": 0})
-        with pytest.raises(InvalidRequest, match=r"input_ids has shape .* a shape that no array"):
-            v2.parse(value, b"", v2.Metadata("m", "test", [spec], []))
-
-
-@pytest.mark.parametrize("data", [b"\1\0\0", b"\2\0\0\0a", b"\1\0\0\0\xff", b"\1\0\0\0ab"])
-def test_damaged_binary_texts_are_refused(data: bytes) -> None:
-    metadata = v2.Metadata("m", "test", [TEXTS], [])
-    given = {"name": "text", "shape": [1], "datatype": "BYTES"}
-    value = {"inputs": [{**given, "parameters": {"binary_data_size": len(data)}}]}
-    with pytest.raises(InvalidRequest, match="text"):
-        v2.parse(value, data, metadata)
 
 
 # Around a model

@@ -30,7 +30,7 @@ def test_the_length_of_the_json_is_a_parameter_of_the_content_type(separator: st
     kind = f"{BINARY}{separator}{HEADER_SIZE}={len(header)}"
     parsed = v2.parse(header + b"\6\0\0\0" + "나는".encode(), kind)
     assert parsed is not None
-    assert json.loads(parsed[1])["inputs"] == "나는"
+    assert parsed[1].inputs == "나는"
 
 
 @pytest.mark.parametrize("given", [body(id="\ud800"), body(parameters={"\ud800": 1})])
@@ -44,8 +44,8 @@ def test_half_a_surrogate_pair_is_refused(given: bytes) -> None:
 def test_an_answer_has_the_requests_id() -> None:
     parsed = v2.parse(body(id="봄", outputs=[{"name": "generated_text"}]), None)
     assert parsed is not None
-    plain = json.dumps({"generated_text": "꽃", "tokens": 1, "finish_reason": "stop"}).encode()
-    answer = json.loads(v2.answer(parsed[0], plain, "시")[0])
+    sequences = [{"generated_text": "꽃", "tokens": 1, "finish_reason": "stop"}]
+    answer = json.loads(v2.answer(parsed[0], sequences, "시")[0])
     assert answer == {
         "model_name": "시",
         "model_version": "1",

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
-    ExportTraceServiceRequest,
-    ExportTraceServiceResponse,
-)
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.proto.trace.v1.trace_pb2 import Status
+
+from tests.serving.store.file_host import FileHandler, FileHost, running
 
 PROTOBUF = "application/x-protobuf"
 
@@ -31,56 +31,23 @@ class Span:
     service: str
 
 
-class Collector:
-    """Collects until it is closed. Without `go` no request is answered."""
+class Collector(FileHost):
+    """Without `go` no request is answered."""
 
     def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
         self.go, self.reached = threading.Event(), threading.Event()
         self.go.set()
         self.status = 200
         self.headers: dict[str, str] = {}  # of the last request
         self.bodies: list[bytes] = []
-        collector = self
-
-        class Handler(BaseHTTPRequestHandler):
-            def do_POST(self) -> None:
-                collector._take(self)
-
-            def log_message(self, *_: Any) -> None: ...
-
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.02,))
 
     @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self._server.server_address[1]}"
+        return f"http://127.0.0.1:{self.server_address[1]}"
 
-    def __enter__(self) -> Collector:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.go.set()
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join()
-
-    def _take(self, request: BaseHTTPRequestHandler) -> None:
-        body = request.rfile.read(int(request.headers["content-length"]))
-        self.reached.set()
-        self.go.wait()
-        if request.path != "/v1/traces" or request.headers["content-type"] != PROTOBUF:
-            request.send_error(404)
-            return
-        self.headers = {k.lower(): v for k, v in request.headers.items()}
-        if self.status == 200:
-            self.bodies.append(body)
-        answer = ExportTraceServiceResponse().SerializeToString()
-        request.send_response(self.status)
-        request.send_header("content-type", PROTOBUF)
-        request.send_header("content-length", str(len(answer)))
-        request.end_headers()
-        request.wfile.write(answer)
+    def serve_forever(self, poll_interval: float = 0.02) -> None:
+        super().serve_forever(poll_interval)
 
     @property
     def spans(self) -> list[Span]:
@@ -95,6 +62,31 @@ class Collector:
 
     def named(self, name: str) -> list[Span]:
         return [span for span in self.spans if span.name == name]
+
+
+class Handler(FileHandler):
+    server: Collector
+
+    def do_POST(self) -> None:
+        collector = self.server
+        body = self.rfile.read(int(self.headers["content-length"]))
+        collector.reached.set()
+        collector.go.wait()
+        if self.path != "/v1/traces" or self.headers["content-type"] != PROTOBUF:
+            self.send(404)
+            return
+        collector.headers = {k.lower(): v for k, v in self.headers.items()}
+        if collector.status == 200:
+            collector.bodies.append(body)
+        self.send(collector.status, headers={"Content-Type": PROTOBUF})  # an empty message
+
+
+@contextmanager
+def collecting() -> Iterator[Collector]:
+    collector = Collector()
+    with running(collector):
+        yield collector
+        collector.go.set()
 
 
 def _span(span: Any, service: str) -> Span:

@@ -16,7 +16,7 @@ from common.worker_protocol import TIMEOUT_HEADER, WORKER_HEADER
 from serving.api.app import App
 from serving.mms.client import Answer
 from serving.models.model import Model, State
-from serving.store import Lookups, StoredModel, StoreSettings
+from serving.store import Lookups, Sources, StoredModel
 from serving.tokens import Tokens
 from tests.serving.fakes import Parts
 
@@ -141,8 +141,7 @@ class World:
         parts = Parts(Path("/nowhere"), **settings)
         self.workers, self.registry, self.recovery = parts.workers, parts.registry, parts.recovery
         self.add(self.model, in_engine=engine is not None)
-        store = StoreSettings("/nowhere", Path("/nowhere"), 1, 1, (), ())
-        lookups = Lookups(cast(Any, None), store)
+        lookups = Lookups(Sources(cast(Any, None)))
         self.gateway = parts.gateway(
             mms=self.mms,
             engine=self.engine,
@@ -163,14 +162,15 @@ class World:
         self,
         method: str,
         path: str,
-        body: bytes = b'"text"',
+        body: Any = "text",
         *,
         gone: asyncio.Event | None = None,
         more_body: bool = False,
         **headers: str,
     ) -> tuple[int, dict[str, str], bytes]:
-        """Status, headers and body; a client that is `gone` reads nothing more. With `more_body`
-        the rest of the body never comes."""
+        """Status, headers and body of the answer; `body` is sent as JSON, or as the bytes that it
+        is. A client that is `gone` reads nothing more; with `more_body` the rest of the body never
+        comes."""
         sent = {"content-type": "application/json", **headers}
         plain, _, query = path.partition("?")
         scope = {
@@ -186,7 +186,8 @@ class World:
             "server": ("127.0.0.1", self.gateway.settings.port),
             "client": ("127.0.0.1", 1),
         }
-        pieces = [{"type": "http.request", "body": body, "more_body": more_body}]
+        content = body if isinstance(body, bytes) else json.dumps(body).encode()
+        pieces = [{"type": "http.request", "body": content, "more_body": more_body}]
         messages: list[Any] = []
 
         async def receive() -> Any:
@@ -217,7 +218,7 @@ async def with_token(world: World, folder: Path, **fields: Any) -> World:
 
 @contextlib.asynccontextmanager
 async def held(
-    world: World, count: int = 1, answer: Answer | None = None, body: bytes = b'"text"'
+    world: World, count: int = 1, answer: Answer | None = None, body: Any = "text"
 ) -> AsyncIterator[None]:
     """Keeps `count` calls at the model or in its line to the end of the block; then they get
     their answer."""

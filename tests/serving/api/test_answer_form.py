@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from common.errors import DeadlineExceeded, InvalidRequest
-from serving.api.answer_form import GivenForm, named_by_request, read, typed
+from serving.api.answer_form import GivenForm, named_by_request, read
 
 SCHEMA = {"type": "object", "properties": {"감정": {"enum": ["긍정", "부정"]}}}
 OBJECT = {"type": "object"}
@@ -40,6 +40,11 @@ def vllm(**given: Any) -> dict[str, Any]:
         (openai("json_object", value=SCHEMA), {"json_schema": SCHEMA}),
         ({"json_schema": SCHEMA}, {"json_schema": SCHEMA}),
         ({"grammar": GBNF}, {"grammar": GBNF}),
+        # TGI
+        (openai("json", value=SCHEMA), {"json_schema": SCHEMA}),
+        (openai("json", value=TEXT), {"json_schema": TEXT}),
+        (openai("regex", value="가"), {"regex": "가"}),
+        (openai("json_schema", value={"name": "답", "schema": SCHEMA}), {"json_schema": SCHEMA}),
         # vLLM
         (vllm(json=SCHEMA), {"json_schema": SCHEMA}),
         (vllm(json=TEXT, backend="xgrammar"), {"json_schema": TEXT}),
@@ -126,19 +131,6 @@ def test_what_is_no_form_is_refused_by_its_field(given: Any, field: str, message
     assert caught.value.field == field
     assert caught.value.message.startswith(f"{field} ")
     assert message in caught.value.message
-
-
-def test_tgis_grammar_has_a_type() -> None:
-    schema = {"name": "답", "schema": SCHEMA}
-    for given, parameters in (
-        ({"type": "json", "value": SCHEMA}, {"json_schema": SCHEMA}),
-        ({"type": "json", "value": TEXT}, {"json_schema": TEXT}),
-        ({"type": "regex", "value": "가"}, {"regex": "가"}),
-        ({"type": "json_schema", "value": schema}, {"json_schema": SCHEMA}),
-    ):
-        form = typed("parameters.grammar", given)
-        assert form is not None
-        assert (form.field, form.parameters) == ("parameters.grammar", parameters)
 
 
 def test_the_engines_error_about_a_form_names_the_requests_field() -> None:

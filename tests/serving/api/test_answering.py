@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 
-from serving.api.answering import TokenStream
-from serving.api.routing import EVENTS
+from serving.api.answering import Renderer, TokenStream
 from tests.serving.api.gateways import SAID
 from tests.serving.virtual_time import VirtualLoop
 
@@ -34,6 +33,6 @@ async def test_nothing_follows_the_end_of_a_stream_that_ends_at_its_deadline() -
     assert isinstance(loop, VirtualLoop)
     sent: list[Any] = []
     end = time.monotonic() + 1
-    stream = TokenStream(pieces(), EVENTS, end, lambda: b"late", AsyncExitStack())
+    stream = TokenStream(pieces(), Renderer(), end, AsyncExitStack())
     await stream({"type": "http"}, receive, send)
     assert [message["body"] for message in sent[1:]] == [SAID.encode(), b""]

@@ -25,8 +25,7 @@ def world(*items: Any) -> World:
 
 def call(made: World, path: str, body: Any, **headers: str) -> tuple[int, Any]:
     """The status and the answer, which is a list of its events where it is a stream."""
-    sent = json.dumps(body).encode()
-    status, found, answer = asyncio.run(made.call("POST", path, sent, **headers))
+    status, found, answer = asyncio.run(made.call("POST", path, body, **headers))
     assert (made.gateway.requests, made.model.in_flight, made.model.line.running) == (0, 0, 0)
     if found["content-type"] == "application/json":
         return status, json.loads(answer)
@@ -75,21 +74,6 @@ def test_other_bodies_and_other_models_are_their_workers_matter(body: Any) -> No
     assert made.engine.asked == []
 
 
-@pytest.mark.parametrize(
-    ("body", "headers"),
-    [
-        ({"inputs": "가"}, {"x_amzn_sagemaker_custom_attributes": "trace=7;model=%EB%B4%84"}),
-        ({"messages": MESSAGES, "model": "봄.tar.gz"}, {}),
-        # What AWS's own header says comes first.
-        ({"messages": MESSAGES, "model": "겨울"}, {"x_amzn_sagemaker_target_model": "봄"}),
-    ],
-)
-def test_the_body_or_the_custom_attributes_may_name_the_model(
-    body: Any, headers: dict[str, str]
-) -> None:
-    assert call(world(), "/invocations", body, **headers)[0] == 200
-
-
 def test_where_nothing_names_the_model_all_ways_are_said() -> None:
     for body in ({"inputs": "가"}, {"messages": MESSAGES}, {"messages": MESSAGES, "model": 1}):
         status, answer = call(world(), "/invocations", body)
@@ -131,8 +115,7 @@ def test_a_model_of_its_own_code_has_no_format_of_another_api() -> None:
     made.model.line.running = made.model.line.capacity
 
     async def refused() -> dict[str, Any]:
-        sent = json.dumps({"messages": MESSAGES}).encode()
-        _, _, answer = await made.call("POST", ROUTES[0], sent)
+        _, _, answer = await made.call("POST", ROUTES[0], {"messages": MESSAGES})
         found: dict[str, Any] = json.loads(answer)
         return found
 
@@ -205,6 +188,7 @@ def test_a_newer_client_of_hugging_faces_is_known_by_its_name() -> None:
         ({"do_sample": False, "seed": 1}, {"do_sample": False, "seed": 1}),
         ({"top_n_tokens": 3, "best_of": 1, "watermark": False}, {}),
         ({"do_sample": False, "typical_p": 0.9}, {"typical_p": 0.9}),
+        ({"grammar": {"type": "regex", "value": "긍정|부정"}}, {"regex": "긍정|부정"}),
     ],
 )
 def test_the_clients_defaults_mean_what_they_mean_to_tgi(parameters: Any, sent: Any) -> None:
@@ -272,6 +256,14 @@ def test_tgis_own_routes_are_a_text_and_a_stream_and_say_what_they_lack() -> Non
         assert said in found["error"]
 
 
+def test_tgis_parameters_are_an_object_or_null() -> None:
+    made = world(*items("가", end="length", special=False))
+    path, body = "/generate?model_name=봄", {"inputs": "산에는"}
+    assert call(made, path, {**body, "parameters": None}) == (200, {"generated_text": "가"})
+    status, found = call(made, path, {**body, "parameters": [1]})
+    assert (status, found["error"]) == (400, "parameters must be an object, is a list")
+
+
 @pytest.mark.parametrize("path", ["/predictions/봄", "/generate", "/generate_stream"])
 def test_an_adapter_that_there_is_not_is_a_404_of_tgis(path: str) -> None:
     made, _ = two_models()
@@ -286,13 +278,6 @@ def test_a_model_of_its_own_code_is_no_adapter() -> None:
     body = {"inputs": "가", "parameters": {"adapter_id": adapter.name}}
     status, answer = call(made, ROUTES[0], body)
     assert (status, "by its own code" in answer["error"]) == (400, True)
-
-
-def test_a_grammar_of_tgis_is_a_form_of_the_engines() -> None:
-    made = world(*items("긍정", end="stop", special=True))
-    body = {"inputs": "가", "parameters": {"grammar": {"type": "regex", "value": "긍정|부정"}}}
-    assert call(made, ROUTES[0], body) == (200, {"generated_text": "긍정"})
-    assert made.engine.asked[0][2] == {"regex": "긍정|부정", "logprobs": 0}
 
 
 @pytest.mark.parametrize(

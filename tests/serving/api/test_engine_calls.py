@@ -32,7 +32,7 @@ class EndingEngine(FakeEngine):
 
 async def test_a_long_call_is_repeated_when_the_engine_has_ended_under_it() -> None:
     world = World(engine=EndingEngine())
-    status, _, body = await world.call("POST", PATH, json.dumps(ASKED).encode())
+    status, _, body = await world.call("POST", PATH, ASKED)
     assert (status, json.loads(body)["choices"][0]["text"]) == (200, SAID)
     assert len(world.engine.asked) == 2
 
@@ -45,7 +45,7 @@ async def test_a_scored_answer_whose_call_is_repeated_counts_once(tmp_path: Path
         return [first, {**item("때에는"), "finish_reason": "stop"}]
 
     world = await with_token(World(engine=FakeEngine(streamed=streamed)), tmp_path)
-    asked = json.dumps({**ASKED, "logprobs": 0}).encode()
+    asked = {**ASKED, "logprobs": 0}
     status, _, body = await world.call("POST", PATH, asked, authorization=BEARER)
     assert (status, json.loads(body)["choices"][0]["text"]) == (200, "가실 때에는")
     (usage,) = (token.usage for token in world.gateway.tokens.all())
@@ -71,7 +71,7 @@ async def test_a_stream_of_several_sequences_counts_its_prompt_once(
     last = {"token": 8, "text": "때에는", "finish_reason": "stop"}
     streamed = [{"index": index, **item} for item in (first, last) for index in (0, 1)]
     world = await with_token(World(engine=FakeEngine(streamed=streamed)), tmp_path)
-    asked = json.dumps({**body, "stream": True}).encode()
+    asked = {**body, "stream": True}
     status, _, answer = await world.call("POST", path, asked, authorization=BEARER)
     assert (status, answer.decode().count("가실 ") >= 2) == (200, True)
     (usage,) = (token.usage for token in world.gateway.tokens.all())

@@ -12,7 +12,6 @@ import socket
 import struct
 import subprocess
 import threading
-from collections import defaultdict
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
@@ -98,8 +97,7 @@ class Served:
     @property
     def connections(self) -> http_protocol.Port:
         """Those of the first port."""
-        state = self._server.server_state
-        return http_protocol._ports.setdefault(state, defaultdict(http_protocol.Port))[self.port]
+        return http_protocol.PORTS[self.port]
 
     async def _wait(self, request: Request) -> Response:
         await request.body()
@@ -180,41 +178,6 @@ def test_curl_may_offer_http2(served: Served, tmp_path: Path) -> None:
         command = [curl, "-s", "--http2", "--data-binary", f"@{big}", *more, url, url]
         done = subprocess.run(command, capture_output=True, timeout=30, check=True)
         assert done.stdout == BODY * 20_000
-
-
-JAVA = """
-import java.net.URI;
-import java.net.http.*;
-import java.nio.charset.StandardCharsets;
-
-public class Call {
-    public static void main(String[] arguments) throws Exception {
-        HttpClient client = HttpClient.newHttpClient();
-        for (int i = 0; i < 3; i++) {
-            HttpRequest request = HttpRequest.newBuilder(URI.create(arguments[0]))
-                .POST(HttpRequest.BodyPublishers.ofString(arguments[1].repeat(1 + i * 5000)))
-                .build();
-            HttpResponse<String> answer =
-                client.send(request, HttpResponse.BodyHandlers.ofString(StandardCharsets.UTF_8));
-            System.out.println(answer.statusCode() + " " + answer.version() + " "
-                + answer.body().getBytes(StandardCharsets.UTF_8).length);
-        }
-    }
-}
-"""
-
-
-@pytest.mark.slow
-def test_javas_own_client_can_call(served: Served, tmp_path: Path) -> None:
-    if shutil.which("javac") is None:
-        pytest.skip("a single source file needs a JDK; here is a JRE or none")
-    source = tmp_path / "Call.java"
-    source.write_text(JAVA)
-    command = ["java", "-Dfile.encoding=UTF-8", "-Dsun.jnu.encoding=UTF-8", str(source)]
-    command += [f"http://127.0.0.1:{served.port}/echo", "inputs"]
-    done = subprocess.run(command, capture_output=True, timeout=120)
-    sizes = [6 * (1 + i * 5000) for i in range(3)]
-    assert done.stdout.decode().split("\n")[:3] == [f"200 HTTP_1_1 {s}" for s in sizes], done.stderr
 
 
 # The end of a connection
@@ -324,11 +287,6 @@ def test_trailers_are_no_headers(served: Served) -> None:
     assert b"x-trailer: False" in answer
 
 
-def test_what_is_not_http_is_told_so(served: Served) -> None:
-    for sent in (b"\x16\x03\x01\x02\x00\x01", b"GET\r\n\r\n", b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"):
-        assert told(served.ask(sent)) == (400, "BadRequestException")
-
-
 def test_garbage_behind_a_request_does_not_cost_its_answer(served: Served) -> None:
     with served.connect() as client:
         client.sendall(post("/wait") + BODY + b"\x16\x03\x01 garbage\r\n\r\n")
@@ -362,15 +320,6 @@ def test_of_too_many_connections_the_one_that_waited_longest_goes() -> None:
         assert read_all(slower).startswith(b"HTTP/1.1 200")
         served.go_on.set()
         assert b"done" in busy.recv(65_536)
-
-
-def test_of_those_that_come_at_once_the_first_go_first() -> None:
-    with Served(max_connections=20, head_s=60) as served, contextlib.ExitStack() as opened:
-        clients = [opened.enter_context(served.connect()) for _ in range(40)]
-        assert [read_all(client) for client in clients[:20]] == [b""] * 20
-        for client in clients[20:]:
-            client.sendall(LAST)
-            assert read_all(client).startswith(b"HTTP/1.1 200")
 
 
 def test_where_all_connections_are_busy_one_more_is_told_to_come_back() -> None:

@@ -11,10 +11,8 @@ import pytest
 
 from common.form import KINDS
 from common.parameters import MAX_LOGPROBS, MAX_SEQUENCES, Parameters
-from serving.api import routes
-from serving.api.management import LOAD_PARAMETERS
-from serving.api.openai import responses
-from serving.api.openai.parsing import CHAT, COMPLETION, DEFAULT_TOKENS, NOT_DONE
+from serving.api import answer_form, routes
+from serving.api.openai.parsing import DEFAULT_TOKENS, OURS
 
 
 def routed(managing: bool) -> set[tuple[str, str]]:
@@ -78,8 +76,7 @@ def test_the_fields_are_those_that_are_taken() -> None:
     assert generate["max_new_tokens"]["default"] == Parameters.max_new_tokens
     assert generate["num_return_sequences"]["maximum"] == MAX_SEQUENCES
     assert generate["logprobs"]["maximum"] == MAX_LOGPROBS
-    assert set(properties("Load")) <= LOAD_PARAMETERS
-    assert set(properties("OpenAICompletion")) == COMPLETION - set(NOT_DONE)
-    assert set(properties("OpenAIChat")) == CHAT - set(NOT_DONE)
-    assert set(properties("OpenAIResponse")) == responses.KNOWN - set(responses.NOT_DONE)
+    own = {*OURS, *answer_form.FIELDS, answer_form.PATTERN} - {"response_format"}
+    for name in ("OpenAICompletion", "OpenAIChat", "OpenAIResponse"):
+        assert own <= set(properties(name))
     assert properties("OpenAICompletion")["max_tokens"]["default"] == DEFAULT_TOKENS

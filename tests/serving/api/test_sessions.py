@@ -6,6 +6,7 @@ import json
 import os
 import stat
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -34,7 +35,7 @@ class Endpoint:
         self.world.gateway.sessions = Sessions(self.folder, LIFE_S, lambda: self.now)
 
     async def invoke(
-        self, body: bytes = b'"text"', id: str = "", path: str = "/invocations", **headers: str
+        self, body: Any = "text", id: str = "", path: str = "/invocations", **headers: str
     ) -> Answer:
         named = {"x-amzn-sagemaker-session-id": id} if id else {}
         return await self.world.call("POST", path, body, **named, **headers)
@@ -203,7 +204,7 @@ async def test_a_request_that_is_malformed_changes_nothing(
     endpoint: Endpoint, body: object
 ) -> None:
     id = await endpoint.open()
-    message = refusal(await endpoint.invoke(json.dumps(body).encode(), id))
+    message = refusal(await endpoint.invoke(body, id))
     assert message == "requestType must be NEW_SESSION or CLOSE, and the only field"
     assert endpoint.files() == [id]
     assert (await endpoint.invoke(id=id))[0] == 200
@@ -257,14 +258,3 @@ async def test_where_they_are_not_enabled_sessions_are_refused_and_nothing_else(
     assert endpoint.world.mms.told_s == []
     for body in (b'"text"', b'{"requestType": "of a script"}'):
         assert (await endpoint.invoke(body))[0] == 200
-
-
-async def test_a_session_needs_the_token_for_calls_and_a_server_that_is_ready(
-    endpoint: Endpoint,
-) -> None:
-    endpoint.world.gateway.draining = True
-    assert (await endpoint.invoke(OPEN))[0] == 503
-    world = World(inference_token="비밀")  # noqa: S106
-    world.gateway.sessions = endpoint.world.gateway.sessions
-    assert (await world.call("POST", "/invocations", OPEN))[0] == 401
-    assert endpoint.files() == []

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import logging
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -19,7 +18,7 @@ from serving.gateway import _traced
 from serving.settings import Settings
 from tests.e2e.server import free_port
 from tests.processes import python
-from tests.serving.api.collector import Collector, Span
+from tests.serving.api.collector import Collector, Span, collecting
 from tests.serving.api.gateways import FakeEngine, World, always, answered, held, model
 from tests.serving.fakes import Parts
 
@@ -38,7 +37,7 @@ ITEMS = [
 @pytest.fixture
 def collector(monkeypatch: pytest.MonkeyPatch) -> Iterator[Collector]:
     monkeypatch.setattr(tracing, "FLUSH_S", 60.0)  # a wide net
-    with Collector() as collector:
+    with collecting() as collector:
         monkeypatch.setenv(ENDPOINT, collector.url)
         yield collector
 
@@ -49,10 +48,6 @@ async def served(world: World) -> AsyncIterator[World]:
     async with tracing.traced(world.gateway, world.app) as app:
         world.app = app  # type: ignore[assignment]
         yield world
-
-
-def body(**fields: Any) -> bytes:
-    return json.dumps(fields, ensure_ascii=False).encode()
 
 
 def children(collector: Collector, span: Span) -> list[Span]:
@@ -71,7 +66,7 @@ async def test_a_request_is_a_child_of_its_traceparent_and_a_worker_gets_its_own
 ) -> None:
     async with served(World()) as world:
         world.mms.answer = always(answered(**{"x-kogpt2-tokens": "7 3"}))
-        status, headers, _ = await world.call("POST", PATH, body(inputs=PROMPT), traceparent=SENT)
+        status, headers, _ = await world.call("POST", PATH, {"inputs": PROMPT}, traceparent=SENT)
         assert status == 200
     (root,) = collector.named("POST /predictions/{name}")
     assert (root.trace, root.parent, root.is_error) == (TRACE, PARENT, False)
@@ -103,7 +98,7 @@ async def test_a_stream_has_a_span_until_its_first_token_and_one_from_there(
 ) -> None:
     engine = FakeEngine(streamed=ITEMS)
     async with served(World(engine=engine)) as world:
-        sent = body(inputs=PROMPT, stream=True)
+        sent = {"inputs": PROMPT, "stream": True}
         status, _, text = await world.call("POST", PATH, sent)
         assert (status, "가실 때에는" in text.decode()) == (200, True)
         lost = EngineUnavailable("the engine ended in the middle of the answer")
@@ -127,7 +122,7 @@ async def test_each_prompt_of_a_whole_answer_has_its_queue_and_its_tokens(
 ) -> None:
     async with served(World(model(capacity=2), FakeEngine())) as world:
         world.gateway.aliases._take({"노래": Alias("노래", {"봄": 1})})
-        sent = body(model="노래", prompt=[PROMPT, "산에는 꽃 피네"])
+        sent = {"model": "노래", "prompt": [PROMPT, "산에는 꽃 피네"]}
         assert (await world.call("POST", "/v1/completions", sent))[0] == 200
     (root,) = collector.named("POST /v1/completions")
     models = root.attributes["gen_ai.request.model"], root.attributes["gen_ai.response.model"]
@@ -159,7 +154,7 @@ async def test_a_model_that_is_loaded_for_a_request_has_that_in_its_load(
     real.registry, real.on_demand = parts.registry, parts.on_demand
     async with served(world):
         for _ in range(2):
-            assert (await world.call("POST", PATH, body(inputs=PROMPT)))[0] == 200
+            assert (await world.call("POST", PATH, {"inputs": PROMPT}))[0] == 200
         assert (await world.call("POST", "/predictions/없음", b"{}"))[0] == 404
     cold, warm, absent = collector.named("POST /predictions/{name}")
     assert names(children(collector, cold)) == ["load", "queue", "answer"]
@@ -172,7 +167,7 @@ async def test_a_model_that_is_loaded_for_a_request_has_that_in_its_load(
 async def test_an_error_is_that_of_its_part_and_of_its_request(collector: Collector) -> None:
     async with served(World()) as world:
         world.model.line.max_waiting = 0
-        async with held(world, answer=answered(500, body(message="고장"))):
+        async with held(world, answer=answered(500, '{"message": "고장"}'.encode())):
             assert (await world.call("POST", PATH))[0] == 429
         assert (await world.call("GET", "/nowhere"))[0] == 404
     failed, refused = collector.named("POST /predictions/{name}")

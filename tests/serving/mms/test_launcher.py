@@ -1,4 +1,4 @@
-"""How Java is found, which something else starts that ends then."""
+"""How Java is found, which something else starts that ends then, and what the launcher imports."""
 
 from __future__ import annotations
 
@@ -49,6 +49,26 @@ def test_java_that_starts_while_it_is_looked_for_is_found_the_next_time() -> Non
         "Multi Model Server's Java process is not there yet",
         "java",
     ]
+
+
+LAZILY = """
+import sys
+from serving.mms.launcher import lazily_imported
+with lazily_imported("numpy", "scipy", "scipy.sparse", "boto3"):
+    from sagemaker_inference import model_server, transformer
+assert not {"numpy", "scipy", "boto3"} & set(sys.modules)
+from sagemaker_inference import decoder, encoder
+assert decoder.decode("[1, 2]", "application/json").tolist() == [1, 2]
+assert encoder.encode([1, 2], "text/csv") == "1\\n2\\n"
+import numpy, scipy.sparse
+assert numpy.array([1]).sum() == 1 and decoder.scipy.sparse.load_npz is scipy.sparse.load_npz
+assert model_server.boto3.client.__module__ == "boto3"
+"""
+
+
+def test_the_toolkit_is_imported_without_numpy_and_boto3_and_works() -> None:
+    done = python("-W", "ignore", "-c", LAZILY)
+    assert done.returncode == 0, done.stderr
 
 
 def test_the_collector_of_metrics_reads_all_that_java_writes() -> None:

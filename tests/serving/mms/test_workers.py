@@ -18,7 +18,6 @@ import pytest
 from common.errors import OutOfMemory
 from serving.errors import BadRequest, DiskFull, Unavailable, WorkerLost
 from serving.mms.client import Answer, MMSClient
-from serving.mms.worker_processes import private_bytes
 from serving.mms.workers import Workers
 from serving.models.model import Model
 from serving.models.model_settings import ModelSettings
@@ -119,29 +118,6 @@ async def test_of_two_that_ask_for_room_at_the_same_time_one_counts_the_other(pa
     assert [asked[-2] for asked in parts.engine.checked] == [{}, {}, {"a#1": 100}]
 
 
-async def test_room_is_promised_in_the_order_in_which_it_was_asked_for(parts: Parts) -> None:
-    first = parts.model
-    later = dataclasses.replace(first, name="봄", id="2")
-
-    async def promised(model: Model) -> dict[str, int]:
-        with contextlib.suppress(OutOfMemory):
-            await parts.workers.check(model)
-        found: dict[str, int] = parts.engine.checked[-1][-2]
-        return found
-
-    assert await promised(first) == {}
-    assert await promised(later) == {"a#1": 100}
-    assert await promised(first) == {}
-    parts.engine.fits = True
-    assert await promised(first) == {}
-    assert await promised(later) == {"a#1": 100}  # which has yet to be loaded
-    await parts.workers.start(first)
-    assert await promised(later) == {}
-    assert parts.workers.promised_bytes(later) == 100
-    await parts.workers.end(later)
-    assert await promised(first) == {}
-
-
 async def test_a_worker_begins_with_one_connection_unless_requests_wait_for_it(
     parts: Parts,
 ) -> None:
@@ -219,41 +195,30 @@ async def test_a_worker_comes_back_on_a_full_disk(
         await parts.workers.start(parts.model)
 
 
-@pytest.mark.virtual_time(False)
-async def test_what_a_model_holds_is_its_weights_and_caches_and_its_processes(
-    parts: Parts, tmp_path: Path
-) -> None:
-    assert await parts.workers.held_bytes([parts.model], True) == {"1": 75}
-    sleeper = await asyncio.create_subprocess_exec(
-        "python3", "-c", "print(flush=True); input()", str(tmp_path / ".mms.sock.9000"),
-        stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,
-    )  # fmt: skip
-    try:
-        assert sleeper.stdout is not None
-        await sleeper.stdout.readline()
-        parts.model.socket = str(tmp_path / ".mms.sock.9000")
-        held = await parts.workers.held_bytes([parts.model], False)
-        assert held["1"] > 1 << 20
-    finally:
-        await sleeper.communicate(b"\n")
-
-
 BEHIND = "import subprocess as s, sys; s.run([sys.executable, '-c', sys.argv[2]])"
 FILLS = "x = b'x' * (20 << 20); print(flush=True); input()"
 
 
-def test_what_workers_take_with_their_children_is_found(tmp_path: Path) -> None:
-    sockets = {str(tmp_path / f".mms.sock.{number}") for number in range(3)}
-    pipe = subprocess.PIPE
+@pytest.mark.virtual_time(False)
+async def test_what_models_hold_is_their_weights_and_caches_and_their_processes_with_children(
+    parts: Parts, tmp_path: Path
+) -> None:
+    models = [
+        dataclasses.replace(parts.model, id=str(i), socket=str(tmp_path / f".mms.sock.{i}"))
+        for i in range(1, 5)
+    ]
     with contextlib.ExitStack() as stack:
-        for socket in sockets:
-            command = [sys.executable, "-c", BEHIND, socket, FILLS]
-            worker = stack.enter_context(subprocess.Popen(command, stdin=pipe, stdout=pipe))
+        for model in models[:3]:  # the fourth's has ended
+            command = [sys.executable, "-c", BEHIND, model.socket, FILLS]
+            pipes: dict[str, Any] = dict.fromkeys(("stdin", "stdout"), subprocess.PIPE)
+            worker = stack.enter_context(subprocess.Popen(command, **pipes))
             assert worker.stdout is not None
             worker.stdout.readline()
-        found = private_bytes(sockets | {"another"})
-        assert found.keys() == sockets
-        assert all(20 << 20 < size < 200 << 20 for size in found.values()), found
+        held = await parts.workers.held_bytes(models, False)
+    *others, ended = held.values()
+    assert all(20 << 20 < size < 200 << 20 for size in others), held
+    assert ended == 0
+    assert await parts.workers.held_bytes(models, True) == {"1": 75, "2": 0, "3": 0, "4": 0}
 
 
 @pytest.mark.parametrize("body", [b"", b"{", b"[]", b"{}", b'{"models": 3}', b'{"models": [{}]}'])

@@ -22,8 +22,11 @@ class World:
         self.admission = Admission(max_waiting, lambda: self.now)
         self.begun: list[Any] = []
         self._go_on: dict[Any, asyncio.Event] = {}
+        self._lines: list[Line] = []
+        self._tasks: list[asyncio.Task[None]] = []
 
     async def ask(self, line: Line, name: Any, end: float = NEVER) -> asyncio.Task[None]:
+        self._lines.append(line)
         self._go_on[name] = asyncio.Event()
 
         async def work() -> None:
@@ -32,6 +35,7 @@ class World:
                 await self._go_on[name].wait()
 
         task = asyncio.create_task(work())
+        self._tasks.append(task)
         await settle()
         return task
 
@@ -40,18 +44,23 @@ class World:
             self._go_on[name].set()
         await settle()
 
+    async def end(self) -> None:
+        """Answers all requests; then no line may have a running or waiting one."""
+        await self.answer(*self._go_on)
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        assert {(line.running, len(line.waiting)) for line in self._lines} == {(0, 0)}
+
 
 async def test_as_many_as_there_are_places_work_at_once_and_the_rest_by_arrival() -> None:
     world, line = World(), Line(capacity=2)
-    tasks = [await world.ask(line, number) for number in range(5)]
+    for number in range(5):
+        await world.ask(line, number)
     assert world.begun == [0, 1]
     await world.answer(1)
     assert world.begun == [0, 1, 2]
     await world.answer(0, 2)
     assert world.begun == [0, 1, 2, 3, 4]
-    await world.answer(3, 4)
-    assert all(task.done() for task in tasks)
-    assert (line.running, len(line.waiting)) == (0, 0)
+    await world.end()
 
 
 @pytest.mark.parametrize("its_turn", [False, True])
@@ -66,8 +75,7 @@ async def test_who_leaves_the_line_takes_no_place_also_as_its_turn_comes(its_tur
     await settle()
     await world.answer(0)
     assert world.begun == [0, 2]
-    await world.answer(2)
-    assert line.running == 0
+    await world.end()
 
 
 async def test_one_that_fails_gives_its_place_back() -> None:
@@ -77,7 +85,7 @@ async def test_one_that_fails_gives_its_place_back() -> None:
             raise ValueError("odd")
     await world.ask(line, "next")
     assert world.begun == ["next"]
-    await world.answer("next")
+    await world.end()
 
 
 async def test_what_is_past_its_end_never_begins() -> None:
@@ -88,7 +96,7 @@ async def test_what_is_past_its_end_never_begins() -> None:
     await world.answer("long")
     assert world.begun == ["long", "early"]
     assert isinstance(late.exception(), Timeout)
-    await world.answer("early")
+    await world.end()
     assert early.exception() is None
 
 
@@ -107,8 +115,7 @@ async def test_a_full_line_says_when_to_come_back_by_the_measured_pace() -> None
     assert isinstance(error, TooManyRequests)
     assert error.status == 429
     assert error.retry_after_s == 20  # four before it begins to work, two each 10 s
-    await world.answer(4, 5)
-    await world.answer(*range(6, 9))
+    await world.end()
 
 
 async def test_one_that_cannot_begin_in_time_is_told_at_once() -> None:
@@ -124,17 +131,14 @@ async def test_one_that_cannot_begin_in_time_is_told_at_once() -> None:
     assert isinstance(refused.exception(), TooManyRequests)
     waits = await world.ask(line, "patient", end=world.now + 11)
     assert not waits.done()
-    await world.answer(2, 3)
-    await world.answer(4, 5)
-    await world.answer("patient")
+    await world.end()
 
 
 async def test_where_nothing_was_measured_nobody_is_refused_early() -> None:
     world, line = World(), Line()
     tasks = [await world.ask(line, number, end=1) for number in range(20)]
     assert not any(task.done() for task in tasks)
-    for number in range(20):
-        await world.answer(number)
+    await world.end()
     assert world.begun == list(range(20))
 
 
@@ -151,12 +155,7 @@ async def test_no_model_takes_the_places_of_another() -> None:
     assert not second.done()
     assert isinstance((await world.ask(other, "one more")).exception(), Unavailable)
     assert [len(busy.waiting), len(other.waiting)] == [2, 2]
-    await world.answer("works")
-    await world.answer("waits")
-    await world.answer("waits, too")
-    for number in range(3):
-        await world.answer(("busy", number))
-    assert (busy.running, other.running) == (0, 0)
+    await world.end()
 
 
 async def test_a_newcomer_takes_the_place_of_a_request_cancelled_in_the_same_turn() -> None:
@@ -170,10 +169,7 @@ async def test_a_newcomer_takes_the_place_of_a_request_cancelled_in_the_same_tur
     assert not waits.done()
     assert crowd[3].cancelled()
     assert [len(busy.waiting), len(other.waiting)] == [2, 1]
-    await world.answer("동주", "동주, too")
-    for number in range(3):
-        await world.answer(("소월", number))
-    assert (busy.running, other.running) == (0, 0)
+    await world.end()
 
 
 async def test_more_places_are_taken_when_there_are_more() -> None:
@@ -183,4 +179,4 @@ async def test_more_places_are_taken_when_there_are_more() -> None:
     line.capacity = 3
     await world.answer(0)
     assert world.begun == [0, 1, 2, 3]
-    await world.answer(1, 2, 3)
+    await world.end()

@@ -12,9 +12,8 @@ import pytest
 from serving.errors import BadRequest, StartError
 from serving.models.bases import Bases
 from serving.models.model_settings import ModelSettings
-from serving.store import Lookups, open_store
+from serving.store import Lookups, Sources, open_store
 from tests.serving.store.archives import touch
-from tests.serving.store.s3 import settings as store_settings
 
 STORE = ("kogpt2-base-v2", "팀/바탕", "other")
 
@@ -36,8 +35,7 @@ def adapter(store: Path, base: Any) -> Path:
 
 def find(store: Path, folder: Path, known: str = "", **settings: Any) -> str | None:
     async def found() -> str | None:
-        own = store_settings(store.parent / "cache", location=str(store), roots=(store,))
-        lookups = Lookups(open_store(str(store)), own)
+        lookups = Lookups(Sources(open_store(str(store))))
         try:
             base = await Bases(lookups, known).find(folder, ModelSettings(**settings))
             return base and base.name

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import errno
 import itertools
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import pytest
@@ -15,7 +15,8 @@ from common.errors import EngineUnavailable, OutOfMemory
 from serving.errors import Unavailable, WorkerFailed
 from serving.models.model import Model
 from serving.models.model_settings import ModelSettings
-from tests.serving.fakes import START_S, Parts
+from serving.models.recovery import MISSING_POLLS_IN_USE
+from tests.serving.fakes import START_S, FakeWorkers, Parts
 
 pytestmark = pytest.mark.virtual_time
 
@@ -253,6 +254,37 @@ async def test_a_restart_that_hangs_ends_with_an_unload_or_at_the_loads_limit(
             await asyncio.sleep(31)
             assert not model.restoring
             assert "LOAD_TIMEOUT_S" in model.restarts.reason
+
+
+LOSSES: dict[str, Callable[[FakeWorkers, Model], None]] = {
+    "its worker ends": FakeWorkers.kill,
+    "MMS ends": lambda workers, model: workers.restart_mms(),
+    "the engine ends": lambda workers, model: workers.in_engine.clear(),
+}
+
+
+@pytest.mark.parametrize("lose", LOSSES.values(), ids=LOSSES)
+async def test_a_model_lost_during_its_unload_comes_back_only_for_requests_in_flight(
+    parts: Parts, lose: Callable[[FakeWorkers, Model], None]
+) -> None:
+    model, workers = await parts.load("봄"), parts.workers
+    async with watched(parts):
+        async with parts.registry.use("봄"):
+            unload = asyncio.create_task(parts.registry.unload("봄"))
+            await asyncio.sleep(0.1)
+            lose(workers, model)
+            await asyncio.sleep(MISSING_POLLS_IN_USE + 5)
+            assert workers.works(model)
+            assert list(workers.in_engine) == [model.engine_name]
+            assert not unload.done()
+        workers.end_s = 10
+        await asyncio.sleep(1)
+        lose(workers, model)
+        await unload
+        await asyncio.sleep(10)
+    assert workers.starts["봄"] == 2
+    assert (parts.registry.all(), workers.running, workers.in_engine) == ([], {}, {})
+    await parts.load("봄")
 
 
 @pytest.mark.parametrize("pinned", [False, True])

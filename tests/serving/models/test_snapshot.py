@@ -7,8 +7,8 @@ import pytest
 from serving.errors import ServingError
 from serving.models.model import LOAD_S, Model
 from serving.models.snapshot import Snapshot
-from serving.store import Cache, StoredModel, public_url
-from tests.serving.store.s3 import settings
+from serving.store import StoredModel, public_url
+from tests.serving.store.s3 import open_cache
 
 SECRET = "X-Amz-Signature=0123abcd"  # noqa: S105
 URL = f"https://user:0123abcd@models.example/%EC%8B%9C.tar.gz?{SECRET}#0123abcd"
@@ -42,7 +42,7 @@ def test_a_url_with_a_key_is_not_written_and_its_model_is_found_in_the_cache(
     for path in tmp_path.iterdir():
         assert b"0123abcd" not in path.read_bytes()
     (restored,) = snapshot.read()
-    cache = Cache(settings(tmp_path / "cache"), None)
+    cache = open_cache(tmp_path / "cache", str(tmp_path))
     with pytest.raises(ServingError) as raised:  # it is not there yet, and cannot be fetched
         cache.acquire(restored.stored)
     assert "0123abcd" not in raised.value.message

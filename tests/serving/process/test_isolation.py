@@ -1,44 +1,41 @@
 from __future__ import annotations
 
 import os
+import subprocess
 from dataclasses import fields
+from pathlib import Path
 
 import pytest
 
 import engine.settings
 import handlers.settings
-from serving.process.isolation import passed
-from tests.processes import python
+from serving.process.isolation import close_to_others, passed
+from tests.processes import become_a_user, in_a_fork
 
-CODE = """
-import ctypes, os, subprocess, sys
-from serving.process.isolation import PR_SET_DUMPABLE, close_to_others
+A_USER = 54321
 
-if os.getuid() == 0:
-    os.setuid(54321)
-    ctypes.CDLL(None).prctl(PR_SET_DUMPABLE, 1, 0, 0, 0)  # as after a program is executed
 
-def readable():
+def environment_is_readable() -> bool:
+    """Whether another process of this user, a fork, can read this one's environment."""
     reader = os.fork()
     if reader == 0:
         try:
-            open(f"/proc/{os.getppid()}/environ", "rb").read()
+            Path(f"/proc/{os.getppid()}/environ").read_bytes()
         except PermissionError:
             os._exit(1)
         os._exit(0)
     return os.waitstatus_to_exitcode(os.waitpid(reader, 0)[1]) == 0
 
-before = readable()
-close_to_others()
-print(before, readable())
-subprocess.run(["true"], check=True)  # starting programs still works
-"""
 
-
-@pytest.mark.skipif(not os.path.exists("/proc/self/environ"), reason="needs /proc")
 def test_others_of_the_same_user_cannot_read_the_environment() -> None:
-    done = python("-c", CODE)
-    assert done.stdout.split() == ["True", "False"], done.stderr
+    def user() -> list[bool]:
+        become_a_user(A_USER)
+        before = environment_is_readable()
+        close_to_others()
+        subprocess.run(["true"], check=True)  # starting programs still works
+        return [before, environment_is_readable()]
+
+    assert in_a_fork(user) == [True, False]
 
 
 @pytest.mark.parametrize("settings", [engine.settings.Settings, handlers.settings.Settings])

@@ -193,20 +193,15 @@ def test_a_start_that_the_system_refuses_is_tried_again_ever_later() -> None:
     assert server.restarted == ["the engine"]
 
 
-def test_what_was_started_is_stopped_when_another_cannot_be_started() -> None:
+@pytest.mark.parametrize("refused", [0, 1_000_000])
+def test_it_gives_up_and_stops_all_when_it_has_not_started_in_time(refused: int) -> None:
     server = Server()
     server.processes.events.clear()
-    server.processes.refused["gateway"] = 1_000_000
-    assert server.run() == 1
-    assert server.processes.count("mms") == 1
-    assert not any(map(server.processes.session, server.processes.all))
-
-
-def test_it_gives_up_when_it_has_not_started_in_time() -> None:
-    server = Server()
-    server.processes.events.clear()
+    server.processes.refused["gateway"] = refused
     assert server.run() == 1
     assert 60 <= server.processes.time < 64
+    assert server.processes.count("mms") == 1
+    assert not any(map(server.processes.session, server.processes.all))
 
 
 def test_what_is_loaded_first_takes_the_time_that_it_needs() -> None:

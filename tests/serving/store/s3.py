@@ -7,9 +7,7 @@ import gzip
 import io
 import tarfile
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import requests
@@ -18,11 +16,12 @@ from moto.core import DEFAULT_ACCOUNT_ID
 from moto.s3.models import s3_backends
 from moto.server import ThreadedMotoServer
 
-from serving.store import Cache, StoreSettings, open_store
+from serving.store import Cache, Sources, open_store
 from testbed.s3 import ACCESS as ENVIRONMENT
 from testbed.s3 import client
 
 BUCKET = "models"
+LOCATION = f"s3://{BUCKET}/kogpt2/"
 
 
 class S3Server:
@@ -86,13 +85,12 @@ def archive(files: Mapping[str, bytes], level: int = 1) -> bytes:
     return gzip.compress(plain.getvalue(), level, mtime=0)
 
 
-def settings(cache_dir: Path, **changes: Any) -> StoreSettings:
-    """Of a store at the bucket's prefix `kogpt2/`, with a cache of 1 GiB."""
-    location = f"s3://{BUCKET}/kogpt2/"
-    return replace(StoreSettings(location, cache_dir, 1 << 30, 4 << 30, (), ()), **changes)
-
-
-def open_cache(cache_dir: Path, **changes: Any) -> Cache:
-    """The cache of a server with these settings."""
-    own = settings(cache_dir, **changes)
-    return Cache(own, open_store(own.location))
+def open_cache(
+    folder: Path,
+    location: str = LOCATION,
+    *,
+    max_bytes: int = 1 << 30,
+    model_max_bytes: int = 4 << 30,
+) -> Cache:
+    """The cache of a server with this store."""
+    return Cache(Sources(open_store(location)), folder, max_bytes, model_max_bytes)

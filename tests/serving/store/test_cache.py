@@ -20,7 +20,7 @@ from serving.store.catalog import StoredFile
 from serving.store.s3 import S3Bucket
 from tests.processes import REPOSITORY
 from tests.serving.store.archives import touch
-from tests.serving.store.s3 import S3Server, archive, open_cache, settings
+from tests.serving.store.s3 import LOCATION, S3Server, archive, open_cache
 
 KIB = 1024
 
@@ -48,7 +48,7 @@ def find(name: str) -> StoredModel:
 
 @functools.cache
 def store(endpoint: str) -> Store:
-    return open_store("s3://models/kogpt2/")
+    return open_store(LOCATION)
 
 
 def entries(folder: Path) -> set[str]:
@@ -63,14 +63,14 @@ def kept(folder: Path) -> set[str]:
     return {path.name.rpartition("-")[0] for path in (folder / "models").iterdir()}
 
 
-def child(cache_dir: Path, code: str, location: str = "s3://models/kogpt2/") -> Any:
+def child(cache_dir: Path, code: str, location: str = LOCATION) -> Any:
     """A process with a `cache` and a `model`, once it has printed `ready`."""
     start = (
-        "from pathlib import PosixPath\n"
-        "from serving.store import Cache, StoreSettings, download, open_store\n"
-        f"settings = {settings(cache_dir, location=location)!r}\n"
-        "store = open_store(settings.location)\n"
-        "cache, model = Cache(settings, store), store.find('소월')\n"
+        "from pathlib import Path\n"
+        "from serving.store import Cache, Sources, download, open_store\n"
+        f"store = open_store({location!r})\n"
+        f"cache = Cache(Sources(store), Path({str(cache_dir)!r}), 1 << 30, 1 << 30)\n"
+        "model = store.find('소월')\n"
     )
     process = subprocess.Popen(
         [sys.executable, "-c", start + code],
@@ -155,7 +155,7 @@ def test_the_least_recently_used_models_go_first_but_none_in_use(
     s3: S3Server, tmp_path: Path
 ) -> None:
     # Room for two unpacked models and an archive.
-    cache = open_cache(tmp_path, cache_max_bytes=350 * KIB)
+    cache = open_cache(tmp_path, max_bytes=350 * KIB)
     models = {name: put(s3, name, 100 * KIB) for name in "abcd"}
     paths = {name: cache.acquire(models[name]).path for name in "ab"}
     cache.release(paths["b"])
@@ -178,7 +178,7 @@ def test_a_model_that_another_process_uses_stays(tmp_path: Path) -> None:
     other = put_here(tmp_path, "a", 100 * KIB)
     code = "cache.acquire(model); print('ready', flush=True); input()\n"
     process = child(tmp_path / "cache", code, str(tmp_path / "store"))
-    cache = open_cache(tmp_path / "cache", cache_max_bytes=150 * KIB)
+    cache = open_cache(tmp_path / "cache", max_bytes=150 * KIB)
     with pytest.raises(DiskFull):
         cache.acquire(other)
     process.communicate("\n", timeout=60)
@@ -187,7 +187,7 @@ def test_a_model_that_another_process_uses_stays(tmp_path: Path) -> None:
 
 
 def test_a_model_larger_than_the_cache_removes_nothing(s3: S3Server, tmp_path: Path) -> None:
-    cache = open_cache(tmp_path, cache_max_bytes=150 * KIB)
+    cache = open_cache(tmp_path, max_bytes=150 * KIB)
     cache.release(cache.acquire(put(s3, "small", 1000)).path)
     s3.put("kogpt2/zeros.tar.gz", archive({"a.params": bytes(1 << 20)}))
     for large in (put(s3, "large", 200 * KIB), find("zeros")):
@@ -390,7 +390,7 @@ def test_a_leftover_that_cannot_be_removed_is_logged(
 def test_whatever_is_in_the_cache_can_make_room(
     tmp_path: Path, deep: Callable[[Path], None]
 ) -> None:
-    cache = open_cache(tmp_path / "cache", cache_max_bytes=150 * KIB)
+    cache = open_cache(tmp_path / "cache", max_bytes=150 * KIB)
     deep(tmp_path / "cache" / "models" / "deep")
     (tmp_path / "cache" / "models" / "deep" / "weights").write_bytes(bytes(150 * KIB))
     cache.acquire(put_here(tmp_path, "a", 100 * KIB))
@@ -424,7 +424,7 @@ def put_on_a_small_disk(s3: S3Server, tmp_path: Path, kind: str, name: str) -> S
 def test_unused_models_make_room_on_a_disk_that_is_full_before_the_cache(
     s3: S3Server, tmp_path: Path, small_disk: Path, kind: str
 ) -> None:
-    cache = open_cache(small_disk / "cache", cache_max_bytes=100 << 30)
+    cache = open_cache(small_disk / "cache", max_bytes=100 << 30)
     for name in ("봄", "여름", "가을", "봄"):
         fetched = cache.acquire(put_on_a_small_disk(s3, tmp_path, kind, name))
         assert (fetched.path / f"{name}.params").read_bytes() == noise(400 * KIB)
@@ -445,7 +445,7 @@ def test_a_late_thread_of_a_failed_download_keeps_no_space(
         yield from read(self, file, start, stop)
 
     monkeypatch.setattr(S3Bucket, "read", read_late)
-    cache = open_cache(small_disk / "cache", cache_max_bytes=100 << 30)
+    cache = open_cache(small_disk / "cache", max_bytes=100 << 30)
     for name in ("봄", "여름", "가을"):
         cache.release(cache.acquire(put(s3, name)).path)
     assert late.is_set()
@@ -456,7 +456,7 @@ def test_a_late_thread_of_a_failed_download_keeps_no_space(
 def test_a_full_disk_says_how_much_is_missing_where_all_is_in_use(
     tmp_path: Path, small_disk: Path
 ) -> None:
-    cache = open_cache(small_disk / "cache", cache_max_bytes=100 << 30)
+    cache = open_cache(small_disk / "cache", max_bytes=100 << 30)
     models = [put_here(tmp_path, name) for name in "abc"]
     paths = [cache.acquire(model).path for model in models[:2]]
     with pytest.raises(DiskFull) as raised:
@@ -472,7 +472,7 @@ def test_a_disk_on_which_not_even_a_folder_can_be_made_is_full(
     tmp_path: Path, small_disk: Path
 ) -> None:
     model = put_here(tmp_path, "a", 10 * KIB)
-    cache = open_cache(small_disk / "cache", cache_max_bytes=100 << 30)
+    cache = open_cache(small_disk / "cache", max_bytes=100 << 30)
     subprocess.run(["mount", "-o", "remount,nr_inodes=7", str(small_disk)], check=True)
     with pytest.raises(DiskFull) as raised:
         cache.acquire(model)

@@ -115,7 +115,7 @@ def files(kind: Kind, port: int, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def cache(kind: Kind, folder: Path) -> Cache:
-    return open_cache(folder, location=kind.location, cache_max_bytes=0)
+    return open_cache(folder, kind.location, max_bytes=0)
 
 
 def test_models_are_offered_and_fetched(kind: Kind, files: Any, tmp_path: Path) -> None:

@@ -7,13 +7,13 @@ import threading
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 
 from serving.errors import ModelNotInStore, StoreUnavailable, Unavailable, UrlNotAllowed
-from serving.store import Lookups, StoredModel, lookups
+from serving.store import Lookups, Sources, StoredModel, lookups
 from serving.store.folder import FolderStore
-from tests.serving.store.s3 import settings
 
 
 class CountingStore:
@@ -47,8 +47,8 @@ def store() -> CountingStore:
 
 
 @pytest.fixture
-def asked(store: CountingStore, tmp_path: Path) -> Iterator[Lookups]:
-    asked = Lookups(store, settings(tmp_path), lambda: store.now)
+def asked(store: CountingStore) -> Iterator[Lookups]:
+    asked = Lookups(Sources(cast(Any, store)), lambda: store.now)
     yield asked
     asked.close()
 
@@ -152,7 +152,7 @@ async def test_a_store_that_hangs_holds_up_nothing_else(
 
 
 async def test_a_name_that_the_file_system_cannot_have_is_not_there(tmp_path: Path) -> None:
-    asked = Lookups(FolderStore(tmp_path), settings(tmp_path))
+    asked = Lookups(Sources(FolderStore(tmp_path)))
     for look_up in (asked.find, asked.locate):
         with pytest.raises(ModelNotInStore, match="xxx"):
             await look_up("x" * 300)

@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 
 from serving.errors import ArchiveError
-from serving.store import Cache, archive_limits, download, locate, open_store
+from serving.store import archive_limits, download, open_store
 from serving.store.archive import extract
 from tests.serving.store.archives import MAX_BYTES, unpack
-from tests.serving.store.s3 import S3Server, open_cache, settings
+from tests.serving.store.s3 import S3Server, open_cache
 
 
 def make(path: Path, files: dict[str, bytes], mode: int = 0o100644) -> Path:
@@ -38,12 +38,8 @@ def test_a_mar_becomes_a_folder(tmp_path: Path) -> None:
     ("name", "reason"),
     [
         ("../outside", "leads out"),
-        ("a/../../outside", "leads out"),
-        ("/etc/outside", "leads out"),
-        ("a/../outside", "leads out"),
         ("./first", "twice"),
         ("", "twice"),
-        ("a/" * 600 + "f", "deeper than 32 folders"),
     ],
 )
 def test_what_no_archive_may_hold_is_refused(tmp_path: Path, name: str, reason: str) -> None:
@@ -82,25 +78,6 @@ def test_a_damaged_mar_says_so(tmp_path: Path) -> None:
         (tmp_path / f"{i}.mar").write_bytes(bad)
         with pytest.raises(ArchiveError, match="cannot be unpacked"):
             unpack(tmp_path / f"{i}.mar", tmp_path / "m")
-
-
-def test_what_the_engine_trusts_cannot_be_brought(tmp_path: Path) -> None:
-    files = {".prepared/x.json": b"{}", "a/.prepared/b": b"1", "a.params": b"1"}
-    unpack(make(tmp_path / "a.mar", files), tmp_path / "m")
-    assert [p.name for p in (tmp_path / "m").iterdir()] == ["a.params"]
-
-
-def test_a_store_offers_mars_by_name(tmp_path: Path) -> None:
-    store = tmp_path / "store"
-    (store / "team").mkdir(parents=True)
-    make(store / "team" / "봄.mar", {"service.py": b"", "MAR-INF/MANIFEST.json": b"{}"})
-    own = settings(tmp_path / "cache", location=str(store))
-    offered = open_store(str(store))
-    assert [model.name for model in offered.models()] == ["team/봄"]
-    for url in ("team/봄", "team/봄.mar", str(store / "team" / "봄.mar")):
-        assert locate(url, offered, own).url == str(store / "team" / "봄.mar")
-    fetched = Cache(own, offered).acquire(offered.find("team/봄"))
-    assert (fetched.path / "MAR-INF" / "MANIFEST.json").exists()
 
 
 def test_a_mar_in_s3_is_read_from_its_end_while_it_is_downloaded(

@@ -14,13 +14,13 @@ import psutil
 import pytest
 
 from serving.errors import ArtifactChanged, ModelNotInStore, StoreUnavailable, UrlNotAllowed
-from serving.process.root_files import open_below, start
-from serving.store import Cache, RootFiles, StoredModel, StoreSettings, locate
+from serving.process.file_opener import open_below, start
+from serving.process.user import become
+from serving.store import Cache, RootFiles, Sources, StoredModel, open_store
 from serving.store.root_files import is_readable
 from tests.processes import in_a_fork
 from tests.serving.store.archives import touch
 from tests.serving.store.s3 import archive
-from tests.serving.store.s3 import settings as store_settings
 
 A_USER = 54327
 BIG = os.urandom(3 << 20)  # several pieces
@@ -57,31 +57,25 @@ def opener(folder: Path) -> Iterator[socket.socket]:
 
 
 @pytest.fixture
-def settings(models: Path) -> Iterator[StoreSettings]:
+def sources(models: Path) -> Iterator[Sources]:
     with opener(models) as requests:
-        opener_of = RootFiles(requests, (models,))
-        cache = models.parent / "cache"
-        yield store_settings(cache, location=str(models), roots=(models,), root_files=opener_of)
+        yield Sources(open_store(str(models)), root_files=RootFiles(requests, (models,)))
 
 
-def as_a_user(settings: StoreSettings, function: Callable[[Cache], Any]) -> Any:
+def as_a_user(sources: Sources, cache_dir: Path, function: Callable[[Cache], Any]) -> Any:
     """What `function` returns for a cache in a process that is not root."""
-    settings.cache_dir.mkdir()
-    os.chown(settings.cache_dir, A_USER, A_USER)
     codecs.lookup("ascii")  # imported now: the user may not read root's Python
 
     def user() -> Any:
-        os.setgroups([])
-        os.setresgid(A_USER, A_USER, A_USER)
-        os.setresuid(A_USER, A_USER, A_USER)
-        return function(Cache(settings, None))
+        become(A_USER, [cache_dir])
+        return function(Cache(sources, cache_dir, 0, 1 << 30))
 
     return in_a_fork(user)
 
 
 @needs_root
 def test_a_closed_model_is_copied_once_and_an_open_one_used_in_place(
-    models: Path, settings: StoreSettings
+    models: Path, sources: Sources
 ) -> None:
     content = {"model.params": BIG, "code/시.py": "봄".encode(), ".prepared/x": b"trusted"}
     folder = closed(models / "7f3e" / "model", content)
@@ -91,18 +85,18 @@ def test_a_closed_model_is_copied_once_and_an_open_one_used_in_place(
     touch(open_one, "model.params")
 
     def user(cache: Cache) -> Any:
-        model = locate(str(folder), None, settings)
+        model = sources.locate(str(folder))
         fetched = cache.acquire(model)
         copied = [path for path in fetched.path.rglob("*") if path.is_file()]
         names = sorted(str(path.relative_to(fetched.path)) for path in copied)
         same = [(fetched.path / name).read_bytes() == content[name] for name in names]
-        again = cache.acquire(locate(str(folder), None, settings))
-        other = cache.acquire(locate(str(open_one), None, settings))
-        unpacked = cache.acquire(locate(str(file), None, settings)).path / "model.params"
+        again = cache.acquire(sources.locate(str(folder)))
+        other = cache.acquire(sources.locate(str(open_one)))
+        unpacked = cache.acquire(sources.locate(str(file))).path / "model.params"
         found = [model.name, names, same, [fetched.hit, again.hit], str(other.path)]
         return [*found, unpacked.read_text("utf-8")]
 
-    assert as_a_user(settings, user) == [
+    assert as_a_user(sources, models.parent / "cache", user) == [
         "model",
         ["code/시.py", "model.params"],
         [True, True],
@@ -113,11 +107,11 @@ def test_a_closed_model_is_copied_once_and_an_open_one_used_in_place(
 
 
 @pytest.fixture
-def opened(settings: StoreSettings, monkeypatch: pytest.MonkeyPatch) -> RootFiles:
+def opened(sources: Sources, monkeypatch: pytest.MonkeyPatch) -> RootFiles:
     """What opens files, for a process that may read none by itself."""
     monkeypatch.setattr("serving.store.root_files.is_readable", lambda path: False)
-    assert settings.root_files is not None
-    return settings.root_files
+    assert sources.root_files is not None
+    return sources.root_files
 
 
 def test_a_model_that_changes_or_goes_meanwhile_is_not_mixed(
@@ -143,18 +137,18 @@ def test_a_model_that_changes_or_goes_meanwhile_is_not_mixed(
 
 
 def test_what_is_not_there_has_the_error_that_it_had(
-    models: Path, settings: StoreSettings, opened: RootFiles
+    models: Path, sources: Sources, opened: RootFiles
 ) -> None:
     with pytest.raises(ModelNotInStore, match="there is no model"):
-        locate(str(models / "없음"), None, settings)
+        sources.locate(str(models / "없음"))
     for url in ("/etc/passwd", f"{models}/../cache", f"{models}\0"):
         with pytest.raises(UrlNotAllowed):
-            locate(url, None, settings)
+            sources.locate(url)
     with pytest.raises(UrlNotAllowed):
-        locate(f"root://{models}/a", None, settings)
+        sources.locate(f"root://{models}/a")
 
 
-def test_without_the_process_the_server_says_so(models: Path, settings: StoreSettings) -> None:
+def test_without_the_process_the_server_says_so(models: Path) -> None:
     closed(models / "a", {"model.params": b"1"})
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     theirs.close()

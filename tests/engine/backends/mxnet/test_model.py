@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import resource
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,7 +15,7 @@ from engine.artifacts.open import open_artifact
 from engine.backends import dense
 from engine.backends.mxnet import model as mxnet_model
 from engine.backends.mxnet.gpt2 import GPT2
-from tests.engine.backends.running import append, greedy, status_bytes
+from tests.engine.backends.running import address_space, append, greedy
 from tests.engine.models import make_artifact
 
 # Bytes of address space: plenty for everything but an array of `HUGE`. With 1 GiB, MXNet's OpenBLAS
@@ -33,10 +32,8 @@ def artifact(tmp_path: Path) -> Artifact:
 @pytest.fixture
 def limited() -> Iterator[None]:
     """An array of `HUGE` does not fit into this process's address space."""
-    limits = resource.getrlimit(resource.RLIMIT_AS)
-    resource.setrlimit(resource.RLIMIT_AS, (status_bytes("VmSize") + FREE, limits[1]))
-    yield
-    resource.setrlimit(resource.RLIMIT_AS, limits)
+    with address_space(FREE):
+        yield
     with contextlib.suppress(mx.MXNetError):  # else raised once more when the process ends
         mx.nd.waitall()
 

@@ -1,124 +1,32 @@
-"""The onnxruntime backend for GPUs, all of it on the CPU provider: its precision, memory, and the
-engine on it. `test_contract` compares its rows."""
+"""The onnxruntime backend for GPUs, all of it on the CPU provider: memory, and the engine on it.
+
+`test_contract` compares its logits, rows, and what they take.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
 from common.errors import ArtifactError
 from engine import backends
-from engine.artifacts.artifact import EMBEDDING, OUTPUT, Artifact
+from engine.artifacts.artifact import EMBEDDING, OUTPUT
 from engine.artifacts.open import open_artifact
-from engine.backends.interface import BackendModel, Piece
 from engine.backends.onnx import gpu
 from engine.backends.onnx.device import CPU, buffers
-from engine.backends.onnx.gpu import OnnxGpuModel
 from engine.engine import Engine
-from engine.text.sentencepiece import SentencePieceTokenizer
 from testbed import random_model
-from tests.engine.backends.running import append, greedy, single, some_ids
+from tests.engine.backends.running import greedy
 from tests.engine.conftest import NewEngine
 from tests.engine.engines import Request
-from tests.engine.hugging_face import make_hugging_face
 from tests.engine.models import make_artifact, params_of, write_params
 from tests.processes import python
 
 pytestmark = pytest.mark.slow
 
 LINES = ("나 보기가 역겨워", "산에는 꽃 피네", "죽는 날까지 하늘을 우러러")
-
-
-@pytest.fixture(scope="module")
-def artifact(tmp_path_factory: pytest.TempPathFactory) -> Artifact:
-    return open_artifact(make_artifact(tmp_path_factory.mktemp("model")))
-
-
-def fp32_model(artifact: Artifact) -> BackendModel:
-    return backends.load(artifact, "native", "fp32")
-
-
-@pytest.fixture
-def model(artifact: Artifact) -> Iterator[OnnxGpuModel]:
-    made = gpu.load(artifact, CPU)
-    yield made
-    made.close()
-
-
-@pytest.mark.parametrize(
-    "sizes",
-    [
-        {},
-        {"activation": "gelu_new"},
-        {"dtype": "float16"},
-        {"units": 60, "heads": 6, "layers": 1},  # heads of 10
-        {"tie_word_embeddings": True},  # of Hugging Face's, in bfloat16
-        {"tie_word_embeddings": False},
-    ],
-    ids=str,
-)
-def test_fp16_is_close_to_fp32(tmp_path: Path, sizes: dict[str, Any]) -> None:
-    """Within 0.5% of the logits' spread: a rounding to fp16 is off by 2^-12 at most on average, and
-    a logit sees some ten of them in a row, of weights and of products."""
-    if "tie_word_embeddings" in sizes:
-        artifact = open_artifact(make_hugging_face(tmp_path, dtype="bfloat16", config=sizes))
-        assert artifact.config.tie_word_embeddings is sizes["tie_word_embeddings"]
-    else:
-        artifact = open_artifact(make_artifact(tmp_path / "model", **sizes))
-    half, fp32 = gpu.load(artifact, CPU), fp32_model(artifact)
-    calls = [some_ids(70), [7], [8]]
-    for ours, theirs in zip(single(half, calls), single(fp32, calls), strict=True):
-        assert 0 < (ours - theirs).std() < 0.005 * theirs.std()
-    assert half.weight_bytes < 0.6 * 4 * artifact.config.num_parameters  # padding, LayerNorms
-    half.close()
-    fp32.close()
-
-
-@pytest.mark.parametrize("name", ["sowol", "dongju"])
-def test_real_text_is_that_of_fp32(tmp_path: Path, name: str) -> None:
-    artifact = open_artifact(random_model.demo(name, tmp_path))
-    tokenizer = SentencePieceTokenizer(artifact.tokenizer_file)
-    half, fp32 = gpu.load(artifact, CPU), fp32_model(artifact)
-    for line in LINES:
-        prompt = tokenizer.encode(line)
-        assert greedy(half, prompt, 60) == greedy(fp32, prompt, 60)
-    half.close()
-    fp32.close()
-
-
-def test_the_cache_takes_what_admission_counted(model: OnnxGpuModel) -> None:
-    for lengths in ([1], [64], [65], [128, 3], [1] * 5, [100, 2, 128]):
-        needed = model.kv_bytes_for(lengths)
-        rows = [model.open_row() for _ in lengths]
-        for row, length in zip(rows, lengths, strict=True):
-            append(model, row, some_ids(length))
-        assert model.kv_bytes == needed == model.kv_bytes_for(lengths)
-        for row in rows:
-            model.close_row(row)
-        assert model.kv_bytes == model.kv_bytes_for([]) == 0
-
-
-@pytest.mark.parametrize("order", [[3, 2, 1, 0], [3, 1, 2]])
-def test_no_order_of_the_rows_takes_more_than_admission_counted(
-    model: OnnxGpuModel, order: list[int]
-) -> None:
-    """Where all rows of the cache are taken, none is free to swap two others."""
-    texts = [some_ids(9 + i, seed=i) for i in range(4)]
-    expected = [single(model, [ids[:-1], ids[-1:]])[-1] for ids in texts]
-    rows = [model.open_row() for _ in texts]
-    for row, ids in zip(rows, texts, strict=True):
-        append(model, row, ids[:-1])
-    needed = model.kv_bytes_for([len(ids) for ids in texts])
-    logits = model.run([Piece(rows[i], texts[i][-1:]) for i in order])
-    assert model.kv_bytes == needed == model.kv_bytes_for([64] * 4)
-    for i, found in zip(order, logits, strict=True):
-        np.testing.assert_allclose(found, expected[i], atol=5e-3, rtol=0)
-    for row in rows:
-        model.close_row(row)
 
 
 def test_buffers_grow_from_the_corner_and_are_zero_elsewhere() -> None:
@@ -218,7 +126,7 @@ def test_the_engine_batches_requests_in_fp16(engine: Engine, tmp_path: Path) -> 
         Request(engine, "model", line[: 4 + i], max_new_tokens=8 + 4 * i)
         for i, line in enumerate(LINES * 5)
     ]
-    fp32 = fp32_model(open_artifact(path))
+    fp32 = backends.load(open_artifact(path), "native", "fp32")
     for request in requests:
         request.wait()
         assert request.error is None

@@ -56,7 +56,7 @@ def test_every_field_has_its_meaning() -> None:
     }  # fmt: skip
     parameters = {
         "do_sample": True, "temperature": 0.5, "top_p": 0.9, "num_return_sequences": 2,
-        "stop": ["끝"], "seed": 7, "frequency_penalty": -2.0, "presence_penalty": 1.5,
+        "stop": ("끝",), "seed": 7, "frequency_penalty": -2.0, "presence_penalty": 1.5,
         "logit_bias": {"5": -100}, "top_k": 40, "repetition_penalty": 1.2, "min_p": 0.1,
         "ignore_eos": True, "typical_p": 0.9, "no_repeat_ngram_size": 3,
         "min_new_tokens": 2, "bad_words": ("욕",), "bad_words_ids": ((5, 6),),

@@ -203,7 +203,7 @@ async def test_a_client_that_goes_away_is_not_worked_on(more: dict[str, Any], ro
     engine, gone = FakeEngine(streamed=[FIRST, FIRST]), asyncio.Event()
     engine.go.clear()
     world = World(model(capacity=2), engine)
-    sent = json.dumps({**ASKED, **more}).encode()
+    sent = {**ASKED, **more}
     call = asyncio.create_task(world.call("POST", "/v1/completions", sent, gone=gone))
     while engine.running < rows:
         await asyncio.sleep(0)

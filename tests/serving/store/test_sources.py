@@ -3,7 +3,6 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from urllib.parse import quote
 
@@ -16,12 +15,12 @@ from serving.errors import (
     StoreUnavailable,
     UrlNotAllowed,
 )
-from serving.store import Cache, StoreSettings, download, locate, open_store
+from serving.store import Cache, Sources, download, open_store
 from serving.store.drivers import DRIVERS
 from serving.store.https import Https
 from tests.serving.store.archives import touch
 from tests.serving.store.file_host import FileHandler, FileHost, running
-from tests.serving.store.s3 import ENVIRONMENT, archive, settings
+from tests.serving.store.s3 import ENVIRONMENT, LOCATION, archive
 
 ARCHIVE = archive({"a.params": bytes(range(256)) * 4000}, level=0)
 
@@ -52,29 +51,32 @@ def host() -> Iterator[str]:
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> StoreSettings:
+def folder(tmp_path: Path) -> Sources:
     """A store, a root beside it, and what is outside of both."""
     touch(tmp_path, "store/시/a.params", "root/hash/model/a.params", "outside/m/a.params")
-    return settings(
-        tmp_path / "cache", location=str(tmp_path / "store"), roots=(tmp_path / "root",)
-    )
+    return Sources(open_store(str(tmp_path / "store")), (tmp_path / "root",))
 
 
-def test_names_and_paths_below_a_root_are_located(folder: StoreSettings, tmp_path: Path) -> None:
-    store = open_store(folder.location)
+def from_hosts(folder: Path, *hosts: str) -> Sources:
+    """A store without models, and hosts to download from."""
+    return Sources(open_store(str(folder)), https_hosts=hosts)
+
+
+def test_names_and_paths_below_a_root_are_located(folder: Sources, tmp_path: Path) -> None:
     root = tmp_path / "root"
-    assert locate("시", store, folder).url == str(tmp_path / "store" / "시")
-    assert locate(f"{root}/hash/model", store, folder).url == f"{root}/hash/model"
-    for url in (f"{folder.location}/시", f"file://{folder.location}/{quote('시')}"):
-        assert locate(url, store, folder) == locate("시", store, folder)
-    touch(tmp_path, "store/file/a.params")
-    assert locate("file", store, folder).name == "file"  # and no scheme
+    assert folder.locate("시").url == str(tmp_path / "store" / "시")
+    assert folder.locate(f"{root}/hash/model").url == f"{root}/hash/model"
+    for url in (f"{folder.store.location}/시", f"file://{folder.store.location}/{quote('시')}"):
+        assert folder.locate(url) == folder.locate("시")
+    touch(tmp_path, "store/file/a.params", "root/hash/봄.mar")
+    assert folder.locate(f"{root}/hash/봄.mar").name == "봄"
+    assert folder.locate("file").name == "file"  # and no scheme
     with pytest.raises(ModelNotInStore):
-        locate(f"{root}/없음", store, folder)
+        folder.locate(f"{root}/없음")
 
 
-def test_paths_do_not_lead_out(folder: StoreSettings, tmp_path: Path) -> None:
-    store, outside, root = open_store(folder.location), tmp_path / "outside", tmp_path / "root"
+def test_paths_do_not_lead_out(folder: Sources, tmp_path: Path) -> None:
+    outside, root = tmp_path / "outside", tmp_path / "root"
     os.symlink(outside, root / "link")
     os.symlink(outside / "m", tmp_path / "store" / "link")
     for url in (
@@ -83,7 +85,7 @@ def test_paths_do_not_lead_out(folder: StoreSettings, tmp_path: Path) -> None:
         f"{root}/../outside/m",
         f"file://{root}/%2e%2e/outside/m",
         f"{root}/link/m",
-        f"{folder.location}/link",
+        f"{folder.store.location}/link",
         f"file://elsewhere{root}/hash/model",
         "../outside/m",
         "시/../../outside/m",
@@ -91,15 +93,14 @@ def test_paths_do_not_lead_out(folder: StoreSettings, tmp_path: Path) -> None:
         f"{root}\0",
     ):
         with pytest.raises(UrlNotAllowed, match="Allowed: a name in the store") as raised:
-            locate(url, store, folder)
+            folder.locate(url)
         assert raised.value.status == 400
 
 
-def test_other_addresses_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_addresses_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in ENVIRONMENT.items():
         monkeypatch.setenv(name, value)
-    own = settings(tmp_path)
-    store = open_store(own.location)
+    own = Sources(open_store(LOCATION))
     for url in (
         "s3://other/kogpt2/a.tar.gz",
         "s3://models/a.tar.gz",
@@ -112,9 +113,7 @@ def test_other_addresses_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyP
         "",
     ):
         with pytest.raises(UrlNotAllowed, match=r"s3://models/kogpt2/<name>\.tar\.gz"):
-            locate(url, store, own)
-    with pytest.raises(UrlNotAllowed, match="nothing, without a store"):
-        locate("a", None, own)
+            own.locate(url)
 
 
 @pytest.mark.parametrize("kind", ["plain", "ranged", "here"])
@@ -122,15 +121,15 @@ def test_archives_come_from_hosts_that_are_allowed(
     host: str, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(download, "RANGE_BYTES", 100_000)
-    own = settings(tmp_path, https_hosts=(host,))
-    model = locate(f"http://{host}/{kind}/{quote('시')}.tar.gz?key=secret", None, own)
+    own = from_hosts(tmp_path, host)
+    model = own.locate(f"http://{host}/{kind}/{quote('시')}.tar.gz?key=secret")
     assert (model.name, model.size_bytes) == ("시", len(ARCHIVE))
-    fetched = Cache(own, None).acquire(model)
+    fetched = Cache(own, tmp_path / "cache", 0, 1 << 30).acquire(model)
     assert (fetched.path / "a.params").read_bytes() == bytes(range(256)) * 4000
 
 
 def test_other_hosts_and_redirects_to_them_are_refused(host: str, tmp_path: Path) -> None:
-    own = settings(tmp_path, https_hosts=(host, "models.example:80"))
+    own = from_hosts(tmp_path, host, "models.example:80")
     for url in (
         f"http://{host}/away/a.tar.gz",
         f"https://{host.replace('127.0.0.1', '127.0.0.2')}/a.tar.gz",
@@ -142,19 +141,12 @@ def test_other_hosts_and_redirects_to_them_are_refused(host: str, tmp_path: Path
         "https://[/a.tar.gz",
     ):
         with pytest.raises(UrlNotAllowed, match=f"Allowed: .*https?://{host}"):
-            locate(url, None, own)
+            own.locate(url)
     with pytest.raises(ModelNotInStore):
-        locate(f"http://{host}/none/a.tar.gz", None, own)
-    own = settings(tmp_path, https_hosts=("127.0.0.1:1",))
+        own.locate(f"http://{host}/none/a.tar.gz")
+    own = from_hosts(tmp_path, "127.0.0.1:1")
     with pytest.raises(StoreUnavailable, match="cannot be read") as raised:
-        locate("http://127.0.0.1:1/a.tar.gz?key=secret", None, own)
-    assert "secret" not in raised.value.message
-
-
-def test_an_https_host_that_is_not_there_is_an_error_without_the_query(tmp_path: Path) -> None:
-    own = settings(tmp_path, https_hosts=("127.0.0.1:1",))
-    with pytest.raises(StoreUnavailable, match="cannot be read") as raised:
-        locate("http://127.0.0.1:1/a.tar.gz?key=secret", None, own)
+        own.locate("http://127.0.0.1:1/a.tar.gz?key=secret")
     assert "secret" not in raised.value.message
 
 
@@ -162,7 +154,7 @@ def test_no_error_and_no_log_has_the_query_of_an_address(
     host: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     caplog.set_level("INFO")
-    own = settings(tmp_path, https_hosts=(host,), model_max_bytes=100)
+    own = from_hosts(tmp_path, host)
     secret = "?X-Amz-Signature=0123abcd"  # noqa: S105
     for url in (
         f"http://{host}/none/a.tar.gz{secret}",
@@ -174,16 +166,16 @@ def test_no_error_and_no_log_has_the_query_of_an_address(
         f"HTTPS://{host}/a.tar.gz{secret}",
     ):
         with pytest.raises(ServingError) as raised:
-            locate(url, None, own)
+            own.locate(url)
         assert "0123abcd" not in raised.value.message
-    model = locate(f"http://{host}/ranged/a.tar.gz{secret}", None, own)
+    model = own.locate(f"http://{host}/ranged/a.tar.gz{secret}")
     for most in (100, 10_000, 1 << 30):
-        cache = Cache(replace(own, model_max_bytes=most), None)
+        cache = Cache(own, tmp_path / "cache", 0, most)
         with contextlib.suppress(ServingError):
             assert cache.acquire(model).path.is_dir()
     with monkeypatch.context() as broken:
         broken.setattr(Https, "read", lambda self, file, start, stop: iter([b"x" * (stop + 1)]))
-        cache = Cache(settings(tmp_path / "other", https_hosts=(host,)), None)
+        cache = Cache(own, tmp_path / "other", 0, 1 << 30)
         with pytest.raises(StoreUnavailable, match="more than the requested") as raised:
             cache.acquire(model)
         assert "0123abcd" not in raised.value.message

@@ -1,6 +1,6 @@
 """Opens files that only root may read, for a server that has given up root.
 
-`python -I root_files.py SOCKET FOLDER...` runs as root and imports the standard library only. Each
+`python -I file_opener.py SOCKET FOLDER...` runs as root and imports the standard library only. Each
 message on SOCKET is a path below one of the folders, with a socket for the reply: `0` and the open
 file or folder, or the number of an error. The process itself reads and writes no file and follows
 no link. It ends when the other end of SOCKET is closed.

@@ -1,7 +1,8 @@
-"""Runs scripts with Multi Model Server's `handle(data, context)`, a function or in a class.
+"""Runs scripts that answer a batch: a list of one dict per request, with a list of as many answers.
 
-It does so as mms/model_loader.py and mms/service.py (1.1.11) do, but reports the reason of an error
-to the client, also of an error in `initialize`.
+Multi Model Server's `handle(data, context)`, a function or in a class, is called as
+mms/model_loader.py and mms/service.py (1.1.11) do, but the client gets the reason of an error, also
+of an error in `initialize`.
 """
 
 from __future__ import annotations
@@ -12,8 +13,7 @@ from types import ModuleType
 from typing import Any
 
 from common.errors import ArtifactError, EngineError, InvalidRequest
-from handlers.user_code.conventions.load_and_predict import answers_of_batch
-from handlers.user_code.conventions.mms_context import ScriptContext, decode
+from handlers.user_code.conventions.mms_context import ScriptContext, decode, to_answer
 from handlers.user_code.messages import Answer, Request, ScriptError
 
 STEPS = ("preprocess", "inference", "postprocess")
@@ -45,6 +45,8 @@ def _can_handle(kind: type) -> bool:
 
 
 class MMSService:
+    """A script with a function `handle`, or a class with `handle` or three steps."""
+
     def __init__(self, handler: Any, spec: Mapping[str, Any]) -> None:
         self._handler, self._spec = handler, spec
         self._what = getattr(handler, "__name__", "handle")
@@ -93,6 +95,49 @@ class MMSService:
             values = self._handle(data, context)
         except PredictionException as error:
             status = error.error_code if isinstance(error.error_code, int) else 500
-            status = status if 400 <= status <= 599 else 500
             raise ScriptError(str(error.message), status, "PredictionException") from None
-        return answers_of_batch(values, context, self._what)
+        return _answers_of_batch(values, context, self._what)
+
+
+class LoadAndPredict:
+    """A script with `load_model(model_dir)` and `predict(model, payload)`.
+
+    `payload` has the bodies as bytes, `payload[0]["body"]`, whatever their type.
+    """
+
+    def __init__(self, module: ModuleType, spec: Mapping[str, Any]) -> None:
+        if not callable(getattr(module, "predict", None)):
+            raise ArtifactError(
+                "the script defines load_model without predict(model, payload), must define both"
+            )
+        self._module, self._spec = module, spec
+
+    def load(self) -> None:
+        self._model = self._module.load_model(self._spec["root"])
+
+    def answer(self, requests: list[Request], timeout_s: float) -> Sequence[Answer | EngineError]:
+        payload = [{part.name: part.value for part in request.parts} for request in requests]
+        values = self._module.predict(self._model, payload)
+        return _answers_of_batch(values, ScriptContext(self._spec, requests), "predict")
+
+
+def _answers_of_batch(values: Any, context: ScriptContext, what: str) -> list[Answer | EngineError]:
+    """Converts a script's list of results, one per request. Raises `ScriptError` for others."""
+    if not isinstance(values, list):
+        raise ScriptError(
+            f"{what} returned a {type(values).__name__}, must return a list with an answer for each"
+            " request"
+        )
+    processors = context.request_processor
+    if len(values) != len(processors):
+        raise ScriptError(
+            f"{what} returned {len(values)} answers, must return one for each request"
+            f" ({len(processors)})"
+        )
+    answers: list[Answer | EngineError] = []
+    for value, processor in zip(values, processors, strict=True):
+        try:
+            answers.append(to_answer(value, None, processor, what))
+        except ScriptError as error:
+            answers.append(error)
+    return answers
