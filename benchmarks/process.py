@@ -55,9 +55,9 @@ class Worker(Program):
         while b"\n" not in self._left:
             if not select.select([out], [], [], ANSWER_S)[0]:
                 raise self._failure(f"said nothing for {ANSWER_S:.0f} s")
-            if not (piece := out.read(1 << 16)):
+            if not (chunk := out.read(1 << 16)):
                 raise self._failure("ended")
-            self._left += piece
+            self._left += chunk
         line, _, self._left = self._left.partition(b"\n")
         answer = json.loads(line)
         if "error" in answer:

@@ -41,7 +41,7 @@ class UnixHTTP:
         Raises `OSError` if there is no complete response, and `asyncio.TimeoutError`.
         """
         async with self.stream(method, target, timeout_s, headers, body, whole=True) as answer:
-            return answer.status, answer.headers, b"".join(answer.pieces)
+            return answer.status, answer.headers, b"".join(answer.chunks)
 
     @contextlib.asynccontextmanager
     async def stream(
@@ -55,7 +55,7 @@ class UnixHTTP:
     ) -> AsyncIterator[_Connection]:
         """Yield the response once its head has arrived; with `whole`, once all of it has.
 
-        It has `status`, `headers` and `piece()`. Raises as `request` does; leaving the block early
+        It has `status`, `headers` and `chunk()`. Raises as `request` does; leaving the block early
         closes the connection.
         """
         request = _head(method, target, headers, body)
@@ -111,7 +111,7 @@ class _Connection(asyncio.Protocol):
 
     status: int  # 0 until a response has begun
     headers: dict[str, str]
-    pieces: list[bytes]  # received parts of the body that were not read yet
+    chunks: list[bytes]  # received parts of the body that were not read yet
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -128,7 +128,7 @@ class _Connection(asyncio.Protocol):
         self._parser = httptools.HttpResponseParser(self)
         self._whole, self._has_head, self._complete, self._paused = whole, False, False, False
         self._error: Exception | None = None
-        self.status, self.headers, self.pieces = 0, {}, []
+        self.status, self.headers, self.chunks = 0, {}, []
         self._header_bytes = self._unread = 0
         if self.is_closed:
             raise ConnectionResetError("the connection was closed")
@@ -142,16 +142,16 @@ class _Connection(asyncio.Protocol):
         while not (self._complete or (self._has_head and not whole)):
             await self._change()
 
-    async def piece(self) -> bytes:
+    async def chunk(self) -> bytes:
         """Wait for more of the body and return all that has arrived; b"" at the end."""
-        while not self.pieces and not self._complete:
+        while not self.chunks and not self._complete:
             await self._change()
-        piece = self.pieces[0] if len(self.pieces) == 1 else b"".join(self.pieces)
-        self.pieces, self._unread = [], 0
+        chunk = self.chunks[0] if len(self.chunks) == 1 else b"".join(self.chunks)
+        self.chunks, self._unread = [], 0
         if self._paused:
             self._paused = False
             self._transport.resume_reading()
-        return piece
+        return chunk
 
     async def _change(self) -> None:
         if self._error is not None:
@@ -196,7 +196,7 @@ class _Connection(asyncio.Protocol):
         except httptools.HttpParserError:
             self._fail(ConnectionError("the answer is not HTTP"))
             return
-        if self._complete or (not self._whole and (self.pieces or self._has_head)):
+        if self._complete or (not self._whole and (self.chunks or self._has_head)):
             self._wake()
 
     def _fail(self, error: Exception) -> None:
@@ -227,7 +227,7 @@ class _Connection(asyncio.Protocol):
             self.headers = {}
 
     def on_body(self, body: bytes) -> None:
-        self.pieces.append(body)
+        self.chunks.append(body)
         self._unread += len(body)
         if not self._whole and self._unread > UNREAD_BYTES and not self._paused:
             self._paused = True

@@ -23,7 +23,7 @@ from handlers.request_id import request_id, token_counts
 from handlers.settings import Settings
 from handlers.user_code.entry_point import Script
 from handlers.user_code.launch import launch
-from handlers.user_code.messages import Answer, Part, Request
+from handlers.user_code.messages import Answer, Part, Request, log_ids
 from handlers.user_code.pool import ScriptPool
 
 logger = logging.getLogger(__name__)
@@ -163,8 +163,8 @@ def _request(i: int, values: Mapping[str, Any], context: Any) -> tuple[Request, 
 def _to_engine_error(error: Exception, requests: Sequence[Request]) -> EngineError:
     if isinstance(error, EngineError):
         return error
-    ids = ", ".join(request.headers.get(protocol.REQUEST_ID, "") for request in requests)
-    logger.error("request %s failed", ids, exc_info=error)
+    ids = log_ids(requests)
+    logger.error("request %s failed", ids, exc_info=error, extra={"fields": {"request_id": ids}})
     return EngineError("the model's handler failed; the log has the reason")
 
 

@@ -220,7 +220,7 @@ is_complete() { # DIR GROUP
   [ "$(cat "$stamp")" = "$(wanted_stamp "$1" "$version" $(stamped_of "$2"))" ]
 }
 
-# What pip is told of indexes and certificates, for uv, which does not read pip's settings.
+# pip's settings of indexes and certificates, for uv, which does not read them.
 like_pip() { # DIR
   local key value
   while IFS== read -r key value; do

@@ -135,8 +135,8 @@ def upload(account: Account, location: Location, archives: list[Path], dry_run: 
 def digest(path: Path) -> str:
     with path.open("rb") as file:
         result = hashlib.sha256()
-        while piece := file.read(1 << 20):
-            result.update(piece)
+        while chunk := file.read(1 << 20):
+            result.update(chunk)
     return result.hexdigest()
 
 

@@ -111,6 +111,12 @@ class StillLoading(Unavailable, type="ModelsLoadingException"):
 class Timeout(ServingError, status=504, type="TimeoutException"): ...
 
 
+def no_answer(limit_s: float) -> Timeout:
+    """Return the error of a request that has no answer `limit_s` after its head."""
+    settings = "REQUEST_TIMEOUT_S, the model's timeout_s, or the request's own timeout"
+    return Timeout(f"no answer within {limit_s:g} s ({settings})")
+
+
 class InsufficientStorage(ServingError, status=507, type="InsufficientStorageException"):
     """There is too little memory or disk for the model until another model is unloaded.
 

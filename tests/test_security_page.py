@@ -172,7 +172,8 @@ TESTS = {
         "test_a_changed_file_takes_effect_and_a_wrong_one_keeps_the_tokens"
     ),
     "Only the gateway listens to the network,": (
-        "test_only_the_gateway_listens_to_the_network test_other_users_cannot_reach_the_sockets"
+        "test_only_the_gateway_listens_to_the_network test_other_users_cannot_reach_the_sockets "
+        "test_another_user_cannot_connect"
     ),
     "*Not prevented*: root and other": "test_others_of_the_same_user_cannot_read_the_environment",
     "An allow-list, because a password can have": (

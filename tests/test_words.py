@@ -30,6 +30,13 @@ FILES = [
     for folder in FOLDERS
     for path in sorted((ROOT / folder).rglob("*.py"))
 ]
+SUFFIXES = (".c", ".cc", ".cfg", ".css", ".h", ".html", ".js", ".proto", ".sh", ".yaml", ".yml")
+OTHERS = [
+    str(path.relative_to(ROOT))
+    for folder in (*FOLDERS, "deploy")
+    for path in sorted((ROOT / folder).rglob("*"))
+    if path.suffix in SUFFIXES
+]
 # Words of daily life in a name, where the field has a term or the thing a name.
 NAMES = re.compile(
     r"asked|told|said|found|kept|look(s|ed)?|glance|whoever|unuse|spare|given_up|let_go|room"
@@ -83,6 +90,11 @@ def faults(source: str) -> list[str]:
 @pytest.mark.parametrize("file", FILES)
 def test_names_and_docstrings_use_the_terms_of_the_field(file: str) -> None:
     assert faults((ROOT / file).read_text("utf-8")) == []
+
+
+@pytest.mark.parametrize("file", OTHERS)
+def test_other_files_have_no_persons_either(file: str) -> None:
+    assert PROSE.findall((ROOT / file).read_text("utf-8")) == []
 
 
 def test_the_test_sees_what_it_forbids() -> None:

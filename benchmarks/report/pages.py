@@ -83,19 +83,19 @@ HEADLINES = {
     "headline": (
         "On two cores it makes {b1:.0f} tokens a second for one client and {b8:.0f} for eight"
         " (in the same run {peers}), {guides:.0f} times as fast as the AWS guides' loop, and a"
-        " full-size model that is not loaded yet gives its first token after {cold:.1f} s"
-        " ([how that was measured](docs/develop/benchmark.md)).",
+        " full-size model that is prepared, but not loaded, gives its first token after"
+        " {cold:.1f} s ([how that was measured](docs/develop/benchmark.md)).",
         "{name} {b1:.0f} and {b8:.0f}",
-        "Of {count} goals measured {missed} are missed"
+        "Of {count} goals of the engine and the gateway {missed} are missed"
         " ([which, and why](docs/develop/benchmark.md#what-is-missed-and-why)).",
     ),
     "headline.ko": (
         "코어 두 개에서 클라이언트가 하나일 때 초당 {b1:.0f}토큰, 여덟일 때 {b8:.0f}토큰을 만듭니다"
-        "(같은 측정에서 {peers}). AWS 가이드의 루프보다 {guides:.0f}배 빠르고, 아직 로드하지 않은"
-        " 전체 크기 모델도 {cold:.1f}초면 첫 토큰이 나옵니다"
+        "(같은 측정에서 {peers}). AWS 가이드의 루프보다 {guides:.0f}배 빠르고, 준비되어 있지만"
+        " 로드하지 않은 전체 크기 모델도 {cold:.1f}초면 첫 토큰이 나옵니다"
         "([측정 방법](docs/develop/benchmark.md)).",
         "{name} {b1:.0f}/{b8:.0f}",
-        "측정한 목표 {count}개 가운데 {missed}개에는 아직 못 미칩니다"
+        "엔진과 게이트웨이의 목표 {count}개 가운데 {missed}개에는 아직 못 미칩니다"
         "([어떤 것이고 왜 그런지](docs/develop/benchmark.md#what-is-missed-and-why)).",
     ),
 }

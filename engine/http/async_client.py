@@ -117,11 +117,11 @@ class AsyncEngineClient:
                 "POST", _url(name, "/generate"), limit_s, HEADERS, content
             ) as answer:
                 rest, finished = b"", False
-                while piece := await answer.piece():
+                while chunk := await answer.chunk():
                     if answer.status >= 400:
-                        rest += piece
+                        rest += chunk
                         continue
-                    *lines, rest = (rest + piece).split(b"\n")
+                    *lines, rest = (rest + chunk).split(b"\n")
                     for line in lines:
                         item = json.loads(line)
                         if "error" in item:

@@ -81,7 +81,7 @@ def _answer(
     try:
         return service.answer(requests, timeout_s)
     except BaseException as error:
-        return [to_script_error(error)] * len(requests)
+        return [to_script_error(error, requests)] * len(requests)
     finally:
         sys.stdout.flush()
 

@@ -6,18 +6,24 @@ import contextlib
 import os
 import sys
 import traceback
+from collections.abc import Sequence
 
 from common.errors import EngineError
-from handlers.user_code.messages import ScriptError, out_of_memory
+from handlers.user_code.messages import Request, ScriptError, log_ids, out_of_memory
 
 MAX_REASON_CHARACTERS = 300
 
 
-def to_script_error(error: BaseException) -> EngineError:
-    """Convert an exception to an error whose message is its kind and reason in one sentence."""
+def to_script_error(error: BaseException, requests: Sequence[Request] = ()) -> EngineError:
+    """Convert an exception to an error whose message is its kind and reason in one sentence.
+
+    The log has the traceback, after a line with the ids of `requests`.
+    """
     if isinstance(error, EngineError):
         return error
     with contextlib.suppress(Exception):  # the exception's `__str__` may fail
+        if requests:
+            print(f"request {log_ids(requests)} failed")
         traceback.print_exception(error, file=sys.stdout)
         sys.stdout.flush()
     if isinstance(error, MemoryError):

@@ -14,6 +14,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from common.errors import EngineError, cut, named
+from common.worker_protocol import REQUEST_ID
 
 MAX_MESSAGE_BYTES = 1 << 30  # limit for the JSON, and for each body
 MAX_BODIES = 100_000  # per message
@@ -44,6 +45,11 @@ class Request:
     @property
     def body(self) -> bytes:
         return next((part.value for part in self.parts if part.name == "body"), b"")
+
+
+def log_ids(requests: Sequence[Request]) -> str:
+    """Return the ids by which the log names requests, their `x-request-id`."""
+    return ", ".join(request.headers.get(REQUEST_ID, "") for request in requests)
 
 
 @dataclass(frozen=True)

@@ -30,12 +30,12 @@ def check_token(gateway: Gateway, request: Request, right: Right) -> None:
     `serving.api.naming` checks which models such a token may use.
     """
     settings = gateway.settings
-    known = {
-        Right.CALL: (settings.inference_token,),
-        Right.LIST: (settings.management_token, settings.inference_token),
-        Right.LOAD: (settings.management_token,),
-    }[right]
-    known = tuple(filter(None, known))
+    # Where only INFERENCE_TOKEN is set, its token is the one for loading, too.
+    calls = (settings.inference_token, "INFERENCE_TOKEN")
+    loads = (settings.management_token, "MANAGEMENT_TOKEN")
+    loads = calls if loads[0] == calls[0] else loads
+    accepted = {Right.CALL: (calls,), Right.LIST: (loads, calls), Right.LOAD: (loads,)}[right]
+    known = {token: variable for token, variable in accepted if token}
     if not known and not gateway.tokens.exist:
         return
     scheme, _, given = request.headers.get("authorization", "").partition(" ")
@@ -53,7 +53,8 @@ def check_token(gateway: Gateway, request: Request, right: Right) -> None:
             if right is Right.LOAD:
                 token.check_load()
             return
-    raise Unauthorized("send the token as Authorization: Bearer <token>")
+    variables = [*known.values(), *["TOKENS_FILE"] * gateway.tokens.exist]
+    raise Unauthorized(f"send a token of {' or '.join(variables)} as Authorization: Bearer <token>")
 
 
 def authorize(gateway: Gateway, request: Request, right: Right) -> None:

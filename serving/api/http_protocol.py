@@ -38,7 +38,7 @@ MAX_HEADER_BYTES = 65_536
 # Health checks are answered at once, also while all other requests are refused.
 HEALTH_PATHS = frozenset(("/ping", "/health", "/v2/health/live", "/v2/health/ready"))
 # Bytes for the parser at a time: in between, the size of what it has buffered is checked.
-PIECE_BYTES = 2048
+CHUNK_BYTES = 2048
 MAX_PIPELINED = 8  # requests that wait for the answers before theirs; later bytes stay unparsed
 TCP_NOTSENT_LOWAT = 25  # from Linux's tcp.h
 FRAMING = (b"content-length", b"transfer-encoding")
@@ -241,17 +241,17 @@ class HTTPProtocol(HttpToolsProtocol):
                 self._start_pace()
 
     def _parse(self, data: bytes) -> None:
-        """Pass received bytes to the parser, piece by piece, until a limit is reached."""
+        """Pass received bytes to the parser, chunk by chunk, until a limit is reached."""
         at = 0
         while at < len(data) and not self._lingering and not self.transport.is_closing():
             if len(self.pipeline) >= MAX_PIPELINED:
                 self._unparsed = data[at:]
                 return
-            piece = data[at : at + max(self._body_left, PIECE_BYTES)]
-            at += len(piece)
-            self._unread += len(piece)
+            chunk = data[at : at + max(self._body_left, CHUNK_BYTES)]
+            at += len(chunk)
+            self._unread += len(chunk)
             try:
-                self._feed(piece)
+                self._feed(chunk)
             except httptools.HttpParserError as error:
                 cause = error.__context__  # raised by `_check_head`, which the parser calls
                 if not isinstance(cause, ServingError):

@@ -24,7 +24,7 @@ from serving.api.gateway import Gateway
 from serving.api.naming import choose_model, described_models, name_model
 from serving.api.reading import off_loop, read_body
 from serving.api.worker_calls import WorkerCall, forwarded_headers, read_query
-from serving.errors import BadRequest, ModelNotFound, NotOfTheEngine, Timeout, Unavailable
+from serving.errors import BadRequest, ModelNotFound, NotOfTheEngine, Unavailable, no_answer
 from serving.models.model import Model, eviction_timeout
 from serving.names import normal_name
 
@@ -222,7 +222,7 @@ async def loaded(
         waiting = gateway.registry.find(name)
         if waiting is not None and waiting.shortage is not None:
             raise eviction_timeout(waiting.shortage, limit_s)
-        raise Timeout(f"no answer within {limit_s:g} s")
+        raise no_answer(limit_s)
 
 
 class Counted:

@@ -44,10 +44,10 @@ async def read_body(gateway: Gateway, request: Request) -> bytes:
         )
     body = bytearray()
     with CancelScope(deadline=request.state.started + settings.request_timeout_s) as scope:
-        async for piece in request.stream():
-            body += piece
-            gateway.body_bytes += len(piece)
-            request.state.body_bytes += len(piece)
+        async for chunk in request.stream():
+            body += chunk
+            gateway.body_bytes += len(chunk)
+            request.state.body_bytes += len(chunk)
             if len(body) > limit:
                 raise BodyTooLarge(f"the body has more than {limit} bytes")
             if gateway.body_bytes > LARGEST_BODIES * limit:

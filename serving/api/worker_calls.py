@@ -30,9 +30,9 @@ from serving.errors import (
     BadRequest,
     MMSEnded,
     ServingError,
-    Timeout,
     Unavailable,
     WorkerFailed,
+    no_answer,
 )
 from serving.mms.client import Answer, Query, message_of
 from serving.mms.workers import MMS_GRACE_S
@@ -94,7 +94,7 @@ class WorkerCall:
             spawn(self._cancel(id))
             raise
         if time.monotonic() >= self.end:  # the event loop was too busy to cancel in time
-            raise Timeout(f"no answer within {self.end - self.started:g} s")
+            raise no_answer(self.end - self.started)
         if self.model.in_engine:
             _count_tokens(answer)
         return _response(answer)

@@ -1,5 +1,8 @@
 """Unpacks a `.tar.gz` under the rules of `serving.store.archive_limits`.
 
+The gateway does it, not the engine's sandbox: it fetches and writes the files as they come, and a
+sandbox can open no file to write. `tarfile`'s `filter="data"` bounds neither sizes nor headers.
+
 `tarfile` parses only single headers here, for three reasons. Before Python 3.11.10 and 3.12.6 its
 time is quadratic in the size of an extended header (CVE-2024-6232); it recurses for each extended
 header of a member; and it reports that a file is sparse only after reading the map of its holes.

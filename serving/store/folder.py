@@ -111,13 +111,13 @@ def read_range(
         with open(file.address, "rb", buffering=0, opener=opener) as data:
             data.seek(start)
             while True:
-                piece = data.read(min(CHUNK_BYTES, stop - start))
+                chunk = data.read(min(CHUNK_BYTES, stop - start))
                 if file_version(os.fstat(data.fileno())) != file.version:  # it may change meanwhile
                     raise ArtifactChanged(f"{file.address} has changed; try again")
-                if not piece:
+                if not chunk:
                     return
-                start += len(piece)
-                yield piece
+                start += len(chunk)
+                yield chunk
     except FileNotFoundError:
         raise ModelNotInStore(f"there is no {file.address}") from None
     except OSError as error:

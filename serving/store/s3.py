@@ -1,4 +1,8 @@
-"""Reads `s3://` with boto3 and its standard variables for credentials, region and endpoint."""
+"""Reads `s3://` with boto3 and its standard variables for credentials, region and endpoint.
+
+obstore, which would read all stores, has no profiles, so neither SSO nor credential processes:
+https://github.com/apache/arrow-rs/pull/4238
+"""
 
 from __future__ import annotations
 

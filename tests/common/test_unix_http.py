@@ -169,9 +169,9 @@ async def test_a_stream_is_read_as_it_comes(tmp_path: Path) -> None:
     async with client_of(server, tmp_path) as client:
         async with client.stream("GET", "/", WIDE_S, {}, None) as stream:
             assert stream.status == 200
-            assert await stream.piece() == "가".encode()
+            assert await stream.chunk() == "가".encode()
             goes_on.set()
-            assert [await stream.piece() for _ in range(2)] == ["나".encode(), b""]
+            assert [await stream.chunk() for _ in range(2)] == ["나".encode(), b""]
             assert stream.headers == {"transfer-encoding": "chunked"}
         await ask(client)
     assert server.connections == 1
@@ -199,8 +199,8 @@ async def test_the_sender_of_an_unread_stream_is_held_back(tmp_path: Path) -> No
             await asyncio.sleep(0.2)
         assert sent < size // 2
         received = 0
-        while piece := await stream.piece():
-            received += len(piece)
+        while chunk := await stream.chunk():
+            received += len(chunk)
     assert received == size
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import kserve.models
 import kubernetes.client
 
-SCALARS = {"str": str, "int": int, "bool": bool, "object": object, "IntOrString": (int, str)}
+SCALARS: Any = {"str": str, "int": int, "bool": bool, "object": object, "IntOrString": (int, str)}
 
 
 def errors(value: Any, kind: str, path: str) -> list[str]:

@@ -92,7 +92,7 @@ def model_errors(documents: Iterable[Document], modules: Path, folder: Path) -> 
     (folder / "node_modules").symlink_to(modules)
     compiler = modules / "typescript" / "bin" / "tsc"
     lines: list[str] = []
-    for command in (["node", compiler, *TSC, "typed.mts"], ["node", "checked.mjs"]):
+    for command in (["node", str(compiler), *TSC, "typed.mts"], ["node", "checked.mjs"]):
         done = subprocess.run(
             command, cwd=folder, capture_output=True, text=True, timeout=120, check=False
         )

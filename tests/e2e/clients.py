@@ -140,7 +140,7 @@ def llama_index(address: str, key: str) -> dict[str, Any]:
     ]
     return {
         "forms": [
-            model.as_structured_llm(review()).complete(QUESTION).raw.model_dump()  # type: ignore
+            model.as_structured_llm(review()).complete(QUESTION).raw.model_dump()
             for model in formed
         ],
         "completion": text.complete(PROMPT).text,

@@ -26,7 +26,7 @@ SMALL_BYTES = 1_734_656  # what the engine reserves for one: 2 fit into 4 MiB, 5
 SHORT = {"inputs": "나는 오늘", "parameters": {"max_new_tokens": 16}}
 # A second and more of work for `slow`. A token costs as much as there are before it: three times as
 # many would take ten times as long.
-LONG = {
+LONG: dict[str, Any] = {
     "inputs": "나는 오늘",
     "parameters": {"max_new_tokens": 1000, "num_return_sequences": 2, "temperature": 0.01},
 }

@@ -27,6 +27,7 @@ from tests.e2e.stores import (
     SHORT,
     error,
     packed,
+    raw,
     slow,
     small,
     text,
@@ -289,6 +290,48 @@ def test_every_answer_has_a_request_id(server: Server) -> None:
         assert len({answered(None), answered(None)}) == 2
         for odd in ("x" * 129, "two words", "가".encode(), b"\x80"):
             assert re.fullmatch(r"[0-9a-f-]{36}", answered(odd))
+
+
+ODD_HEADERS = [
+    ("Accept", "가".encode(), 400),
+    ("Accept", b"\xff\xfe", 400),
+    ("Accept", b"x" * 5000, 406),
+    ("Accept", b"a/b;q=\t1", 400),
+    ("Content-Type", "가".encode(), 400),
+    ("Content-Type", b"application/json; charset=nonsense", 415),
+    ("Content-Type", b"multipart/form-data; boundary=x", 400),
+    ("Content-Type", b"multipart/form-data", 400),
+    ("Content-Type", b"x" * 8000, 400),
+    ("Content-Type", b"application/x-www-form-urlencoded; charset=nonsense", 400),
+    ("X-Amzn-SageMaker-Target-Model", "가".encode(), 200),
+    ("X-Amzn-SageMaker-Target-Model", b"\xff", 200),
+    ("X-Amzn-SageMaker-Target-Model", b"../../etc/passwd", 200),
+    ("X-Amzn-SageMaker-Target-Model", b"x" * 9000, 400),
+    ("X-Amzn-SageMaker-Custom-Attributes", "가".encode(), 400),
+    ("X-Amzn-SageMaker-Custom-Attributes", b"a%0d%0ab: c", 200),
+    ("X-Amzn-SageMaker-Custom-Attributes", b"x" * 50_000, 400),
+    ("X-KoGPT2-Probe", b"guess", 200),
+    ("X-KoGPT2-Timeout", b"nonsense", 200),
+    ("Connection", b"upgrade", 200),
+    ("Transfer-Encoding", b"nonsense", 400),
+]
+
+
+def test_odd_headers_cannot_hurt_a_worker(server: Server) -> None:
+    server.load("x", "a", initial_workers=1)
+    workers = {p.pid for p in server.descendants("model_service_worker")}
+    body = json.dumps(SHORT).encode()
+    expected = {"Content-Type": b"application/json", "Content-Length": b"%d" % len(body)}
+    for name, value, status in ODD_HEADERS:
+        headers = {**expected, name: value}
+        if name == "Transfer-Encoding":
+            del headers["Content-Length"]
+        lines = [name.encode() + b": " + value for name, value in headers.items()]
+        head = [b"POST /models/x/invoke HTTP/1.1", b"Host: localhost", *lines]
+        answer = raw(server.port, b"\r\n".join(head) + b"\r\n\r\n" + body)
+        assert int(answer.split()[1]) == status, (name, value, answer)
+        assert text(server.predict("x", SHORT))
+        assert {p.pid for p in server.descendants("model_service_worker")} == workers, value
 
 
 JSON = "application/json"

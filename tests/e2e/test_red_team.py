@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 import re
 import socket
 import stat
@@ -157,6 +158,27 @@ def test_other_users_cannot_reach_the_sockets(server: Server) -> None:
     assert {"mms.sock", "engine.sock"} <= {path.name for path in sockets}
     # Connecting needs the right to write.
     assert not [path for path in sockets if path.stat().st_mode & (stat.S_IWOTH | stat.S_IWGRP)]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+@pytest.mark.parametrize(("uid", "connects"), [(0, True), (54_321, False)])
+def test_another_user_cannot_connect(server: Server, uid: int, connects: bool) -> None:
+    # By the open folder: those above it are pytest's, and closed to other users.
+    folder = os.open(server.run_dir, os.O_PATH)
+    for name in ("mms.sock", "engine.sock"):
+        if (child := os.fork()) == 0:
+            try:
+                os.setgroups([])
+                os.setgid(uid)
+                os.setuid(uid)
+                socket.socket(socket.AF_UNIX).connect(f"/proc/self/fd/{folder}/{name}")
+                os._exit(0)
+            except PermissionError:
+                os._exit(1)
+            finally:
+                os._exit(2)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == (0 if connects else 1)
+    os.close(folder)
 
 
 def test_the_secret_of_the_probe_is_not_told(server: Server) -> None:

@@ -95,7 +95,7 @@ def test_a_team_calls_its_own_models_which_that_loads(setup: Setup) -> None:
     refused = setup.ask("post", "/v1/completions", "wrong", body)
     told = refused.json()["error"]
     assert (refused.status_code, told["code"]) == (401, "invalid_api_key")
-    assert "Incorrect API key provided: send the token as" in told["message"]
+    assert "Incorrect API key provided: send a token of" in told["message"]
 
 
 @pytest.mark.parametrize("management", [False, True])

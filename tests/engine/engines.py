@@ -222,9 +222,12 @@ class EngineProcess:
         self.start()
 
     def start(self, *, wait: bool = True) -> None:
-        output = {"stdout": self._log, "stderr": subprocess.STDOUT}
         self.process = subprocess.Popen(
-            self._command, env=self._environment, cwd=self._root, **output
+            self._command,
+            env=self._environment,
+            cwd=self._root,
+            stdout=self._log,
+            stderr=subprocess.STDOUT,
         )
         if wait:
             try:
@@ -291,5 +294,5 @@ class EngineProcess:
         return next((m for m in models if m["name"] == name), {})
 
 
-def engine_process(folder: Path, module: str = "engine", **env: str) -> closing[EngineProcess]:
+def engine_process(folder: Path, module: str = "engine", **env: Any) -> closing[EngineProcess]:
     return closing(EngineProcess(folder, module, **env))

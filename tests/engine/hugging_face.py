@@ -173,7 +173,7 @@ def write_weights(path: Path, weights: list[tuple[str, NDArray[Any]]], shards: i
     if shards == 1:
         write_safetensors(path / "model.safetensors", weights)
         return
-    places = {}
+    places: dict[str, str] = {}
     for i in range(shards):
         name = f"model-{i + 1:05}-of-{shards:05}.safetensors"
         write_safetensors(path / name, weights[i::shards])

@@ -215,6 +215,15 @@ def test_an_unloaded_model_leaves_nothing_and_the_next_of_its_name_finds_nothing
     assert cached(ask(engine)) == 0
 
 
+def test_a_model_finds_nothing_of_anothers_prompts(engine: Engine, model_dir: str) -> None:
+    engine.load("n", model_dir)  # of the same files
+    ask(engine)
+    other = Request(engine, "n", TEXT, max_new_tokens=2)
+    assert cached(other) == 0
+    assert other.ids() == ask(engine).ids()
+    assert cached(ask(engine)) > 0
+
+
 def test_another_models_load_has_the_memory_first(engine: Engine, model_dir: str) -> None:
     ask(engine)
     (model,) = engine._models.values()

@@ -135,8 +135,7 @@ def slow(fleet: Fleet, clients: Clients, chance: random.Random) -> Iterator[None
 def replaced(fleet: Fleet, clients: Clients, chance: random.Random) -> Iterator[None]:
     """Puts a new version into the store and unloads the old one everywhere; all answer with the new
     one then."""
-    holders = lambda: [name for name in fleet.nodes if HOT in fleet.loaded(name)]  # noqa: E731
-    eventually(lambda: len(holders()) > 1)
+    eventually(lambda: sum(HOT in fleet.loaded(name) for name in fleet.nodes) > 1)
     clients.replace(-1, f"replaced-{HOT}", HOT)
     begin = time.monotonic()
     for name in fleet.nodes:
@@ -150,19 +149,19 @@ def replaced(fleet: Fleet, clients: Clients, chance: random.Random) -> Iterator[
 def another_comes_and_goes(fleet: Fleet, clients: Clients, chance: random.Random) -> Iterator[None]:
     before = _shares(fleet, clients)
     fleet.start(SPARE)
-    fleet.proxy.reload(1, 2, 3, 4)
+    fleet.haproxy.reload(1, 2, 3, 4)
     fleet.proxy.wait_for(*fleet.nodes)
     with_it = _shares(fleet, clients)
     _moved_only(fleet, with_it, before, SPARE)
     yield
     gone = chance.randrange(1, 4)
-    fleet.proxy.reload(*(number for number in range(1, 5) if number != gone))
+    fleet.haproxy.reload(*(number for number in range(1, 5) if number != gone))
     without = _shares(fleet, clients)
     _moved_only(fleet, with_it, without, f"node{gone}")
-    fleet.proxy.reload(1, 2, 3, 4)
+    fleet.haproxy.reload(1, 2, 3, 4)
     assert fleet.nodes.pop(SPARE).stop() == 0  # while the proxy still has it
     fleet.proxy.wait_for(*fleet.nodes)
-    fleet.proxy.reload(1, 2, 3)
+    fleet.haproxy.reload(1, 2, 3)
 
 
 FAULTS: dict[str, Fault] = {

@@ -75,7 +75,8 @@ class Fleet:
         self.gate: Host = network.host("proxy")
         self._groups = contextlib.ExitStack()
         self.nodes: dict[str, Server] = {}
-        self.proxy: Proxy
+        self.haproxy: HAProxy
+        self.proxy: Proxy  # in front of the servers
 
     def __enter__(self) -> Fleet:
         for name in names(3):
@@ -83,12 +84,13 @@ class Fleet:
         for server in self.nodes.values():
             server.wait_until_ready()
         addresses = [f"{host.address}:{PORT}" for host in self.hosts.values()]
-        self.proxy = HAProxy(self._folder, addresses, self.gate.address, self.gate.prefix)
+        self.haproxy = HAProxy(self._folder, addresses, self.gate.address, self.gate.prefix)
+        self.proxy = self.haproxy
         self.proxy.wait_for(*self.nodes)
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.proxy.close()
+        self.haproxy.close()
         for server in self.nodes.values():
             if server.process.poll() is None:
                 server.stop()
@@ -97,13 +99,13 @@ class Fleet:
     @contextlib.contextmanager
     def behind_envoy(self) -> Iterator[None]:
         """Envoy in the place of HAProxy, which goes on unused."""
-        haproxy, addresses = self.proxy, [f"{self.hosts[name].address}:{PORT}" for name in names(3)]
+        addresses = [f"{self.hosts[name].address}:{PORT}" for name in names(3)]
         with Envoy(self._folder, addresses, self.gate.address, self.gate.prefix) as self.proxy:
             try:
                 self.proxy.wait_for(*self.nodes)
                 yield
             finally:
-                self.proxy = haproxy
+                self.proxy = self.haproxy
 
     def _start(self, name: str) -> None:
         folder = self._folder / name / str(time.monotonic_ns())
@@ -126,7 +128,7 @@ class Fleet:
         """Has three servers up again."""
         if spare := self.nodes.pop(SPARE, None):
             spare.stop()
-            self.proxy.reload(1, 2, 3)
+            self.haproxy.reload(1, 2, 3)
         for name, server in self.nodes.items():
             if server.process.poll() is not None:
                 self.start(name)

@@ -231,6 +231,21 @@ def test_an_error_of_all_servers_has_the_servers_message(
     assert sum(bool(server.requests) for server in servers) > 1
 
 
+def test_a_large_body_arrives_whole_and_haproxy_sends_it_once(
+    proxy: Proxy, servers: list[Upstream]
+) -> None:
+    body = "가".encode() * 30_000  # HAProxy keeps 64 KB of a request for a retry
+    for server in servers:
+        server.act = lambda handler: handler.answer(200, handler.body)
+    assert ask(proxy, "POST", "/predictions/m1", data=body).content == body
+    for server in servers:
+        server.requests.clear()
+        server.act = lambda handler: handler.answer(503, b"draining")
+    assert ask(proxy, "POST", "/predictions/m1", data=body).status_code == 503
+    sent = sum(len(server.requests) for server in servers)
+    assert sent == 1 if isinstance(proxy, HAProxy) else sent > 1
+
+
 @pytest.mark.parametrize("status", [400, 404, 429, 500, 504, 507])
 def test_other_errors_are_not_retried(proxy: Proxy, servers: list[Upstream], status: int) -> None:
     for server in servers:

@@ -176,19 +176,22 @@ class Client:
     def _send(
         self, port: int, method: str, path: str, body: bytes | None, headers: dict[str, str]
     ) -> None:
+        shown = f"{method} {path} {headers} {body!r:.2000}"
         connection = self._open.setdefault(
             port, http.client.HTTPConnection("127.0.0.1", port, timeout=WIDE_S)
         )
+        is_new = connection.sock is None
         try:
             connection.request(method, path, body, headers)
             answer = connection.getresponse()
             content = answer.read()
-        except (http.client.RemoteDisconnected, ConnectionError):  # idle for too long
+        except (http.client.RemoteDisconnected, ConnectionError):
             connection.close()
-            self.statuses[0] += 1
+            assert not is_new, f"{shown}: no answer on a new connection"
+            self._send(port, method, path, body, headers)  # it was idle for too long
             return
         self.statuses[answer.status] += 1
-        shown = f"{method} {path} {headers} {body!r:.2000}: {answer.status} {content!r:.500}"
+        shown += f": {answer.status} {content!r:.500}"
         assert b"Traceback" not in content, shown
         assert answer.headers["x-request-id"], shown
         if answer.status == 424:

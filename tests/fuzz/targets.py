@@ -13,7 +13,7 @@ import json
 import os
 import stat
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from urllib.parse import parse_qsl
@@ -38,10 +38,9 @@ from handlers.tensors import tensor_model, v2
 from handlers.tensors.codec import CSV, NPY, Array, TensorSpec
 from handlers.text import v2 as text_v2
 from handlers.user_code.entry_point import find_script, manifest_name
-from scripts.client.answers import EVENTS, LINES
 from scripts.client.answers import read as read_answer
 from scripts.client.errors import CallFailed
-from scripts.client.targets import Answer
+from scripts.client.targets import EVENTS, LINES, Answer
 from serving.api import tgi
 from serving.api.openai import parsing, responses
 from serving.api.v2.generate import parse as parse_generate
@@ -99,7 +98,9 @@ class Echo:
         specs = [TensorSpec(f"x{i}", kind, shape) for i, kind in enumerate(datatypes)]
         self.metadata = v2.Metadata("되풀이", "test", specs, specs)
 
-    def run(self, inputs: dict[str, Array], outputs: list[str], _: float) -> dict[str, Array]:
+    def run(
+        self, inputs: Mapping[str, Array], outputs: Sequence[str], timeout_s: float
+    ) -> dict[str, Array]:
         return {name: inputs[name] for name in outputs}
 
 
@@ -219,7 +220,7 @@ def stops(data: bytes) -> None:
             return ""
 
     def streamed(ends: list[str]) -> str:
-        answer, text = AnswerText(Pieces(), tuple(stop), tuple(ends)), ""  # type: ignore[arg-type]
+        answer, text = AnswerText(Pieces(), tuple(stop), tuple(ends)), ""
         for token in range(len(pieces)):
             piece, ended = answer.write(token)
             text += piece

@@ -34,9 +34,9 @@ def made(name: str) -> list[bytes]:
         return [train_tokenizer(kind, 200).to_str().encode() for kind in KINDS]
     if name == SETTINGS:
         return [json.dumps(BESIDE).encode(), b"{}"]
-    from sentencepiece import sentencepiece_model_pb2 as protobuf
+    from sentencepiece.sentencepiece_model_pb2 import ModelProto  # type: ignore[attr-defined]
 
-    model = protobuf.ModelProto.FromString(spiece())
+    model = ModelProto.FromString(spiece())
     model.normalizer_spec.precompiled_charsmap = b""  # most of the file, and what is cut off
     return [model.SerializeToString()]
 

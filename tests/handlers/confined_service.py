@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import socket
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ class Attempts:
 
     def handle(self, data: Any, context: Any) -> list[bytes]:
         model = self._folder
-        attempts = {
+        attempts: dict[str, Callable[[], object]] = {
             "reads its model": (model / "model.onnx").read_bytes,
             "reads another model": (model.parent / "다른 모델").read_text,
             "changes its model": lambda: (model / "model.onnx").write_bytes(b""),

@@ -14,6 +14,7 @@ from mms.model_loader import MmsModelLoader
 
 from serving.settings import REPOSITORY
 from tests.e2e.scripts import script
+from tests.processes import eventually
 
 SOURCE = """
 import json
@@ -64,8 +65,9 @@ class Worker:
     def stop(self) -> None:
         self.handler.pool._free[0].stop()
 
-    def ask(self, body: str, content_type: str = "application/octet-stream") -> Reply:
-        headers = [{"name": b"content-type", "value": content_type.encode()}]
+    def ask(self, body: str, content_type: str = "application/octet-stream", id: str = "") -> Reply:
+        given = {"content-type": content_type, "x-request-id": id}
+        headers = [{"name": k.encode(), "value": v.encode()} for k, v in given.items()]
         value = bytearray(body.encode())
         parameters = [{"name": "body", "contentType": content_type, "value": value}]
         request = {"requestId": b"1", "headers": headers, "parameters": parameters}
@@ -180,6 +182,22 @@ def test_unusual_errors_reach_the_client(
     assert message in body["message"]
     assert len(reply.body) < 10_000
     assert b"Traceback" not in reply.body
+
+
+def test_the_traceback_of_a_script_follows_the_id_of_its_request(
+    worker: Worker, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert worker.ask("raise ValueError('겨울')", id="find-me").status == 500
+    written = ""
+
+    def lines() -> list[str]:
+        nonlocal written
+        written += capfd.readouterr().out
+        return written.splitlines()
+
+    eventually(lambda: "봄: ValueError: 겨울" in lines())
+    begin = lines().index("봄: request find-me failed")
+    assert lines()[begin + 1] == "봄: Traceback (most recent call last):"
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,7 @@ def run(
         contextlib.redirect_stderr(err),
     ):
         status = main(given)
-    written = [stream.buffer.getvalue().decode("utf-8") for stream in (out, err)]  # type: ignore[attr-defined]
+    written = [stream.buffer.getvalue().decode("utf-8") for stream in (out, err)]
     assert "Traceback" not in written[1], written[1]
     return subprocess.CompletedProcess(given, status, *written)
 

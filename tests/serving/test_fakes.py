@@ -1,5 +1,5 @@
-"""The fakes of our own classes do as those do: each method is one of theirs, and loads are promised
-memory in the same order."""
+"""The fakes of our own classes do as those do: each method is one of theirs, loads are promised
+memory in the same order, and a fetched model has a folder."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from serving.mms.client import MMSClient
 from serving.mms.workers import Workers
 from serving.models.model import Model
 from serving.process.system import Processes
-from serving.store import Cache, Fetched, Lookups
+from serving.store import Cache, Fetched, Lookups, Stop, StoredModel, open_store
 from serving.store.folder import FolderStore
 from tests.serving import fakes
 from tests.serving.api import gateways
@@ -24,6 +24,7 @@ from tests.serving.mms import test_workers
 from tests.serving.models import test_fetches
 from tests.serving.process import test_supervisor
 from tests.serving.store import test_lookups
+from tests.serving.store.s3 import archive, open_cache
 
 # With what a test may do to it.
 PAIRS: list[tuple[type, tuple[type, ...], set[str]]] = [
@@ -101,3 +102,27 @@ async def test_memory_is_promised_to_loads_in_their_order_until_they_end(
     assert await workers.check(third)
     await workers.start(second)
     assert workers.promised_bytes(second) == 0
+
+
+def fake_cache(folder: Path) -> tuple[Any, StoredModel]:
+    return fakes.FakeCache(folder), fakes.stored("봄")
+
+
+def real_cache(folder: Path) -> tuple[Any, StoredModel]:
+    (folder / "store").mkdir()
+    (folder / "store" / "봄.tar.gz").write_bytes(archive({"a.params": b"x"}))
+    location = str(folder / "store")
+    return open_cache(folder / "cache", location=location), open_store(location).find("봄")
+
+
+@pytest.mark.parametrize("make", [fake_cache, real_cache])
+def test_a_model_that_is_acquired_has_one_folder(tmp_path: Path, make: Any) -> None:
+    cache, model = make(tmp_path)
+    first, second = (cache.acquire(model, Stop()) for _ in range(2))
+    assert first.path == second.path
+    cache.release(first.path, discard=True)
+    assert second.path.is_dir()  # it is still in use
+    cache.release(second.path, discard=True)
+    again = cache.acquire(model, Stop())
+    assert again.path == first.path
+    assert again.path.is_dir()

@@ -119,7 +119,7 @@ class SageMakerFunctions:
         try:
             return self._transform(request, timeout_s)
         except BaseException as error:  # must not fail the rest of the batch
-            return to_script_error(error)
+            return to_script_error(error, [request])
 
     def _transform(self, request: Request, timeout_s: float) -> Answer:
         headers = request.headers

@@ -11,9 +11,9 @@ import { t } from "./texts.js";
 const SHARES = [0.9, 0.5, 0.2, 0.05, 0];
 
 export class Answer {
-  /** `asked` as for `call`; `isLoaded` says whether the first token waits for a load. */
-  constructor(asked, isLoaded) {
-    this.asked = asked;
+  /** `query` as for `call`; `isLoaded` says whether the first token waits for a load. */
+  constructor(query, isLoaded) {
+    this.query = query;
     this.isLoaded = isLoaded;
     this.ended = "";
     this.count = 0;
@@ -25,17 +25,17 @@ export class Answer {
       className: "text",
       tabIndex: 0,
       role: "group",
-      aria: { label: asked.model },
+      aria: { label: query.model },
       click: (event) => this.pick(event.target.closest(".token")),
       keydown: (event) => this.move(event),
     });
     this.detail = h("p", { className: "detail", role: "status" });
     this.stopper = h("button", { type: "button", click: () => this.stop() });
-    this.copier = h("button", { type: "button", click: () => showCode(asked.model, snippets(asked)) });
+    this.copier = h("button", { type: "button", click: () => showCode(query.model, snippets(query)) });
     this.element = h(
       "article",
-      { className: "answer", data: { model: asked.model, state: "waiting" } },
-      h("h3", {}, asked.model),
+      { className: "answer", data: { model: query.model, state: "waiting" } },
+      h("h3", {}, query.model),
       this.numbers,
       this.text,
       this.detail,
@@ -48,7 +48,7 @@ export class Answer {
   async run() {
     this.started = performance.now();
     try {
-      const { path, body } = call(this.asked);
+      const { path, body } = call(this.query);
       const response = await request("call", path, {
         method: "POST",
         headers: { "Content-Type": "application/json" },
@@ -104,10 +104,10 @@ export class Answer {
   sequence(index) {
     if (!this.sequences[index]) {
       const made = h("p", { lang: "ko" });
-      const { parameters, prompt } = this.asked;
+      const { parameters, prompt } = this.query;
       if (parameters.num_return_sequences > 1)
         made.append(h("small", { lang: "" }, t("sequence", { number: index + 1 })), " ");
-      if (parameters.return_full_text && !parameters.decoder_input_details && !this.asked.chat)
+      if (parameters.return_full_text && !parameters.decoder_input_details && !this.query.chat)
         made.append(h("span", { className: "given" }, prompt));
       this.sequences[index] = made;
       this.text.append(made);
@@ -142,17 +142,17 @@ export class Answer {
 
   /** Writes what is in words and numbers, in the page's language. */
   describe() {
-    const said = [];
+    const facts = [];
     if (this.first) {
       const load = this.isLoaded ? "" : ` (${t("with_load")})`;
-      said.push(`${t("first_token")} ${seconds((this.first - this.started) / 1000)}${load}`);
-      if (this.tokensPerSecond) said.push(`${number(this.tokensPerSecond)} ${t("tokens_s")}`);
-      said.push(`${this.count} ${t("tokens")}`);
+      facts.push(`${t("first_token")} ${seconds((this.first - this.started) / 1000)}${load}`);
+      if (this.tokensPerSecond) facts.push(`${number(this.tokensPerSecond)} ${t("tokens_s")}`);
+      facts.push(`${this.count} ${t("tokens")}`);
     } else if (!this.ended) {
-      said.push(t(this.isLoaded ? "waiting" : "loading_first"));
+      facts.push(t(this.isLoaded ? "waiting" : "loading_first"));
     }
-    if (!this.isRunning) said.push(t(this.ended));
-    write(this.numbers, said.join(" · "));
+    if (!this.isRunning) facts.push(t(this.ended));
+    write(this.numbers, facts.join(" · "));
     write(this.stopper, t("stop"));
     write(this.copier, t("copy_as"));
     this.stopper.disabled = !this.isRunning;

@@ -58,7 +58,7 @@ export async function* events(response) {
 const RETRIES_MS = [300, 1000, 3000];
 
 /** Calls `tell` with each message of the feed, for ever, and `state` with live, lost, or locked
- *  where a token is asked for and not given. */
+ *  where a token is missing. */
 export async function follow(tell, state) {
   for (let failures = 0; ; failures++) {
     try {

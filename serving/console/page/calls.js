@@ -1,4 +1,4 @@
-// What the server is asked, and its streams in one form.
+// Calls of the server, and their streams in one form.
 
 import { modelPath, Refused } from "./api.js";
 
@@ -40,9 +40,9 @@ export function* tokensOf(event) {
     return;
   }
   for (const { index, delta, logprobs, finish_reason: end } of event.choices) {
-    const said = logprobs?.content?.[0];
-    const top = said?.top_logprobs.map(({ token, logprob }) => ({ text: token, logprob }));
+    const scored = logprobs?.content?.[0];
+    const top = scored?.top_logprobs.map(({ token, logprob }) => ({ text: token, logprob }));
     const text = delta.content ?? "";
-    yield { index, text, isToken: Boolean(text || said), step: said && { logprob: said.logprob, top }, end };
+    yield { index, text, isToken: Boolean(text || scored), step: scored && { logprob: scored.logprob, top }, end };
   }
 }

@@ -1,4 +1,4 @@
-// What is asked or shown above the page: the token, and code to copy.
+// Dialogs above the page: the token, and code to copy.
 
 import { $, h } from "./dom.js";
 import { t } from "./texts.js";

@@ -4,7 +4,7 @@ import { $, bytes, h, number, seconds, time, write } from "./dom.js";
 import { inLanguage, t } from "./texts.js";
 
 const MINUTE_MS = 60_000;
-const GAP_MS = 3000; // longer than this nobody watched
+const GAP_MS = 3000; // a longer gap: the page was hidden
 const KEPT = 50;
 const WIDTH = 600;
 const HEIGHT = 80;
@@ -78,11 +78,11 @@ function showPace(now) {
 }
 
 function showJournal() {
-  const said = ({ event, model, seconds: took, reason }) =>
+  const sentence = ({ event, model, seconds: took, reason }) =>
     t(`was_${event}`, { model, seconds: seconds(took), reason });
   $("#journal").replaceChildren(
     ...journal.map((entry) =>
-      h("li", { data: { event: entry.event } }, h("time", {}, time(entry.at_ms)), " ", said(entry)),
+      h("li", { data: { event: entry.event } }, h("time", {}, time(entry.at_ms)), " ", sentence(entry)),
     ),
     ...(journal.length ? [] : [h("li", {}, t("quiet"))]),
   );

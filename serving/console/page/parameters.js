@@ -79,7 +79,7 @@ function object(name) {
     const value = JSON.parse(fields[name].value);
     if (value && typeof value === "object" && !Array.isArray(value)) return value;
   } catch {
-    // said below
+    // refused below
   }
   throw wrong(name, "not_json");
 }

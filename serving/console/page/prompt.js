@@ -1,4 +1,4 @@
-// The prompt, whom it goes to, and their answers side by side.
+// The prompt, the models that get it, and their answers side by side.
 
 import { Answer, showLegend } from "./answer.js";
 import { $, h, write } from "./dom.js";
@@ -91,7 +91,7 @@ async function run(rowOf) {
     made.map(async (answer) => {
       await answer.run();
       const text = answer.text.textContent;
-      if (answers === made) write($("#said"), t("answered", { name: answer.asked.model, text }));
+      if (answers === made) write($("#announcement"), t("answered", { name: answer.query.model, text }));
     }),
   );
   if (answers === made) $("#stop").disabled = true;

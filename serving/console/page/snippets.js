@@ -6,17 +6,17 @@ import { FORMS } from "./parameters.js";
 
 const TOKEN = "INFERENCE_TOKEN"; // code names the variable; the token itself stays in the page
 
-/** Code by the name of its language, for the call `asked` as `Answer` has it. */
-export function snippets(asked) {
-  const found = { curl: curl(asked), "openai (Python)": openai(asked) };
-  if (!asked.chat) found["boto3 (Python)"] = boto3(asked);
+/** Code by the name of its language, for the call `query` as `Answer` has it. */
+export function snippets(query) {
+  const found = { curl: curl(query), "openai (Python)": openai(query) };
+  if (!query.chat) found["boto3 (Python)"] = boto3(query);
   return found;
 }
 
 const quoted = (text) => `'${text.replaceAll("'", `'\\''`)}'`;
 
-function curl(asked) {
-  const { path, body } = call(asked);
+function curl(query) {
+  const { path, body } = call(query);
   const lines = [
     `curl -N ${quoted(location.origin + path)}`,
     "-H 'Content-Type: application/json'",

@@ -22,7 +22,8 @@ from jsonschema import Draft7Validator, Draft201909Validator, Draft202012Validat
 from common.errors import InvalidRequest
 from common.form import json_schema
 from engine.text.constraint import Vocabulary
-from tests.engine.text.test_constraint import BYTES, END, draw, table_of
+from engine.text.table import BYTES
+from tests.engine.text.test_constraint import END, draw, table_of
 
 DRAFTS = {
     "draft2020-12": Draft202012Validator,

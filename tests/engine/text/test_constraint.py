@@ -96,7 +96,7 @@ def test_a_regular_expression_is_matched_as_a_whole(vocabulary: Vocabulary, patt
         assert re.fullmatch(pattern, text), text
 
 
-SCHEMA = {
+SCHEMA: dict[str, Any] = {
     "type": "object",
     "properties": {
         "이름": {"type": "string", "maxLength": 5},
@@ -124,7 +124,7 @@ def test_a_schema_gives_json_of_its_own(vocabulary: Vocabulary) -> None:
         bare = re.sub(r'"[^"]*"', '""', text)
         assert '"" : ' in bare
         assert ", " not in bare
-        assert set(json.loads(text)) == set(SCHEMA["required"])
+        assert sorted(json.loads(text)) == sorted(SCHEMA["required"])
 
 
 def object_of(name: str, *values: Any) -> dict[str, Any]:
@@ -278,7 +278,12 @@ def test_a_form_is_compiled_once_and_forgotten_after_many_others(
 ) -> None:
     compiled = list[Form]()
     compile_ = korean._compile
-    monkeypatch.setattr(korean, "_compile", lambda form: (compiled.append(form), compile_(form))[1])
+
+    def noted(form: Form) -> Any:
+        compiled.append(form)
+        return compile_(form)
+
+    monkeypatch.setattr(korean, "_compile", noted)
     forms = [Form("regex", (f"긍정{{1,{i + 1}}}",)) for i in range(MAX_COMPILED + 1)]
     for form in [forms[0], forms[0], *forms, forms[0]]:
         korean.constrain(form)
@@ -325,7 +330,7 @@ def nested(depth: int) -> Any:
 
 CHOICES = " | ".join(f'"{i}긍정"' for i in range(MAX_CHARACTERS // 16))
 INTEGER, LONG = {"type": "integer"}, {"minItems": 1000}
-NAMED = [[{"properties": {f"{i}{j}": {}}} for j in range(6)] for i in range(8)]
+NAMED: list[Any] = [[{"properties": {f"{i}{j}": {}}} for j in range(6)] for i in range(8)]
 HOSTILE = {
     "nested groups": regex_of("", "(" * 20_000 + "a" + ")" * 20_000),
     "nested repetition": regex_of("", "((a{1,1000}){1,1000}){1,1000}"),

@@ -412,7 +412,7 @@ def test_pipelined_requests_are_parsed_as_they_are_answered() -> None:
         )
     bodies = re.findall(rb"\r\n\r\n(\d+)", answer)
     assert bodies == [b"%d" % i for i in range(500)]
-    assert max(lengths) <= MAX_PIPELINED + http_protocol.PIECE_BYTES // 30
+    assert max(lengths) <= MAX_PIPELINED + http_protocol.CHUNK_BYTES // 30
 
 
 def test_requests_for_health_are_answered_where_no_others_are() -> None:

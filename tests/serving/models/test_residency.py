@@ -261,6 +261,14 @@ async def test_a_load_that_waits_for_room_can_be_ended(parts: Parts) -> None:
     await use(parts, "b")  # nothing is held any more
 
 
+async def test_a_load_goes_on_though_its_request_has_ended(parts: Parts) -> None:
+    with pytest.raises(asyncio.TimeoutError):
+        await asyncio.wait_for(use(parts, "a"), START_S / 2)
+    await asyncio.sleep(START_S / 2)
+    await asyncio.wait_for(use(parts, "a"), 0.01)
+    assert parts.workers.starts["a"] == 1
+
+
 async def test_a_model_is_unloaded_when_it_is_idle_and_comes_back_on_demand(parts: Parts) -> None:
     watch = asyncio.create_task(parts.residency.watch())
     await parts.load("a", settings=ModelSettings(idle_unload_s=10))

@@ -74,6 +74,7 @@ def s3_server(address: str = "127.0.0.1") -> Iterator[S3Server]:
             s3.client.close()
     finally:
         server.stop()
+        assert server._server is not None
         server._server.server_close()  # moto leaves it open: clients would wait
 
 

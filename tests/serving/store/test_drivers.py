@@ -18,6 +18,7 @@ import pytest
 from serving.errors import ArtifactChanged, ModelNotInStore, StoreAccessDenied, StoreUnavailable
 from serving.store import Cache, drivers, open_store
 from tests.e2e.server import free_port
+from tests.e2e.stores import SHORT, packed, serving, small, text
 from tests.processes import eventually
 from tests.serving.store.s3 import archive, open_cache
 
@@ -131,6 +132,16 @@ def test_models_are_offered_and_fetched(kind: Kind, files: Any, tmp_path: Path) 
         assert fetched.read_bytes() == (content if model.name == "소월" else b"x")
     with pytest.raises(ModelNotInStore, match="없음"):
         store.find("없음")
+
+
+def test_a_server_answers_with_a_model_of_the_store(
+    kind: Kind, files: Any, port: int, tmp_path: Path
+) -> None:
+    archive = packed(small(tmp_path / "소월"), tmp_path / "소월.tar.gz")
+    files.pipe_file("models/kogpt2/소월.tar.gz", archive.read_bytes())
+    variable, value = kind.variable(port)
+    with serving(tmp_path / "server", **{"MODEL_STORE": kind.location, variable: value}) as server:
+        assert text(server.predict("소월", SHORT))
 
 
 def test_versions_do_not_mix(kind: Kind, files: Any, tmp_path: Path) -> None:

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import socket
-import time
 from pathlib import Path
 
 import pytest
@@ -78,9 +77,10 @@ def test_what_keeps_a_store_closed_is_named(s3: S3Server, monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("listening", [False, True], ids=["refused", "silent"])
-def test_an_endpoint_that_does_not_answer_is_an_error_soon(
+def test_an_endpoint_that_does_not_answer_is_unavailable(
     monkeypatch: pytest.MonkeyPatch, listening: bool
 ) -> None:
+    """With fewer retries: how long a request waits is `Lookups`' to decide."""
     quick = {"retries": {"mode": "standard", "max_attempts": 2}, "read_timeout": 0.5}
     monkeypatch.setattr(s3_module, "CLIENT_OPTIONS", {**s3_module.CLIENT_OPTIONS, **quick})
     with socket.create_server(("127.0.0.1", 0)) as listener:
@@ -88,10 +88,8 @@ def test_an_endpoint_that_does_not_answer_is_an_error_soon(
         if not listening:
             listener.close()
         monkeypatch.setenv("AWS_ENDPOINT_URL_S3", endpoint)
-        started = time.monotonic()
         with pytest.raises(StoreUnavailable, match="cannot be read"):
             open_store(LOCATION).find("a")
-        assert time.monotonic() - started < 45  # not the minute that botocore takes by itself
 
 
 def test_a_location_without_a_bucket_or_of_an_unknown_kind_is_refused(tmp_path: Path) -> None:

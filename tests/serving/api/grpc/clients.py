@@ -38,7 +38,7 @@ class Client:
 
 
 def asked(text: str = PROMPT, id: str = "", name: str = "봄", **parameters: Any) -> Any:
-    tensor = {"name": "text", "datatype": "BYTES", "shape": [1]}
+    tensor: dict[str, Any] = {"name": "text", "datatype": "BYTES", "shape": [1]}
     tensor["contents"] = {"bytes_contents": [text.encode()]}
     request = ModelInferRequest(model_name=name, id=id, inputs=[tensor])
     for key, value in parameters.items():
