@@ -172,7 +172,7 @@ class Parameters:
             other = (
                 "num_return_sequences" if self.num_return_sequences > 1 else "decoder_input_details"
             )
-            raise InvalidRequest(f"{name} and parameters.{other} cannot be asked for together")
+            raise InvalidRequest(f"{name} cannot be combined with parameters.{other}")
 
 
 def _checked(given: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

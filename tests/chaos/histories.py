@@ -46,7 +46,7 @@ def fault(kind: str, begin: float, end: float | None = None) -> Done:
 
 
 def history(*ops: Op, multi_model: bool = True, faults: tuple[Done, ...] = ()) -> History:
-    """With version 0 in the store, and a line of the log for each answer."""
+    """A history with version 0 in the store, and a log line for each answer."""
     texts = {
         text_key(model, version, "predictions", 0): text(version, model)
         for model in (MODEL, "여름")

@@ -102,7 +102,7 @@ def model_errors(documents: Iterable[Document], modules: Path, folder: Path) -> 
 
 
 def kserve_errors(documents: Iterable[Document]) -> list[list[str]]:
-    """Those of each document."""
+    """Return the errors of each document by KServe's schemas."""
     python = os.environ.get("CLIENTS_PYTHON")
     if not python:
         pytest.skip("CLIENTS_PYTHON names a Python >= 3.11 with requirements/clients.txt")

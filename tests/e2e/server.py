@@ -85,7 +85,7 @@ class Server:
         return self
 
     def text(self) -> str:
-        """What it has logged since the log was last forgotten."""
+        """The log since `forget_log`."""
         return self.log.read_bytes()[self._forgotten :].decode("utf-8")
 
     def forget_log(self) -> None:
@@ -143,7 +143,7 @@ class Server:
     options = functools.partialmethod(request, "options")
 
     def loaded(self) -> list[str]:
-        """The names of the models."""
+        """The names of the loaded models."""
         return [model["modelName"] for model in self.get("/models").json()["models"]]
 
     def load(self, name: str, url: str | None = None, **options: Any) -> requests.Response:

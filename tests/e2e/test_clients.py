@@ -41,7 +41,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 @pytest.fixture(scope="module")
 def expected(server: Server) -> dict[str, Any]:
-    """By the server's own routes."""
+    """The texts of the server's own routes."""
     asked = {"inputs": PROMPT, "parameters": {"max_new_tokens": TOKENS}}
     completion = text(server.predict(TEXT, asked, **AUTHORIZATION))
     chat = post(server, "chat/completions", {"model": CHAT, "messages": MESSAGES}).json()
@@ -90,7 +90,7 @@ def output(command: list[str], folder: Path = REPOSITORY, program: str = "") -> 
 
 @pytest.fixture(scope="module")
 def found(server: Server) -> dict[str, Any]:
-    """What Python's clients get, by client."""
+    """The results of the Python clients, by client."""
     python = os.environ.get("CLIENTS_PYTHON")
     if python is None or sys.version_info < (3, 11):
         pytest.skip("CLIENTS_PYTHON names a Python >= 3.11 with requirements/clients.txt")
@@ -100,7 +100,7 @@ def found(server: Server) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def found_by_javascript(server: Server) -> dict[str, Any]:
-    """What JavaScript's clients get, by client."""
+    """The results of the JavaScript clients, by client."""
     folder = os.environ.get("CLIENTS_JS")
     if not folder:
         pytest.skip("CLIENTS_JS names a folder where npm has installed tests/e2e/npm")
@@ -168,7 +168,7 @@ def test_clients_for_javascript_know_texts_forms_and_errors(
 
 
 def test_lm_eval_scores_and_continues_texts(server: Server, found: dict[str, Any]) -> None:
-    """As texts and as ids, which are the same."""
+    """Requests with texts and with ids have the same results."""
     assert isinstance(found["lm_eval"], dict), found["lm_eval"]
     asked = {"model": CHAT, "prompt": PROMPT + " 말", "max_tokens": 0, "echo": True, "logprobs": 1}
     scored = post(server, "completions", asked).json()["choices"][0]["logprobs"]

@@ -61,12 +61,12 @@ def shared(clean: Server) -> Server:
 
 
 def workers(server: Server) -> set[int]:
-    """Also those of scripts."""
+    """The processes of workers and of scripts."""
     return {process.pid for process in server.descendants("--sock-name")}
 
 
 def pipes(server: Server) -> list[str]:
-    """Those of connections to workers: in RUN_DIR, and that Multi Model Server reads."""
+    """Sockets of connections to workers: in RUN_DIR, and those that Multi Model Server reads."""
     found = [str(path) for path in server.run_dir.glob("*-std*")]
     for java in server.descendants("ModelServer"):
         for file in Path(f"/proc/{java.pid}/fd").iterdir():

@@ -14,7 +14,7 @@ from tests.e2e.stores import error
 
 @pytest.fixture(scope="module")
 def sowol(server: Server) -> Iterator[Server]:
-    """With `sowol` loaded, once for all tests that ask it."""
+    """A server with `sowol` loaded, once for all tests that call it."""
     assert server.load("sowol").status_code == 200
     yield server
     server.unload("sowol")

@@ -32,7 +32,7 @@ CHAT = {"messages": [{"role": "user", "content": "나는 오늘"}], "max_tokens"
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What stands for /opt/ml: the base in `model/`, an adapter in `models/`."""
+    """The folder in place of /opt/ml: the base in `model/`, an adapter in `models/`."""
     folder = tmp_path_factory.mktemp("ml")
     base = small(folder / "model")
     (base / "chat_template.jinja").write_text(TEMPLATE)

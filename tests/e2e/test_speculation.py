@@ -31,7 +31,7 @@ def store(folder: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def servers(clean: Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Server]]:
-    """One without and one with it."""
+    """A server without speculation and one with it."""
     store(clean.store)
     folder = tmp_path_factory.mktemp("speculation")
     with serving(folder / "run", store(folder / "store"), ENGINE_SPECULATION="auto") as guessing:

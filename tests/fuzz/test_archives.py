@@ -97,7 +97,7 @@ def header(draw: st.DrawFn) -> bytes:
 
 
 def damaged(draw: st.DrawFn, data: bytes) -> bytes:
-    """With up to four changed places."""
+    """Return the archive with up to four changed places."""
     chance = draw(st.randoms(use_true_random=False))
     for _ in range(draw(st.integers(0, 4))):
         data = cases.damaged(data, chance, [data])
@@ -170,7 +170,7 @@ def few_calls() -> Iterator[None]:
 
 
 def within_bounds(packed: bytes) -> bool:
-    """Whether it is taken. What is there then, or after a refusal, is within the bounds."""
+    """Whether the archive is accepted; files then, or after a refusal, are within limits."""
     stream, sizes, refusal = CountedStream(packed), [0], None
     with tempfile.TemporaryDirectory(prefix="archive-") as name:
         folder = Path(name)

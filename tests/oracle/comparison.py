@@ -61,7 +61,7 @@ def agrees_with_oracle(model: BackendModel, golden: Golden) -> None:
 
 
 def continuation(model: BackendModel, golden: Golden, name: str, parameters: Parameters) -> Any:
-    """As many new ids as the oracle made, by prefill and cached decode steps."""
+    """Make as many new ids as the oracle made, by prefill and cached decode steps."""
     sampler, ids = Sampler(parameters), list(golden["ids"])
     row, made = model.open_row(), list[int]()
     while len(made) < len(golden[name]):

@@ -1,4 +1,4 @@
-"""What a client's call says when a server does not answer as it should."""
+"""Errors of a client's call when a server does not answer as it should."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.fleet.upstream import Handler, upstreams
 
 
 def test_a_stream_that_stalls_is_a_timeout() -> None:
-    """It was an unreachable server: requests raises ConnectionError there, not Timeout."""
+    """It was reported as an unreachable server: requests raises ConnectionError here."""
     over, begun = threading.Event(), "나는 오늘".encode()
 
     def stall(handler: Handler) -> None:

@@ -109,7 +109,7 @@ def _text_format(given: Body) -> GivenForm | None:
     """
     about = get(given, "text", mapping, {})
     if about.get("verbosity") not in (None, "medium"):
-        raise Refused("text.verbosity", "is not known to these models")
+        raise Refused("text.verbosity", "is not supported by these models")
     for name, value in get(given, "reasoning", mapping, {}).items():
         if value not in (None, "none"):
             raise Refused(f"reasoning.{name}", "is for models that reason")

@@ -91,7 +91,7 @@ def test_each_name_of_gelu_is_understood(folder: Path) -> None:
 
 
 def test_a_generations_length_is_not_the_contexts(folder: Path) -> None:
-    """It was taken for that, and the model was refused."""
+    """`max_length` was taken for the context's length, and the model was refused."""
     configure(folder, max_length=50)  # beside n_positions
     assert open_artifact(folder).config.max_length == 128
 

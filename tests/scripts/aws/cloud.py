@@ -118,7 +118,7 @@ class Cloud:
             s3.put_object(Bucket=BUCKET, Key=f"kogpt2/{name}.tar.gz", Body=bytes(size))
 
     def put_image(self, tag: str = "cpu-v1", repository: str = "kogpt2-serving") -> str:
-        """Its URI by digest."""
+        """Put an image into ECR and return its URI by digest."""
         ecr = self.client("ecr")
         with contextlib.suppress(ecr.exceptions.RepositoryAlreadyExistsException):
             ecr.create_repository(repositoryName=repository)
@@ -146,7 +146,7 @@ class Cloud:
             stack.status = stack.status.replace("_IN_PROGRESS", "_COMPLETE")
 
     def endpoint(self, name: str) -> dict[str, Any]:
-        """Its description with its configuration's variant and its model's container."""
+        """Describe the endpoint, with its configuration's variant and its model's container."""
         sagemaker = self.client("sagemaker")
         found: dict[str, Any] = sagemaker.describe_endpoint(EndpointName=name)
         config = sagemaker.describe_endpoint_config(EndpointConfigName=found["EndpointConfigName"])

@@ -1,4 +1,4 @@
-"""What goes over the wire of the public ports."""
+"""HTTP/1.1 as the public ports send and receive it."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ class Served:
 
     @property
     def connections(self) -> http_protocol.Port:
-        """Those of the first port."""
+        """The connections of the first port."""
         state = self._server.server_state
         return http_protocol._ports.setdefault(state, defaultdict(http_protocol.Port))[self.port]
 

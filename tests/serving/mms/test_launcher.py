@@ -1,4 +1,4 @@
-"""How Java is found, which something else starts that ends then."""
+"""How the Java process is found, whose parent has ended."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ class S3Server:
         self.client.put_object(Bucket=BUCKET, Key=key, Body=data)
 
     def put_many(self, keys: Iterable[str]) -> None:
-        """One byte each, put into the server from within: over HTTP, a thousand take 15 s."""
+        """Put objects of one byte, from within the server: over HTTP, a thousand take 15 s."""
         backend = s3_backends[DEFAULT_ACCOUNT_ID]["aws"]
         for key in keys:
             backend.put_object(BUCKET, key, b"1")
@@ -86,7 +86,7 @@ def archive(files: Mapping[str, bytes], level: int = 1) -> bytes:
 
 
 def settings(cache_dir: Path, **changes: Any) -> StoreSettings:
-    """Of a store at the bucket's prefix `kogpt2/`, with a cache of 1 GiB."""
+    """Settings of a store at the bucket's prefix `kogpt2/`, with a cache of 1 GiB."""
     location = f"s3://{BUCKET}/kogpt2/"
     return replace(StoreSettings(location, cache_dir, 1 << 30, 4 << 30, (), ()), **changes)
 

@@ -33,7 +33,7 @@ def ranged(s3: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def noise(size: int, seed: int = 0) -> bytes:
-    """What gzip cannot make smaller."""
+    """Bytes that gzip cannot compress."""
     return random.Random(seed).randbytes(size)  # noqa: S311
 
 

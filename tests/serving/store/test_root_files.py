@@ -40,14 +40,14 @@ def closed(folder: Path, files: dict[str, bytes]) -> Path:
 
 @pytest.fixture
 def models(open_folder: Path) -> Path:
-    """What stands for /opt/ml/models."""
+    """The folder in place of /opt/ml/models."""
     (open_folder / "models").mkdir()
     return open_folder / "models"
 
 
 @contextlib.contextmanager
 def opener(folder: Path) -> Iterator[socket.socket]:
-    """What opens files below a folder; in the end it has ended by itself."""
+    """The process that opens files below a folder; it ends by itself."""
     before = {*psutil.Process().children()}
     requests = start([folder])
     (process,) = {*psutil.Process().children()} - before
@@ -114,7 +114,7 @@ def test_a_closed_model_is_copied_once_and_an_open_one_used_in_place(
 
 @pytest.fixture
 def opened(settings: StoreSettings, monkeypatch: pytest.MonkeyPatch) -> RootFiles:
-    """What opens files, for a process that may read none by itself."""
+    """The opener of files, for a process that may read none by itself."""
     monkeypatch.setattr("serving.store.root_files.is_readable", lambda path: False)
     assert settings.root_files is not None
     return settings.root_files

@@ -24,7 +24,7 @@ def store() -> Iterator[TricklingStore]:
 
 @pytest.fixture
 def own(store: TricklingStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> StoreSettings:
-    """Of a local store with one model, and the trickling one beside it, which is S3's, too."""
+    """Settings of a local store with one model, and of the trickling one beside it, also S3's."""
     for name, value in {**ENVIRONMENT, "AWS_ENDPOINT_URL_S3": store.url}.items():
         monkeypatch.setenv(name, value)
     touch(tmp_path, "store/시/a.params")
