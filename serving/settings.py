@@ -178,7 +178,7 @@ class Settings:
     start_timeout_s: int = setting(
         "START_TIMEOUT_S",
         60,
-        "the server gives up when it has not started by then, models to preload aside",
+        "seconds after which a server that has not started gives up, models to preload aside",
     )
     backend: str = setting(
         "ENGINE_BACKEND",
