@@ -54,7 +54,7 @@ class Worker(Program):
         assert out is not None
         while b"\n" not in self._left:
             if not select.select([out], [], [], ANSWER_S)[0]:
-                raise self._failure(f"said nothing for {ANSWER_S:.0f} s")
+                raise self._failure(f"gave no output for {ANSWER_S:.0f} s")
             if not (chunk := out.read(1 << 16)):
                 raise self._failure("ended")
             self._left += chunk

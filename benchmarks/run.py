@@ -56,7 +56,7 @@ class Run:
         """Continue an earlier run. Raises `Problem` if its commit or plan is different."""
         for key in ("commit", "plan"):
             if json.dumps(before[key]) != json.dumps(self.results[key]):
-                raise Problem(f"--add: {key} was {before[key]}, is {self.results[key]}")
+                raise Problem(f"--add: its {key} is {before[key]}, must be {self.results[key]}")
         again = {*self.wanted, PREPARATION}
         self.results = {
             **before,

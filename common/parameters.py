@@ -149,7 +149,7 @@ class Parameters:
             other = (
                 "num_return_sequences" if self.num_return_sequences > 1 else "decoder_input_details"
             )
-            raise InvalidRequest(f"{name} and parameters.{other} cannot be asked for together")
+            raise InvalidRequest(f"{name} cannot be combined with parameters.{other}")
 
 
 # The check of each parameter: called with its name and value, returns the value to use.

@@ -288,7 +288,7 @@ class Engine:
 
         def submit() -> list[Sequence]:
             if deadline is not None and time.monotonic() >= deadline:
-                raise DeadlineExceeded(f"the prompt was not begun within {timeout_s:.1f} s")
+                raise DeadlineExceeded(f"the request waited for its timeout, {timeout_s:.1f} s")
             if model.adapter is not None:  # so that no step waits for the disk
                 read_in(model.adapter.mapped)
             ids = model.texts.encode(inputs)

@@ -13,7 +13,7 @@ from engine.sampling import Logits, TokenLogprobs, Weights, logprobs_of
 
 @dataclass(frozen=True)
 class Way:
-    """One way to write a text as tokens."""
+    """A way to write a text as tokens."""
 
     text: int  # index of the text in `Labels.texts`
     ids: list[int]

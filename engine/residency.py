@@ -1,4 +1,4 @@
-"""Decides which cores are resident: open, in memory and able to compute.
+"""Evicts and reopens cores of models, so that those in use are resident in memory.
 
 A core is opened on a thread that first reads its weights into memory, so no step waits for a disk.
 Resident cores fit the budget and the memory that the container has free: with more, the kernel

@@ -36,14 +36,14 @@ class Settings:
     memory_mib: int = setting(
         "ENGINE_MEMORY_MIB",
         0,
-        "memory for weights and K/V caches; 0: the container's limit less a quarter,"
-        " or the GPU's memory less an eighth",
+        "memory for weights and K/V caches; 0: the container's less a quarter, or the GPU's less"
+        " an eighth",
     )
     overcommit: int = setting(
         "ENGINE_OVERCOMMIT",
         8,
-        "how many times that memory the weights of all loaded models may come to: those that are"
-        " not in use stay on the disk until they are",
+        "how many times that memory the weights of all loaded models may take; those of idle"
+        " models stay on the disk",
     )
     max_rows: int = setting("ENGINE_MAX_ROWS", 16, "sequences of one model that share a step")
     max_queue: int = setting(
@@ -52,23 +52,21 @@ class Settings:
     prefix_cache_mib: int = setting(
         "ENGINE_PREFIX_CACHE_MIB",
         512,
-        "how much of the memory that nothing else needs keeps answered prompts' keys and values: a"
-        " prompt that begins alike computes only the rest; 0: none",
+        "memory, not needed otherwise, of the prefix cache (docs/deploy/containers.md); 0: none",
     )
     speculation: str = setting(
         "ENGINE_SPECULATION",
         "off",
-        "`auto`: a pass on a CPU also checks guesses of an answer's next tokens, from its own text"
-        " and the model's answers of late, where one answer of a model is being made and enough"
-        " guesses are right; texts are the same. `off`: one token a pass",
+        "`auto`: on a CPU a pass also checks guesses of the next tokens, where a model makes one"
+        " answer and enough guesses are right; texts are the same",
     )
     cache_dir: str = setting(
-        "ENGINE_CACHE_DIR", "", "where prepared (quantized) models are kept; empty: beside each"
+        "ENGINE_CACHE_DIR", "", "where prepared (quantized) models are stored; empty: beside each"
     )
     cache_max_mib: int = setting(
         "ENGINE_CACHE_MAX_MIB",
         20_480,
-        "disk that `ENGINE_CACHE_DIR` may take; what was not loaded for longest goes",
+        "disk that `ENGINE_CACHE_DIR` may take; the least recently loaded go",
     )
 
     def __post_init__(self) -> None:

@@ -304,7 +304,7 @@ class Loop:
 
     @contextmanager
     def _ending(self, core: Core, sequence: Sequence) -> Iterator[None]:
-        """If the block raises an error, fail this sequence alone."""
+        """Fail only this sequence if the block raises an error."""
         try:
             yield
         except InvalidRequest as error:  # from the request's form

@@ -1,4 +1,4 @@
-"""One connection of Multi Model Server to a model's worker, in MMS's own protocol.
+"""A connection of Multi Model Server to a model's worker, in MMS's own protocol.
 
 After a load MMS opens two files for the model's output, named pipes made by its own worker, and
 reads each on a thread. This worker makes none and prints to stdout. MMS then creates empty files,

@@ -28,16 +28,15 @@ class Settings:
     script_memory_mib: int = setting(
         "SCRIPT_MEMORY_MIB",
         0,
-        "memory that each process of a model's own script may take; 0: what the container has",
+        "memory of each process of a model's script; 0: what the container has",
     )
     script_isolation: bool = setting(
         "SCRIPT_ISOLATION",
         True,
-        "keep a model's own script, and what computes its graph, from the server's files, sockets"
-        " and processes",
+        "confine scripts and workers of graphs (docs/operate/security.md)",
     )
     script_paths: str = setting(
-        "SCRIPT_PATHS", "", "more folders that every script may read, separated by colons"
+        "SCRIPT_PATHS", "", "colon-separated folders that scripts may read, too"
     )
     script_network: bool = setting(
         "SCRIPT_NETWORK", True, "whether a script may use the network, the server's ports included"
@@ -45,5 +44,5 @@ class Settings:
     allow_model_requirements: bool = setting(
         "ALLOW_MODEL_REQUIREMENTS",
         False,
-        "install the packages in a model's `code/requirements.txt` into a folder of that model",
+        "install the packages in a model's `code/requirements.txt`",
     )

@@ -219,7 +219,7 @@ def parse(content: bytes) -> dict[str, Alias]:
         for given, value in pairs:
             name = _name(given)
             if name in aliases:
-                raise SettingError(f"{quoted(name)} is there twice")
+                raise SettingError(f"{quoted(name)} is there twice, must be once")
             aliases[name] = Alias(name, _weights(name, value))
         for alias in aliases.values():
             if other := next((m for m in alias.models if m in aliases and m != alias.name), None):

@@ -34,9 +34,9 @@ class Settings:
     allowed_hosts: str = setting(
         "ALLOWED_HOSTS",
         "",
-        "host names that requests may be sent to, separated by commas (`*.example.com`, `*`);"
-        " empty: localhost where `HOST` is a loopback address, else any; IP addresses and localhost"
-        " are always allowed",
+        "comma-separated host names that requests may be sent to, beside localhost and IP"
+        " addresses (`*.example.com`, `*`); empty: none where `HOST` is a loopback address, else"
+        " any",
     )
     port: int = setting("SAGEMAKER_BIND_TO_PORT", 8080, "the port for requests", "--port")
     management_port: int = setting(
@@ -51,8 +51,8 @@ class Settings:
     otlp_endpoint: str = setting(
         "OTEL_EXPORTER_OTLP_ENDPOINT",
         "",
-        "where traces are sent to, by OTLP over HTTP (docs/operate/monitoring.md); also"
-        " `OTEL_EXPORTER_OTLP_TRACES_ENDPOINT`; empty: none are made",
+        "where traces are sent to by OTLP over HTTP (docs/operate/monitoring.md); also"
+        " `OTEL_EXPORTER_OTLP_TRACES_ENDPOINT`",
         also="OTEL_EXPORTER_OTLP_TRACES_ENDPOINT",
     )
     model_store: str = setting(
@@ -64,20 +64,18 @@ class Settings:
     adapter_bases: str = setting(
         "ADAPTER_BASES",
         "",
-        "models of the store for the bases that adapters name: `skt/kogpt2-base-v2=kogpt2`,"
-        " separated by commas; `*` is any (docs/models/bring-your-own.md)",
+        "comma-separated models of the store for the bases that adapters name:"
+        " `skt/kogpt2-base-v2=kogpt2`; `*` is any (docs/models/adapters.md)",
     )
     model_cache: str = setting(
-        "MODEL_CACHE", "", "where models are fetched and unpacked to; empty: in `RUN_DIR`"
+        "MODEL_CACHE", "", "where fetched models are unpacked; empty: in `RUN_DIR`"
     )
-    run_dir: str = setting(
-        "RUN_DIR", "", "sockets and temporary files; empty: a new folder that is removed at the end"
-    )
+    run_dir: str = setting("RUN_DIR", "", "sockets and temporary files; empty: a new folder")
     run_as_user: int = setting(
         "RUN_AS_USER",
         0,
-        "a server that is started as root becomes this user, 10001 in the images"
-        " (docs/operate/security.md); 0: it stays root",
+        "the user that a server started as root becomes, 10001 in the images"
+        " (docs/operate/security.md); 0: root",
     )
     cache_max_mib: int = setting(
         "CACHE_MAX_MIB", 20_480, "disk that fetched models may take; the least recently used go"
@@ -86,10 +84,10 @@ class Settings:
         "MODEL_MAX_MIB", 4096, "a fetched model that takes more unpacked gets 400"
     )
     https_hosts: str = setting(
-        "HTTPS_HOSTS", "", "hosts that models may be fetched from by https, separated by commas"
+        "HTTPS_HOSTS", "", "comma-separated hosts that models may be fetched from by https"
     )
     preload_models: str = setting(
-        "PRELOAD_MODELS", "", "models to load before the server is ready, separated by commas"
+        "PRELOAD_MODELS", "", "comma-separated models to load before the server is ready"
     )
     sagemaker_multi_model: bool = setting(
         "SAGEMAKER_MULTI_MODEL",
@@ -113,15 +111,16 @@ class Settings:
     management_token: str = setting(
         "MANAGEMENT_TOKEN",
         "",
-        "loading and unloading need it as a bearer token, lists of models it or `INFERENCE_TOKEN`;"
-        " empty: `INFERENCE_TOKEN`, if set",
+        "the bearer token for loading and unloading, with `INFERENCE_TOKEN` for lists of models;"
+        " empty: `INFERENCE_TOKEN`",
     )
-    inference_token: str = setting("INFERENCE_TOKEN", "", "if set, calls need it as a bearer token")
+    inference_token: str = setting(
+        "INFERENCE_TOKEN", "", "the bearer token for calls; empty: none is needed"
+    )
     tokens_file: str = setting(
         "TOKENS_FILE",
         "",
-        "a file of tokens for teams, each with its models and its limits"
-        " (docs/reference/settings.md)",
+        "a file of tokens for teams (docs/reference/settings.md)",
     )
     max_request_bytes: int = setting(
         "MAX_REQUEST_BYTES", 6_553_500, "a longer body gets 413 (MMS's own limit)"
@@ -144,14 +143,13 @@ class Settings:
     max_connections: int = setting(
         "MAX_CONNECTIONS",
         4096,
-        "clients' connections to each port; the one that has been silent for longest makes room for"
-        " one more, and a sixteenth is kept for requests for health. gRPC refuses one more",
+        "clients' connections to each port, a sixteenth of them for requests for health; one more"
+        " ends the one that has been silent for longest, on gRPC it is refused",
     )
     script_workers: int = setting(
         "SCRIPT_WORKERS",
         1,
-        "processes of a model that brings its own script, each with the model loaded; else"
-        " `SAGEMAKER_MODEL_SERVER_WORKERS`",
+        "processes of a model with its own script; else `SAGEMAKER_MODEL_SERVER_WORKERS`",
         also="SAGEMAKER_MODEL_SERVER_WORKERS",
     )
     handler: str = setting(
@@ -163,7 +161,7 @@ class Settings:
         "REQUEST_TIMEOUT_S",
         60,
         "seconds from a request's headers to the end of its answer, waiting and loading included;"
-        " then it gets 504",
+        " then 504",
     )
     jvm_options: str = setting(
         "SAGEMAKER_MODEL_SERVER_VMARGS",
@@ -174,13 +172,13 @@ class Settings:
     worker_variables: str = setting(
         "WORKER_VARIABLES",
         "",
-        "more environment variables that models' workers and scripts get: names or patterns"
-        " (`MY_*`), separated by commas",
+        "more environment variables for workers and scripts: comma-separated names or patterns"
+        " (`MY_*`)",
     )
     start_timeout_s: int = setting(
         "START_TIMEOUT_S",
         60,
-        "the server gives up when it has not started after this time, models to preload aside",
+        "seconds after which a server that has not started gives up, models to preload aside",
     )
     backend: str = setting(
         "ENGINE_BACKEND",

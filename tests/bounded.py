@@ -1,4 +1,4 @@
-"""How much memory something may take."""
+"""Limits how much memory a test's code may take."""
 
 from __future__ import annotations
 

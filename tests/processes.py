@@ -96,8 +96,10 @@ exec "$@"
 
 
 def readable_by_all(program: str) -> list[str]:
-    """A command before `program`'s own by which every user may run it: root's Python may be in
-    root's home."""
+    """Return the beginning of a command line with which any user can run `program`.
+
+    Without it a user could not reach root's Python in root's home.
+    """
     above = reversed(Path(program).resolve().parents)
     closed = next((str(folder) for folder in above if not folder.stat().st_mode & stat.S_IXOTH), "")
     if not closed:
@@ -107,7 +109,7 @@ def readable_by_all(program: str) -> list[str]:
 
 
 def in_a_fork(function: Callable[[], Any]) -> Any:
-    """What `function` returns, as JSON, in a process of its own that may give up root."""
+    """Return, by JSON, the result of `function` in a process that may give up root."""
     reader, writer = os.pipe()
     with warnings.catch_warnings():  # of threads: the fork makes system calls and no more
         warnings.simplefilter("ignore", DeprecationWarning)
@@ -139,7 +141,7 @@ def become_a_user(uid: int) -> None:
 
 @contextmanager
 def no_thread_starts() -> Iterator[threading.Event]:
-    """In this process; set once one was refused."""
+    """Refuse new threads in this process; the event is set once one was refused."""
     refused = threading.Event()
 
     def refuse(*arguments: object) -> None:

@@ -45,7 +45,7 @@ MODULES = modules()
 
 
 def imports(module: str) -> Iterator[str]:
-    """What of ours it imports, inside functions, too, and for types only."""
+    """Return a file's imports of our packages, those inside functions and for types included."""
     for node in ast.walk(ast.parse(MODULES[module].read_text("utf-8"))):
         if isinstance(node, ast.Import):
             names = [(alias.name, alias.name) for alias in node.names]

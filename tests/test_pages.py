@@ -43,12 +43,12 @@ def english(page: Path) -> str:
 
 
 def headings(text: str) -> list[int]:
-    """Their levels."""
+    """Return the levels of a page's headings."""
     return [len(line.split()[0]) for line in FENCE.sub("", text).splitlines() if line[:1] == "#"]
 
 
 def tables(text: str) -> list[list[int]]:
-    """How many cells each row has."""
+    """Return the number of cells of each row, by table."""
     rows = [line.replace("\\|", "").count("|") for line in FENCE.sub("", text).splitlines()]
     return [list(group) for is_table, group in groupby(rows, bool) if is_table]
 
@@ -60,7 +60,7 @@ def blocks(text: str) -> list[str]:
 
 
 def anchors(page: Path) -> set[str]:
-    """What GitHub calls its headings."""
+    """Return GitHub's anchors of a page's headings."""
     found = re.findall(r"^#+ (.*)$", FENCE.sub("", page.read_text("utf-8")), re.MULTILINE)
     return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in found}
 
@@ -118,7 +118,7 @@ def test_a_page_names_the_same_things_in_both_languages(page: Path) -> None:
 
 
 def terms(column: int) -> list[str]:
-    """What a column of the glossary's table has."""
+    """Return the words in a column of the glossary's table."""
     rows = re.findall(r"^\|(.*)\|$", (ROOT / GLOSSARY).read_text("utf-8"), re.MULTILINE)[2:]
     return [word.strip() for row in rows for word in row.split("|")[column].split(",")]
 

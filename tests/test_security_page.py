@@ -176,11 +176,9 @@ TESTS = {
         "test_another_user_cannot_connect"
     ),
     "*Not prevented*: root and other": "test_others_of_the_same_user_cannot_read_the_environment",
-    "An allow-list, because a password can have": (
-        "test_scripts_get_what_they_read_and_a_secret_only_if_it_is_named "
-        "test_workers_know_no_credentials"
+    "Passed are `PATH`, `HOME`, `USER`, `LANG`,": (
+        "test_what_it_says_is_passed_is_passed test_workers_know_no_credentials"
     ),
-    "Passed are `PATH`, `HOME`, `USER`, `LANG`,": "test_what_it_says_is_passed_is_passed",
     "Of these, names with `TOKEN`, `SECRET`,": (
         "test_scripts_get_what_they_read_and_a_secret_only_if_it_is_named"
     ),
@@ -238,7 +236,6 @@ NO_CLAIMS = (
     "| it cannot |",
     "Put a proxy with TLS",
     "Set `INFERENCE_TOKEN` and `MANAGEMENT_TOKEN`",
-    "Without them any client",
     "Run it as a user of its own",
     "Mount the store read-only",
     "Close cloud metadata",

@@ -1,4 +1,4 @@
-"""Measures adapters (LoRA) of one base, in one pass and a thousand behind one server."""
+"""Measures LoRA adapters of one base: several in one pass, and a thousand behind one server."""
 
 from __future__ import annotations
 
@@ -225,7 +225,7 @@ class AdaptersRun(Run):
                 for name in tqdm(self.names, "adapters alone", disable=None):
                     expected[name, 0] = client.must(name).text
             if len(set(expected.values())) < plan.models // 2:
-                raise ProgramError("the adapters say the same as each other")
+                raise ProgramError("adapters give the same texts, which must differ")
             requests = int(60 * plan.minutes * 1000)  # more than can be answered
             turns = [(self.names[m], 0) for m in trace(plan.seed, kind, plan.models, requests)]
             answers, measured = self.clients.measure(server, turns, expected, 60 * plan.minutes)

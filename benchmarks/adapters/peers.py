@@ -71,7 +71,9 @@ def measure(case: Case, skipping: Callable[[str], Any]) -> list[Results]:
             row |= {"same": _same(row.pop("texts"), wanted, server)}
             results.append(row)
             if name in FP32 and wanted and row["same"] < 1:
-                raise ProgramError(f"{name}: {row['same']:.0%} of the tokens are transformers'")
+                raise ProgramError(
+                    f"{name}: {row['same']:.0%} of tokens are transformers', must be all"
+                )
     with skipping("whole fine-tunes"), _ours(case, case.wholes[0].parent) as server:
         row = _of_server(case, server, [folder.name for folder in case.wholes])
         results.append({**row, "name": "ours, int8: whole fine-tunes", "texts": None})

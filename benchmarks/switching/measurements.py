@@ -157,7 +157,7 @@ class SwitchingRun(Run):
             if self.many:
                 random_model.hollow(folder)
         if len({*map(tuple, answers.values())}) < count:  # hollow artifacts were prepared again
-            raise ProgramError(f"{self.tuned} is damaged: models there say the same as others")
+            raise ProgramError(f"{self.tuned} is damaged, models give the same texts: remove it")
         return {
             (model, prompt): text
             for model, texts in answers.items()

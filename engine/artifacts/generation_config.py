@@ -207,7 +207,7 @@ def read_generation_config(folder: Path, config: Mapping[str, Any]) -> Generatio
         given, file = {"eos_token_id": config.get("eos_token_id")}, "config.json"
     for name, harmless in NOT_DONE.items():
         if given.get(name) is not None and given[name] not in harmless:
-            logger.warning("%s: %s is not done here and is left out", file, name)
+            logger.warning("%s: %s is not supported and is ignored", file, name)
     names = LIMITS + SAMPLING if given.get("do_sample") else LIMITS
     parameters = {name: given[name] for name in names if given.get(name) is not None}
     if given.get("stop_strings"):

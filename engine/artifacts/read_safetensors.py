@@ -54,11 +54,12 @@ def _tensor(file: str, name: str, entry: Any, body: int, file_bytes: int) -> Ten
         dtype, shape = entry["dtype"], tuple(entry["shape"])
         begin, end = entry["data_offsets"]
         if not all(type(n) is int and n >= 0 for n in (begin, end, *shape)):
-            raise ValueError("no natural number")
+            raise ValueError("must be natural numbers")
     except (TypeError, KeyError, ValueError):
-        raise ArtifactError(f"{file}: what it says of {name} is damaged") from None
+        raise ArtifactError(f"{file}: the header's entry of {name} is damaged") from None
     if not isinstance(dtype, str) or dtype not in DTYPES:
-        raise ArtifactError(f"{file}: {name} is of the unknown type {dtype}")
+        known = ", ".join(DTYPES)
+        raise ArtifactError(f"{file}: {name} is of type {dtype}, must be one of {known}")
     tensor = contiguous(file, body + begin, DTYPES[dtype], shape).check(name, file_bytes)
     if end - begin != tensor.nbytes:
         raise ArtifactError(f"{file}: {name} does not have the length of its shape {list(shape)}")

@@ -115,7 +115,7 @@ def _unzip(file: str, archive: zipfile.ZipFile) -> tuple[bytes, dict[str, zipfil
     folder = pickles[0].removesuffix("data.pkl")
     order = entries.get(folder + "byteorder")
     if order is not None and (order.file_size > 10 or archive.read(order) != b"little"):
-        raise ArtifactError(f"{file} was written on a big-endian machine")
+        raise ArtifactError(f"{file} is big-endian: save it on a little-endian machine")
     inside = {n.removeprefix(folder): e for n, e in entries.items() if n.startswith(folder)}
     return archive.read(pickles[0]), inside
 
@@ -175,7 +175,7 @@ def _load_old(file: str, data: NDArray[np.uint8], stream: io.BytesIO) -> Any:
     if load() != OLD_PROTOCOL:
         raise ValueError("another protocol")
     if not load()["little_endian"]:
-        raise ArtifactError(f"{file} was written on a big-endian machine")
+        raise ArtifactError(f"{file} is big-endian: save it on a little-endian machine")
     start = stream.tell()
     load()
     keys = load()

@@ -134,7 +134,7 @@ class AsyncEngineClient:
                 if not finished:
                     raise EngineUnavailable("the engine ended in the middle of the answer")
         except (OSError, asyncio.TimeoutError) as error:
-            raise EngineUnavailable("the engine is not there") from error
+            raise EngineUnavailable("the engine does not answer") from error
 
     async def _call(
         self, method: str, url: str, body: Mapping[str, Any] | None, timeout_s: float
@@ -149,7 +149,7 @@ class AsyncEngineClient:
             parsed: dict[str, Any] = json.loads(answer) if answer else {}
             return parsed
         except (OSError, asyncio.TimeoutError) as error:
-            raise EngineUnavailable("the engine is not there") from error
+            raise EngineUnavailable("the engine does not answer") from error
         except ValueError as error:
             raise EngineUnavailable("the engine's answer is not JSON") from error
 

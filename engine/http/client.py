@@ -114,13 +114,13 @@ class EngineClient:
                 self.close()
                 if not fresh and isinstance(error, BrokenPipeError | ConnectionResetError):
                     continue  # the connection was closed while it was idle
-                raise EngineUnavailable("the engine is not there") from error
+                raise EngineUnavailable("the engine does not answer") from error
             if headers.get("connection") == "close":
                 self.close()
             if status >= 400:
                 raise error_of(status, content, headers.get("retry-after"))
             return json.loads(content) if content else None
-        raise EngineUnavailable("the engine is not there")
+        raise EngineUnavailable("the engine does not answer")
 
     def close(self) -> None:
         connection: Connection | None = getattr(self._local, "connection", None)
@@ -143,10 +143,10 @@ class EngineClient:
             response = connection.getresponse()
             content = response.read() if response.status >= 400 else response.readline()
             if not content:
-                raise http.client.HTTPException("the engine went away")
+                raise http.client.HTTPException("the engine closed the connection")
         except (OSError, http.client.HTTPException) as error:
             connection.close()
-            raise EngineUnavailable("the engine is not there") from error
+            raise EngineUnavailable("the engine does not answer") from error
         if response.status >= 400:
             connection.close()
             raise error_of(response.status, content, response.headers.get("Retry-After"))

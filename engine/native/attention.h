@@ -1,4 +1,4 @@
-/* LayerNorm, GELU and attention, for one set of instructions. */
+/* LayerNorm, GELU and attention over K/V pages, for one set of instructions. */
 
 TARGET static void NAME(layer_norm)(const float *x, size_t units, Norm norm, float epsilon,
                                     float *y) {

@@ -58,8 +58,8 @@ typedef struct {
   /* Computes attention of at most `left` queries, from number `first` on. Returns how many. */
   size_t (*attend)(const Queries *queries, size_t first, size_t left, float *scores, float *out);
   double (*weigh)(const float *logits, size_t count, float temperature, float *weights);
-  /* int8_tile uses tile registers for this many vectors or more, which are not interleaved. A thread
-     calls end_tiles, unless it is NULL, after its last products. */
+  /* The least number of vectors for which int8_tile uses tile registers; these are not interleaved.
+     A thread calls end_tiles, unless it is NULL, after its last products. */
   size_t tiles_from;
   void (*end_tiles)(void);
 } Kernels;

@@ -18,7 +18,7 @@ static inline size_t padded(size_t count) { return (count + LINE - 1) / LINE * L
 typedef struct {
   const void *weight; /* packed, see product.h */
   const float *bias;
-  int32_t planes; /* of the int8 numbers of x: 1 gives it 8 bits, 2 gives it 15; unused in fp32 */
+  int32_t planes; /* int8 numbers for each value of x: 1 gives 8 bits, 2 give 15; unused in fp32 */
 } Matrix;
 
 typedef struct {

@@ -1,4 +1,4 @@
-"""Prepared models: each is a mapped file that the native library computes with as it is.
+"""Prepared models: weights packed, in int8 or fp32, in one file that the native library maps.
 
 The file is in the safetensors format, with aligned tensors, and is the same on every processor. Its
 metadata have the hash of the weights that it was made of, and the hash of its own data. The data is

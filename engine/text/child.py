@@ -97,7 +97,8 @@ class TextChild:
             written = len(tokenizer.decode(ids)[0])
             if written > MAX_TRIAL:
                 raise ArtifactError(
-                    f"{self._file} makes {written} characters of the {len(ids)} tokens of {text!r}"
+                    f"{self._file} decodes the {len(ids)} tokens of {text!r} to {written}"
+                    f" characters, must be at most {MAX_TRIAL}"
                 )
         table = tokenizer.table(self._vocab_size).to_json()
         return_freed_memory()

@@ -145,7 +145,7 @@ class TextProcess:
         self._child = child = Sandbox(text_child.serve, *source, what=file, limits=limits)
         try:
             if self._closed:
-                raise EngineUnavailable(f"{file} is not needed any more")
+                raise EngineUnavailable(f"the process of {file} is closed: its model was unloaded")
             child.ready(LOAD_S)
             if self.about is None:
                 self.about = About.from_json(child.call("about", timeout_s=LOAD_S), file)

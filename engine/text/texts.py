@@ -230,7 +230,10 @@ class Texts:
             token.special_ids = self._special_ids
         sequence.characters += len(token.text)
         if sequence.characters > MAX_CHARACTERS_PER_TOKEN * sequence.max_tokens:
-            raise EngineError(f"{self.file} makes more text of an answer than any has")
+            raise EngineError(
+                f"{self.file} decodes tokens to more than {MAX_CHARACTERS_PER_TOKEN}"
+                " characters each"
+            )
         if stopped or token.finish_reason == "complete":
             token.finish_reason = "stop"
         self._statistics.tokens += 1

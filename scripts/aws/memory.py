@@ -99,7 +99,7 @@ def first_files(archive: bytes) -> dict[str, bytes]:
 
 
 def of_model(files: Mapping[str, bytes], archive_bytes: int, precision: str) -> Needs:
-    """Estimate the bytes that a whole model needs from the first files of its archive."""
+    """Estimate, from the first files of its archive, the memory that a whole model needs."""
     from engine import backends
     from engine.artifacts.config import KOGPT2
 

@@ -120,7 +120,7 @@ class Local:
                     f"{self._url} stopped in its answer for {self._timeouts[1]:g} s", kind="timeout"
                 ) from None
             raise CallFailed(
-                f"{self._url} is not there: {_root(error)}", kind="no answer"
+                f"{self._url} cannot be reached: {_root(error)}", kind="no answer"
             ) from None
         except requests.exceptions.ChunkedEncodingError:
             raise CallFailed(f"{self._url} broke off its answer", kind="broken answer") from None

@@ -81,7 +81,7 @@ class Gateway:
         """
         self.check_ready()
         if not self.healthy:
-            raise Unavailable("a part of the server is being started again")
+            raise Unavailable("a process of the server is being restarted")
 
     async def find(self, name: str) -> Model | None:
         """Return a registered model, None for one only in the store. Raises `ModelNotFound`."""

@@ -61,4 +61,7 @@ def check_site(request: Request) -> None:
     else:
         foreign = is_read and headers.get("user-agent", "").startswith(BROWSER)
     if foreign:
-        raise Forbidden("pages of other sites neither load, call nor change models here")
+        raise Forbidden(
+            "pages of other sites cannot call, load or change models: call from a program, or"
+            " from the server's own page"
+        )

@@ -85,7 +85,7 @@ def parse(body: Mapping[str, Any]) -> ParsedRequest:
     for name, harmless in NOT_DONE.items():
         if name in given and given.pop(name) not in harmless:
             elsewhere = "; /v1/completions has it" if name == "best_of" else ""
-            raise InvalidRequest(f"parameters.{name} is not done here{elsewhere}")
+            raise InvalidRequest(f"parameters.{name} is not supported{elsewhere}")
     details = fields.boolean("parameters.details", given.pop("details", False))
     top, logprobs = (
         fields.integer(f"parameters.{name}", given.pop(name, 0), 0, MAX_LOGPROBS)

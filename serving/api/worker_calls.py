@@ -122,7 +122,7 @@ class WorkerCall:
                 ends += isinstance(error, MMSEnded)
                 if ends == MAX_MMS_ENDS:
                     raise WorkerFailed(
-                        f"Multi Model Server ended {MAX_MMS_ENDS} times under this"
+                        f"Multi Model Server ended {MAX_MMS_ENDS} times during this request"
                     ) from None
                 if attempt == ATTEMPTS - 1:
                     raise

@@ -158,7 +158,7 @@ class MMSClient:
             threads = (await self.describe(name))["workers"]
             return str(threads[0]["id"]).partition("-")[0]  # "9000-0a0a1da0"
         except (LookupError, TypeError, ValueError):
-            raise WorkerFailed("the model's worker is gone") from None
+            raise WorkerFailed("the model's worker has ended") from None
 
     async def names(self) -> set[str]:
         """Returns the names of all models. Raises `Unavailable`, also for an invalid response."""

@@ -1,4 +1,4 @@
-"""Admission of requests to models: a queue for each model, in the gateway.
+"""Admission of requests to models: a queue for each model in the gateway, and 429 when it is full.
 
 Multi Model Server and the engine get only as many requests as they work on at once. So a waiting
 request can get a Retry-After, time out or be cancelled at no cost to them.

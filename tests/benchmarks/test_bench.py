@@ -128,7 +128,7 @@ def test_an_option_of_another_run_is_refused(options: str, message: str) -> None
 
 def test_a_goal_is_the_median_over_rounds_and_one_not_measured_has_no_value() -> None:
     def contender(*seconds: list[float]) -> dict[str, Any]:
-        """Of one row, and of eight."""
+        """A contender's results for one row and for eight."""
         rounds = [{"rounds": [{"seconds": s} for s in each]} for each in seconds]
         return {"rows": dict(zip(("1", "8"), rounds, strict=False))}
 

@@ -39,7 +39,7 @@ def test_parts_of_a_run_come_together_if_they_are_of_one_commit(tmp_path: Path) 
     assert second.results["contenders"] == {"mxnet": {}}
     assert second.results["skipped"] == {}
     assert second.results["wanted"] == ["mxnet", "uses", "loading"]
-    with pytest.raises(Problem, match="commit was"):
+    with pytest.raises(Problem, match="its commit is"):
         second.add_to({**first.results, "commit": "다른 커밋"})
 
 

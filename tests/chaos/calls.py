@@ -1,4 +1,4 @@
-"""One request on a connection of its own, and its outcome."""
+"""Sends a request on a connection of its own, and records its outcome."""
 
 from __future__ import annotations
 

@@ -111,7 +111,7 @@ class Clients:
             thread.join()
 
     def ask(self, client: int, kind: str, model: str = "", prompt: int = 0) -> Op:
-        """One request, without disconnecting."""
+        """Send a request without disconnecting."""
         id = f"{self._seed}-{client}-{kind}-{time.monotonic_ns()}"
         return self._send(Op(id, client, kind, model, time.monotonic(), 0, prompt=prompt))
 

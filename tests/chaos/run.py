@@ -1,4 +1,4 @@
-"""One run: a server, clients and faults; the checker reads the history."""
+"""Runs a server, clients and faults; the checker reads the history."""
 
 from __future__ import annotations
 
@@ -191,7 +191,7 @@ class _Run:
         reserved: int,
         files: dict[str, dict[int, int]],
     ) -> Iterator[str]:
-        """What there is after all models are unloaded and was not at the start."""
+        """New files and processes that remain after all models are unloaded."""
         yield from self.history.left
         ids = dict(name.rsplit("#", 1) for name in self._agreed().engine)
         for model in self.size.models.all:

@@ -140,7 +140,7 @@ def drift(values: Sequence[float]) -> float:
 
 
 def grown(judged: Mapping[str, Sequence[float]]) -> list[str]:
-    """What has grown too much."""
+    """Return the measurements that have grown too much."""
     return [
         key
         for key, values in judged.items()

@@ -65,7 +65,7 @@ class _Proxy(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), _Handler)
 
     def verify_request(self, request: Any, client_address: Any) -> bool:
-        """In mode `gone`, closes connections at once."""
+        """Close the connection at once in mode `gone`."""
         return self.store.mode != "gone"
 
     def handle_error(self, request: Any, client_address: Any) -> None:

@@ -98,7 +98,7 @@ class System(Server):
         return done.stdout
 
     def _command(self, settings: Mapping[str, str]) -> list[str]:
-        """As scripts/run, but with the host's network and folders."""
+        """Return a command like that of scripts/run, but with the host's network and folders."""
         if not self._image:
             return super()._command(settings)
         run = ["docker", "run", "--rm", "--name", self._name, "--network", "host"]
@@ -179,7 +179,7 @@ class System(Server):
         return int(statistics["weight_bytes"]) + int(statistics["kv_bytes"])
 
     def request_lines(self) -> Counter[str]:
-        """How many lines of the log tell the end of each request."""
+        """Count the log lines of each request's end."""
         found: Counter[str] = Counter()
         for line in self.log.read_text(encoding="utf-8", errors="replace").splitlines():
             if '"request_id"' in line and '"path"' in line:
@@ -240,7 +240,7 @@ class Disks:
 
 
 def left_of(run_dir: Path, id: str) -> Iterator[str]:
-    """What a worker leaves over after its model's unload."""
+    """Return what remains of a worker after its model's unload."""
     if (run_dir / "workers" / id).exists():
         yield f"the folder of worker {id} outlives its unload"
     if has_process(id):

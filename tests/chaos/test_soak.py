@@ -1,4 +1,4 @@
-"""What a soak calls growth."""
+"""What a soak test counts as growth."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Store]:
 
 
 def read(broken: Store) -> bytes:
-    """One attempt through the proxy."""
+    """Read once through the proxy."""
     config = Config(retries={"total_max_attempts": 1}, read_timeout=0.5)
     s3 = client(broken.environment["AWS_ENDPOINT_URL_S3"], config=config)
     with contextlib.closing(s3):

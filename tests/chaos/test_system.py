@@ -1,4 +1,4 @@
-"""A worker that outlives its model is found."""
+"""The chaos test finds a worker that outlives its model."""
 
 from __future__ import annotations
 

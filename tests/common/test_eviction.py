@@ -1,4 +1,4 @@
-"""Which models are evicted for others, and how often a request then finds its model."""
+"""Which models are evicted for others, and the hit rate that results."""
 
 from __future__ import annotations
 

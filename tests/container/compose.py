@@ -37,7 +37,7 @@ class Compose(Client):
         return done.returncode, done.stdout
 
     def up(self, *services: str) -> None:
-        """These and what they depend on, or all."""
+        """Start these services and what they depend on, or all."""
         status, said = self.run("up", "-d", *services)
         assert status == 0, said + self.run("logs", "--no-color")[1]
 

@@ -29,7 +29,7 @@ def build(*arguments: str) -> None:
 
 @pytest.fixture(scope="session")
 def image(engine: None) -> str:
-    """Its name."""
+    """The name of the built image."""
     build("cpu", "--tag", IMAGE)
     return IMAGE
 

@@ -59,7 +59,7 @@ def program(
 
 
 def docker(*arguments: str, timeout_s: float = 60, check: bool = True) -> str:
-    """What it prints, on either stream."""
+    """Run docker and return its output, stdout and stderr together."""
     done = program("docker", *arguments, timeout_s=timeout_s)
     assert not check or done.returncode == 0, done.stdout
     return done.stdout
@@ -97,7 +97,7 @@ class Container(Client):
         return int(sum(float(r.split()[-1]) for r in rows if r.startswith("kogpt2_model_running{")))
 
     def signal(self, number: int, words: str) -> None:
-        """To the processes inside whose command line has `words`."""
+        """Signal the processes inside whose command line has `words`."""
         done = docker("exec", self.id, "python", "-c", SIGNAL, str(int(number)), words)
         assert int(done) > 0, f"no process has {words!r}"
 

@@ -28,7 +28,7 @@ def one(image: str) -> Iterator[Compose]:
 
 @pytest.fixture
 def fleet(image: str) -> Iterator[Compose]:
-    """Without Prometheus and Grafana, for which there are no small stand-ins."""
+    """The fleet without Prometheus and Grafana, for which there are no small stand-ins."""
     docker("build", "-t", PROXY_IMAGE, "tests/container/proxy", timeout_s=BUILD_S)
     settings = {"PROXY_IMAGE": PROXY_IMAGE, "NODE_MEMORY": "1g"}
     with closing(Compose("compose.fleet.yaml", image, **settings)) as compose:

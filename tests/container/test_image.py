@@ -1,4 +1,4 @@
-"""What is in the image, and what it says about itself."""
+"""The files, packages and labels of the image."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ def fill(container: Container) -> list[str]:
 
 @pytest.fixture(params=["many small models", "a few of the full size"])
 def full(request: pytest.FixtureRequest, start: Start, tmp_path: Path) -> Container:
-    """Not full yet."""
+    """A server whose memory is not full yet."""
     if request.param == "many small models":
         store = copies(small(tmp_path / "model"), tmp_path / "store", MOST)
         environment = {"ENGINE_BACKEND": "mxnet", "ENGINE_MEMORY_MIB": "8"}

@@ -103,7 +103,7 @@ def model_errors(documents: Iterable[Document], modules: Path, folder: Path) -> 
 
 
 def kserve_errors(documents: Iterable[Document]) -> list[list[str]]:
-    """Those of each document."""
+    """Return the errors of each document by KServe's schemas."""
     done = subprocess.run(
         [clients_python(), Path(__file__).with_name("kserve_models.py")],
         input=json.dumps(list(documents)),

@@ -90,7 +90,7 @@ def composed(modules: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[st
 
 
 def of(composed: dict[str, list[Document]], groups: Any) -> list[Document]:
-    """Those of some groups, each once."""
+    """Return the manifests of some groups, each once."""
     every = [document for documents in composed.values() for document in documents]
     unique = {json.dumps(document): document for document in every if group(document) in groups}
     return list(unique.values())
@@ -118,7 +118,7 @@ def test_kinds_of_the_gateway_api_keda_and_prometheus_operator_fit_their_sources
 
 
 def broken(document: Document, path: str, value: Any) -> Document:
-    """With one value set; the path begins below `spec`."""
+    """Return a copy with one value set; the path begins below `spec`."""
     wrong = copy.deepcopy(document)
     *folders, name = path.split(".")
     place = wrong["spec"]

@@ -1,4 +1,4 @@
-"""What can be known of the GPU image without building it: what it installs, and its defaults."""
+"""The GPU image without building it: what it installs, and its defaults."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_a_choice_that_is_none_is_told() -> None:
 
 
 def environment(stage: str) -> dict[str, str]:
-    """What a stage of the Dockerfile sets, with what it builds on."""
+    """Return the variables that a stage of the Dockerfile and the stages below it set."""
     for part in re.split("^FROM ", DOCKERFILE, flags=re.MULTILINE)[1:]:
         head, _, body = part.partition("\n")
         base, _, name = head.partition(" AS ")

@@ -25,7 +25,7 @@ def documents(path: Path) -> list[dict[str, Any]]:
 
 
 def resources(folder: Path) -> dict[tuple[str, str], dict[str, Any]]:
-    """Those that a kustomization names itself."""
+    """Return the resources that a kustomization names itself."""
     return {
         (document["kind"], document["metadata"]["name"]): document
         for name in documents(folder / "kustomization.yaml")[0].get("resources", [])

@@ -67,7 +67,7 @@ def test_the_pod_fits_the_schema(pod: str) -> None:
 
 @pytest.mark.parametrize("spec", [POD["spec"], *PODS.values()], ids=["base", *PODS])
 def test_a_pod_keeps_to_the_restricted_level(spec: dict[str, Any]) -> None:
-    """https://kubernetes.io/docs/concepts/security/pod-security-standards"""
+    """As in https://kubernetes.io/docs/concepts/security/pod-security-standards."""
     assert {name for name in spec if name.startswith("host")} == set()
     kinds = {kind for volume in spec["volumes"] for kind in volume} - {"name"}
     assert kinds <= {"emptyDir", "configMap"}

@@ -1,4 +1,4 @@
-"""What compose.fleet.yaml gives Prometheus and Grafana fits together: names, ports, folders."""
+"""Names, ports and folders of Prometheus and Grafana in compose.fleet.yaml fit together."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PROMETHEUS_PORT = 9090  # where its image listens
 
 
 def mounts(service: str) -> dict[PurePosixPath, Path]:
-    """What is at each place in the container."""
+    """Return the source of each mount in the container."""
     found = (volume.split(":") for volume in SERVICES[service]["volumes"])
     return {PurePosixPath(there): ROOT / here for here, there, *_ in found}
 

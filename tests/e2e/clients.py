@@ -151,7 +151,7 @@ def llama_index(address: str, key: str) -> dict[str, Any]:
 
 
 def huggingface_hub(address: str, key: str) -> dict[str, Any]:
-    """Its text_generation: tests/e2e/hugging_face_client.py."""
+    """Call huggingface_hub's text_generation: tests/e2e/hugging_face_client.py."""
     from huggingface_hub import InferenceClient
 
     chat = InferenceClient(base_url=f"{address}/v1", api_key=key, timeout=60)
@@ -256,7 +256,7 @@ def lm_eval(address: str, key: str, tokenizer: str) -> dict[str, Any]:
 
 
 def main(address: str, key: str, grpc_address: str, tokenizer: str) -> dict[str, Any]:
-    """By client, or why there is nothing."""
+    """Print the results by client, or why there are none."""
     clients: list[Any] = [litellm, openai, langchain, llama_index, huggingface_hub]
     clients += [partial(kserve, grpc_address=grpc_address), partial(lm_eval, tokenizer=tokenizer)]
     found = {}

@@ -40,5 +40,5 @@ def started_to_break(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Share
 
 @pytest.fixture
 def breakable(started_to_break: Shared) -> Server:
-    """One like `clean` for a single test, which may end it or any of its processes."""
+    """A server like `clean` for a single test, which may end it or any of its processes."""
     return started_to_break.clean()

@@ -15,7 +15,7 @@ from tests.e2e.server import REPOSITORY, Server
 
 
 def blocks(page: Path, language: str = r"\w+") -> list[str]:
-    """What a page shows in that language."""
+    """Return the code blocks of a page in that language."""
     return re.findall(rf"```{language}\n(.*?)```", page.read_text("utf-8"), re.DOTALL)
 
 
@@ -35,7 +35,7 @@ def here(server: Server, example: str) -> str:
 
 
 def printed(server: Server, command: str, folder: Path = REPOSITORY) -> str:
-    """What a command prints at this server, with this Python's programs."""
+    """Run a command against this server, with this Python's programs, and return its output."""
     line = here(server, command).replace("curl ", "curl --silent --max-time 60 ")
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     done = subprocess.run(
@@ -52,7 +52,7 @@ def printed(server: Server, command: str, folder: Path = REPOSITORY) -> str:
 
 
 def ran(server: Server, program: str) -> str:
-    """What a program prints at this server."""
+    """Run a program against this server and return its output."""
     code = compile(here(server, program), "page", "exec", dont_inherit=True)
     with contextlib.redirect_stdout(io.StringIO()) as out:
         exec(code, {"__name__": "__main__"})  # noqa: S102

@@ -146,7 +146,7 @@ class Server(Client):
         return self
 
     def text(self) -> str:
-        """What it has logged since the log was last forgotten."""
+        """The log since `forget_log`."""
         return self.log.read_bytes()[self._forgotten :].decode("utf-8")
 
     def forget_log(self) -> None:

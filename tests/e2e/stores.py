@@ -79,7 +79,7 @@ class Shared:
         self._server: Server | None = None
 
     def clean(self) -> Server:
-        """It, with no model and an empty store; its log begins here."""
+        """The shared server with no model and an empty store; its log begins here."""
         if self._server is None or not _is_well(self._server):
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self.stop()
@@ -98,7 +98,7 @@ class Shared:
 
 
 def _is_well(server: Server) -> bool:
-    """Whether it lives and what the last test broke is whole again, soon."""
+    """Whether the server runs and has recovered, soon, from what the last test broke."""
     end = time.monotonic() + 30
     while server.process.poll() is None and time.monotonic() < end:
         if server.is_ready():
@@ -134,14 +134,14 @@ def running(server: Server) -> int:
 
 
 def count(server: Server, what: str, name: str) -> int:
-    """How many `steps`, `rows` or `requests` the engine has had for a model since it was loaded."""
+    """Return the engine's count of `steps`, `rows` or `requests` of a model since it was loaded."""
     models = statistics(server)["models"]
     return sum(model[what] for model in models if model["name"].startswith(f"{name}#"))
 
 
 @contextlib.contextmanager
 def in_flight(server: Server, name: str, clients: int) -> Iterator[list[Future[requests.Response]]]:
-    """So many long requests that are being worked on."""
+    """Keep a number of long requests in flight."""
     with ThreadPoolExecutor(clients) as pool:
         answers = [pool.submit(server.predict, name, LONG) for _ in range(clients)]
         eventually(lambda: running(server) >= 2 * clients)
@@ -204,7 +204,7 @@ def events(answer: requests.Response) -> list[str]:
 
 
 def raw(port: int, request: bytes, timeout_s: float = 10.0) -> bytes:
-    """What the server answers to these bytes."""
+    """Send these bytes to the server and return its response."""
     with socket.create_connection(("127.0.0.1", port), timeout=timeout_s) as connection:
         connection.sendall(request)
         answer = b""

@@ -39,7 +39,7 @@ def server(clean: Server, store: Path) -> Server:
 
 @pytest.fixture(scope="module")
 def texts(server: Server) -> dict[str, str]:
-    """What each adapter says as a whole model."""
+    """The text of each adapter as a whole model."""
     found = {}
     for seed, name in enumerate(ADAPTERS):
         found[name] = text(server.predict(f"전체-{seed}", SHORT))

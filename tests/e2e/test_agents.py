@@ -40,7 +40,7 @@ def states(server: Server) -> dict[str, str]:
 
 
 def brought(server: Server, name: str, seed: int) -> None:
-    """As the agent's downloader leaves it, with the mark that it is whole."""
+    """A model as the agent's downloader leaves it, with the mark that it is complete."""
     folder = small(server.store / name, seed)
     (folder / f"SUCCESS.{seed:064x}").write_text('{"storageUri": "s3://b/시"}', "utf-8")
 

@@ -41,7 +41,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 @pytest.fixture(scope="module")
 def expected(server: Server) -> dict[str, Any]:
-    """By the server's own routes."""
+    """The texts of the server's own routes."""
     completion = greedy(server, TEXT, TOKENS, PROMPT, **AUTHORIZATION)
     chat = post(server, "chat/completions", {"model": CHAT, "messages": MESSAGES}).json()
     said = chat["choices"][0]["message"]["content"]
@@ -89,14 +89,14 @@ def output(command: list[str], folder: Path = REPOSITORY, program: str = "") -> 
 
 @pytest.fixture(scope="module")
 def found(server: Server) -> dict[str, Any]:
-    """What Python's clients get, by client."""
+    """The results of the Python clients, by client."""
     command = [clients_python(), "-m", "tests.e2e.clients", server.url(""), TOKEN]
     return output([*command, server.grpc_address, str(server.store / CHAT)])
 
 
 @pytest.fixture(scope="module")
 def found_by_javascript(server: Server) -> dict[str, Any]:
-    """What JavaScript's clients get, by client."""
+    """The results of the JavaScript clients, by client."""
     folder = os.environ.get("CLIENTS_JS")
     if not folder:
         pytest.skip("CLIENTS_JS names a folder where npm has installed tests/e2e/npm")
@@ -164,7 +164,7 @@ def test_clients_for_javascript_know_texts_forms_and_errors(
 
 
 def test_lm_eval_scores_and_continues_texts(server: Server, found: dict[str, Any]) -> None:
-    """As texts and as ids, which are the same."""
+    """Requests with texts and with ids have the same results."""
     assert isinstance(found["lm_eval"], dict), found["lm_eval"]
     asked = {"model": CHAT, "prompt": PROMPT + " 말", "max_tokens": 0, "echo": True, "logprobs": 1}
     scored = post(server, "completions", asked).json()["choices"][0]["logprobs"]

@@ -38,7 +38,7 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """With room for a slow model and a few small ones, not for all three large ones."""
+    """A server with memory for a slow model and a few small ones, not for all three large ones."""
     folder = tmp_path_factory.mktemp("console")
     store = folder / "store"
     for seed, name in enumerate(FOUR):
@@ -118,7 +118,7 @@ def pane(page: Page, name: str) -> Locator:
 
 
 def choose(page: Page, *names: str) -> None:
-    """These and no others."""
+    """Select these models and no others."""
     while page.locator(".chip").count():
         page.locator(".chip").first.click()
     for name in names:

@@ -55,7 +55,7 @@ def shared(clean: Server) -> Server:
 
 
 def workers(server: Server) -> set[int]:
-    """Also those of scripts."""
+    """The processes of workers and of scripts."""
     return {process.pid for process in server.descendants("--sock-name")}
 
 

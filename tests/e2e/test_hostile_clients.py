@@ -178,7 +178,7 @@ def test_connections_that_stall_fail_nobody(server: Server) -> None:
 
 
 def memory(server: Server) -> dict[str, int]:
-    """Of those that read what clients send."""
+    """The memory of the processes that read what clients send."""
     found = {}
     for name in ("serving.gateway", "handlers.host"):
         found[name] = server.descendants(name)[0].memory_info().rss

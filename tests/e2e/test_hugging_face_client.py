@@ -25,7 +25,7 @@ def url(clean: Server) -> str:
     params=["here", pytest.param("newest", marks=pytest.mark.slow)], ids=["0.29", "newest"]
 )
 def found(url: str, request: pytest.FixtureRequest) -> dict[str, Any]:
-    """By the version beside the server's own requirements, and by LiteLLM's."""
+    """Results of the version beside the server's own requirements, and of LiteLLM's."""
     if request.param == "here":
         return hugging_face_client.asked(url, "x")
     command = [clients_python(), "-m", "tests.e2e.hugging_face_client", url, "x"]
@@ -77,4 +77,4 @@ def test_the_client_raises_what_was_wrong(found: dict[str, Any]) -> None:
     assert message == "parameters.max_new_tokens must be from 1 to 1000000, is 0"
     assert found["no such adapter"] == ["ValidationError", "there is no model 겨울 in the store"]
     assert found["wrong form"][1].startswith("parameters.grammar: ")
-    assert "parameters.watermark is not done here" in found["not done"][1]
+    assert "parameters.watermark is not supported" in found["not done"][1]

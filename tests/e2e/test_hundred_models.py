@@ -25,7 +25,7 @@ CLIENTS = 8
 
 
 def alone(server: Server, count: int, clients: int) -> list[str]:
-    """What each model says first."""
+    """The first text of each model."""
     with ThreadPoolExecutor(clients) as pool:
         answers = pool.map(lambda number: server.predict(f"m{number}", SHORT), range(count))
         return [text(answer) for answer in answers]
@@ -51,7 +51,7 @@ def unload_all(server: Server) -> None:
 
 
 def test_a_hundred_models_in_the_room_of_twenty_answer_as_each_does_alone(tmp_path: Path) -> None:
-    """As full-size ones are in a container of 4 GiB."""
+    """A fifth of the models fit, as of full-size ones in a container of 4 GiB."""
     for number in range(MODELS):
         path = tmp_path / "store" / f"m{number}"
         make_artifact(path, units=64, vocab=160, max_length=64, seed=number)
@@ -82,7 +82,7 @@ def held(server: Server) -> tuple[int, int, int]:
 
 
 def test_models_that_are_loaded_and_evicted_over_and_over_leave_nothing(tmp_path: Path) -> None:
-    """Where the gateway evicts, since the engine holds no more models than fit."""
+    """The gateway evicts here, since the engine holds no more models than fit."""
     store = tmp_path / "store"
     for seed in range(FEW):
         if seed % 2:

@@ -23,7 +23,7 @@ def server(clean: Server) -> Server:
 
 
 def metrics(server: Server, management: bool = False) -> dict[tuple[str, ...], float]:
-    """By name and the values of labels in the order of their names."""
+    """Return the values of metrics by name and label values, in the order of the labels' names."""
     answer = server.get("/metrics", management=management)
     assert answer.headers["content-type"].startswith("text/plain")
     return {

@@ -27,7 +27,7 @@ COMPLETION = {"prompt": "나는 오늘", "max_tokens": 5, "temperature": 0}
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What stands for /opt/ml: the base in `model/`, an adapter in `models/`."""
+    """The folder in place of /opt/ml: the base in `model/`, an adapter in `models/`."""
     folder = tmp_path_factory.mktemp("ml")
     base = small(folder / "model")
     make_adapter(folder / "models" / "어댑터", base)

@@ -47,7 +47,7 @@ def server(store: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Se
 
 @pytest.fixture(scope="module")
 def good(server: Server) -> tuple[set[int], str]:
-    """The workers of the models beside, and what one of them says."""
+    """The workers of the other models, and the answer of one of them."""
     pids = {p.pid for p in server.descendants(WORKER) + server.descendants("ModelServer")}
     return pids, text(server.predict("good", SHORT))
 
@@ -64,7 +64,7 @@ def others(server: Server, good: tuple[set[int], str]) -> Iterator[None]:
 
 
 def failed(answer: requests.Response, status: int, reason: str) -> None:
-    """With one sentence: a line without a trace of how the server is made."""
+    """The script failed with an error of one line, which reveals nothing of the server."""
     assert error(answer)[0] == status, answer.text
     said = answer.json()["message"]
     assert reason in said
@@ -199,7 +199,7 @@ def daemon(seconds: int) -> str:
 
 
 def test_a_daemon_that_it_has_started_goes_with_it(server: Server, wild: str) -> None:
-    """And one that hangs is started again, with its time limit."""
+    """A script that hangs is restarted, with its time limit."""
     assert server.load("brief", wild, response_timeout=10).status_code == 200
     assert server.predict("brief", daemon(9871).encode()).status_code == 200
     assert server.descendants("sleep", "9871")  # it lives as long as the script
@@ -307,7 +307,7 @@ def test_loads_that_never_end_are_given_up_with_all_that_they_have_started(
 
 
 def test_a_script_that_will_not_end_does_not_hold_up_a_stop(allowing: Server, store: Path) -> None:
-    """Nor does a fetch that hangs."""
+    """Neither does a fetch that hangs."""
     deaf = "import signal, subprocess, time\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
     asked = "subprocess.Popen(['sleep', '9876'])\nwhile True: time.sleep(1)"
     transform(store / "deaf", asked, top=deaf)

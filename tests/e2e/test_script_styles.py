@@ -47,7 +47,7 @@ class Model:
         self.server, self.name, self.folder = server, name, server.store / name
 
     def load(self, source: str = "", path: str = "inference.py", **options: Any) -> None:
-        """With this script, where there is one."""
+        """Load the model with this script, where there is one."""
         if source:
             script(self.folder, source, path)
         answer = self.server.load(self.name, **options)

@@ -19,7 +19,7 @@ MODEL = "수다"
 
 @pytest.fixture(scope="module")
 def servers(clean: Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Server]]:
-    """One without and one with it."""
+    """A server without speculation and one with it."""
     folder = tmp_path_factory.mktemp("speculation")
     for store in (clean.store, folder / "store"):
         make_talkative(store / MODEL, max_length=256)  # its texts repeat themselves

@@ -210,7 +210,7 @@ def test_lists_show_a_team_its_own_models_only(setup: Setup) -> None:
 
 
 def watched(setup: Setup, token: str) -> Any:
-    """What the console shows once it has listed the store."""
+    """Return what the console shows once it has listed the store."""
     shown: dict[str, Any] = {"models": {}, "journal": []}
     with setup.server.get("/console/events", headers=bearer(token), stream=True) as answer:
         for line in answer.iter_lines():

@@ -140,7 +140,7 @@ def test_a_text_model_takes_a_text(server: Server) -> None:
 
 
 def raw(server: Server, name: str, body: bytes) -> requests.Response:
-    """As Triton's clients send one tensor's bytes and no JSON."""
+    """Send one tensor's bytes without JSON, as Triton's clients do."""
     return infer(server, name, body, **{"Inference-Header-Content-Length": "0"})
 
 
@@ -264,7 +264,7 @@ ASKED = {"text_input": PROMPT, "max_tokens": 9}
 
 
 def post(server: Server, route: str, body: Any, name: str = "text-model") -> requests.Response:
-    """As curl sends it: no content type that says JSON."""
+    """Post as curl does, without a content type of JSON."""
     return server.post(f"/v2/models/{name}/{route}", data=json.dumps(body).encode())
 
 
@@ -339,7 +339,7 @@ def test_a_stream_is_the_text_in_events(
         ("generate", [], 400, "must be a JSON object"),
         ("generate_stream", {"text_input": "가" * 3000}, 413, "context"),
         ("versions/7/generate", {"text_input": PROMPT}, 404, "version"),
-        ("trace/setting", {}, 404, "no traces here"),
+        ("trace/setting", {}, 404, "no trace settings"),
     ],
 )
 def test_what_is_wrong_is_said_in_the_protocols_shape(

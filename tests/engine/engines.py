@@ -48,7 +48,7 @@ AnyResult = TypeVar("AnyResult", bound="Result")
 
 
 class Result:
-    """What a request's sequences give. `on_token` is called on the thread that emits."""
+    """The tokens of a request's sequences. `on_token` is called on the thread that emits."""
 
     sequences: list[Sequence]
 
@@ -244,12 +244,12 @@ class EngineProcess:
             return False
 
     def kill(self) -> None:
-        """As the kernel does when memory runs out."""
+        """Kill the process, as the kernel does when memory runs out."""
         self.process.kill()
         self.process.wait(WAIT_S)
 
     def terminate(self) -> int:
-        """Its exit status after SIGTERM."""
+        """Send SIGTERM and return the exit status."""
         self.process.terminate()
         return self.process.wait(WAIT_S)
 
@@ -289,7 +289,7 @@ class EngineProcess:
         return response.status, json.loads(content) if content else None
 
     def statistics(self, name: str) -> dict[str, Any]:
-        """Of one model, or nothing if it is not loaded."""
+        """Return the statistics of one model, empty if it is not loaded."""
         models = self.call("GET", "/statistics")[1]["models"]
         return next((m for m in models if m["name"] == name), {})
 

@@ -1,4 +1,4 @@
-"""What the tokenizers of the tests are trained on."""
+"""Sentences on which the tests' tokenizers are trained."""
 
 from __future__ import annotations
 

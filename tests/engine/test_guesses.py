@@ -71,7 +71,7 @@ def test_more_are_guessed_where_all_are_right() -> None:
 
 @pytest.fixture(scope="module")
 def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Engine]]:
-    """Without and with speculation; greedy texts of small random models repeat themselves."""
+    """Engines without and with speculation; greedy texts of small random models repeat."""
     root = tmp_path_factory.mktemp("guesses")
     folder = make_talkative(root / "m", max_length=256)
     folders: dict[str, Path] = {name: make_adapter(root / name, folder, seed=i)

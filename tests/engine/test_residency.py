@@ -32,7 +32,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 
 def fit(engine: Engine, count: int) -> None:
-    """From now on so many of the loaded models can be resident beside a row, and no more."""
+    """Limit how many of the loaded models can be resident beside a row."""
     core = next(iter(engine._models.values())).core
     engine.budget.total_bytes = count * core.reserved_bytes + core.row_bytes
 

@@ -115,7 +115,7 @@ def test_no_end_token_comes_before_there_are_enough_tokens() -> None:
 
 
 def dry(ids: list[int], breakers: set[int], p: Parameters) -> NDArray[np.float64]:
-    """What each token's logit loses, by its definition: `breakers` are tokens."""
+    """Return DRY's penalty of each token's logit, by its definition: `breakers` are tokens."""
     window = ids if p.dry_penalty_last_n < 0 else ids[-p.dry_penalty_last_n :]
     unbroken = next((n for n, t in enumerate(reversed(ids)) if t in breakers), len(ids))
     found = np.zeros(VOCAB)

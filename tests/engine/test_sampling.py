@@ -84,7 +84,7 @@ def test_the_same_seed_gives_the_same_tokens(options: dict[str, Any]) -> None:
 
 
 def typical(logits: Array, mass: float) -> set[int]:
-    """By a full sort: those that transformers' TypicalLogitsWarper keeps, and others as near."""
+    """Sort fully: the tokens of transformers' TypicalLogitsWarper, and those equally near."""
     shares = softmax(logits)
     logs = np.log(shares + 1e-300)
     distances = np.abs(logs - (shares * logs).sum())  # to the entropy

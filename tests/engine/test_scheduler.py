@@ -76,7 +76,7 @@ class Bench:
         return [len(part.piece.ids) for part in scheduled]
 
     def check(self) -> None:
-        """What holds between any two steps."""
+        """Check the invariants between any two steps."""
         running = self.batch.running
         states = [s.state for s in running]
         assert states.count(State.PREFILL) <= 1

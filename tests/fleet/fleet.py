@@ -60,7 +60,7 @@ def environment(s3: S3Server, models: int) -> dict[str, str]:
 
 
 def loads(server: Server) -> int:
-    """How many models it has loaded since its start."""
+    """Count the models that the server has loaded since its start."""
     seen = metrics(server)
     evicted = seen.get(("kogpt2_model_idle_at_eviction_seconds_count",), 0)
     return int(evicted + seen["kogpt2_models",])

@@ -33,7 +33,7 @@ SHOWN_EVERY_S = 30.0
 
 
 def tried(name: str, data: bytes, measured: bool = True) -> bool:
-    """Whether the input is taken. Writes that of a defect into a file, and raises the error."""
+    """Whether the input is accepted. Writes a defect's input into a file and raises the error."""
     began = time.process_time()
     try:
         taken = attempt(TARGETS[name], data, measured)

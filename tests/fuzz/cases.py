@@ -56,7 +56,7 @@ def seeds(name: str) -> list[bytes]:
 
 
 def case(rng: random.Random, known: Sequence[bytes]) -> bytes:
-    """One input, made from known ones of its format."""
+    """Make an input from known ones of its format."""
     data = rng.choice(known)
     if rng.random() < 0.5:
         try:

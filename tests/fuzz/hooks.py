@@ -1,4 +1,4 @@
-"""What schemathesis sends: names of models in the store, and a text request's fields to one route.
+"""Schemathesis sends names of models in the store, and a text request's fields to one route.
 Used as SCHEMATHESIS_HOOKS=tests.fuzz.hooks."""
 
 from __future__ import annotations

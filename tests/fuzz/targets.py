@@ -181,7 +181,7 @@ def names(data: bytes) -> None:
 
 
 def url(data: bytes) -> None:
-    """Only models in the store are found, without requests to a host."""
+    """Locate a model by any url: only those in the store are found, and no host gets a request."""
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder) / "store"
         root.mkdir()

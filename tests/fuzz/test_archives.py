@@ -91,7 +91,7 @@ def header(draw: st.DrawFn) -> bytes:
 
 
 def damaged(draw: st.DrawFn, data: bytes) -> bytes:
-    """With up to four changed places."""
+    """Return the archive with up to four changed places."""
     chance = draw(st.randoms(use_true_random=False))
     for _ in range(draw(st.integers(0, 4))):
         data = cases.damaged(data, chance, [data])

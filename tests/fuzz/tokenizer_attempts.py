@@ -1,4 +1,4 @@
-"""What the fuzzing of tokenizers runs in a sandbox."""
+"""The part of the tokenizers' fuzzing that runs in a sandbox."""
 
 from __future__ import annotations
 

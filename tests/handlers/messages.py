@@ -19,7 +19,7 @@ def request_message(body: bytes) -> bytes:
 
 
 def worker_arguments(path: Path, name: str, folder: Path, handler: str) -> list[str]:
-    """Of the program that MMS starts for a model, which listens on `path`."""
+    """Return the arguments of the program that MMS starts for a model, which listens on `path`."""
     arguments = {"sock-type": "unix", "sock-name": path, "handler": handler, "model-path": folder}
     arguments |= {"model-name": name, "preload-model": "false"}
     return [text for name, value in arguments.items() for text in (f"--{name}", str(value))]

@@ -97,7 +97,7 @@ def _read(message: bytes) -> Reply:
 
 @pytest.fixture(scope="module", autouse=True)
 def _environment() -> Iterator[None]:
-    """As `serve` makes it."""
+    """The environment as `serve` makes it."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(REPOSITORY))
         yield

@@ -142,7 +142,7 @@ class Model:
         )
 
     def loaded(self, count: int = 1) -> list[socket.socket]:
-        """So many connections on which the model is loaded."""
+        """Open a number of connections on which the model is loaded."""
         connections = [self.connect() for _ in range(count)]
         for connection in connections:
             self.load(connection)

@@ -44,7 +44,7 @@ def load(case: Case, folder: Path, backend: str, precision: str = "fp32") -> Bac
 
 
 def agrees_with_oracle(model: BackendModel, golden: Golden) -> None:
-    """Logits at each place of the prompt, however it is cut up, and both continuations."""
+    """Compare logits at each place of the prompt, cut in several ways, and both continuations."""
     ids, expected = golden["ids"], golden["logits"]
     for cuts in ([], [1], [len(ids) // 2], [len(ids) - 1], list(range(1, len(ids)))):
         edges = sorted({0, *cuts, len(ids)})
@@ -61,7 +61,7 @@ def agrees_with_oracle(model: BackendModel, golden: Golden) -> None:
 
 
 def continuation(model: BackendModel, golden: Golden, name: str, parameters: Parameters) -> Any:
-    """As many new ids as the oracle made, by prefill and cached decode steps."""
+    """Make as many new ids as the oracle made, by prefill and cached decode steps."""
     sampler, ids = Sampler(parameters), list(golden["ids"])
     row, made = model.open_row(), list[int]()
     while len(made) < len(golden[name]):

@@ -23,7 +23,7 @@ def python() -> str:
 
 
 def run(*arguments: str | Path, stdin: str = "") -> str:
-    """What the oracle's Python prints with these arguments."""
+    """Run the oracle's Python with these arguments and return its output."""
     done = subprocess.run(
         [python(), *arguments],
         cwd=ROOT,

@@ -42,7 +42,7 @@ ALL = {"target_modules": [*MODULES]}
 
 
 def lora(r: int = 8, **config: Any) -> dict[str, Any]:
-    """What `make_adapters.make` is given; with `|` more than the configuration of PEFT."""
+    """Return the arguments of `make_adapters.make`; `|` adds to the configuration of PEFT."""
     return {"config": {"task_type": "CAUSAL_LM", "r": r, "target_modules": [*MODULES], **config}}
 
 
@@ -167,7 +167,7 @@ REFUSED: dict[str, dict[str, Any]] = {
 
 @dataclass
 class Made:
-    """What PEFT made on a base, and answered with it."""
+    """An adapter that PEFT made on a base, and PEFT's answers with it."""
 
     root: Path
     base: Path
@@ -176,7 +176,7 @@ class Made:
 
 
 def folder_of(root: Path, name: str) -> Path:
-    """Of an adapter: PEFT saves one with a name of its own in a folder of that name."""
+    """Return an adapter's folder: PEFT saves a named one in a folder of that name."""
     options = (ADAPTERS | REFUSED).get(name, {})
     path = root / str([*ADAPTERS, *REFUSED].index(name)) if options else root / name
     own = "sum" if options.get("sum") else options.get("name", "default")
@@ -231,7 +231,7 @@ def fine_tune(base: Path, folder: Path) -> None:
 
 @pytest.fixture(scope="module")
 def found(made: Made) -> dict[str, list[Request]]:
-    """By name what the engine answers, all at once.
+    """The engine's answers by name, to requests sent all at once.
 
     It is closed then: one in idleness gives the library's memory back, which another may be using.
     """
@@ -302,7 +302,7 @@ def test_what_cannot_be_served_is_refused_as_peft_saves_it(made: Made, reason: s
 
 
 def test_a_router_of_adapters_is_refused(made: Made) -> None:
-    """Its matrices have the names of any adapter's."""
+    """A router's matrices have the same names as an adapter's."""
     with pytest.raises(ArtifactError, match="arrow_config is"):
         read(made.root / ROUTER / "arrow_router")
 

@@ -59,7 +59,7 @@ def agrees(engine: Engine, folder: Path, answers: dict[str, Any]) -> None:
 
 
 def random_options(rng: random.Random) -> dict[str, Any]:
-    """Of `make_hugging_face`."""
+    """Draw random options of `make_hugging_face`."""
     heads = rng.randint(1, 6)
     return {
         "kind": rng.choice(KINDS),

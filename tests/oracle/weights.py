@@ -14,7 +14,7 @@ from testbed.weights import random_weights
 
 @dataclass(frozen=True)
 class Case:
-    """One model and one prompt: what the oracle is asked."""
+    """One model and one prompt for the oracle."""
 
     name: str
     config: GPT2Config

@@ -37,7 +37,7 @@ class State(Enum):
 
 @dataclass
 class Held:
-    """One model on an instance."""
+    """A model on an instance."""
 
     target: str
     name: str  # in the container

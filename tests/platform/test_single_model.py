@@ -65,7 +65,7 @@ def test_the_model_is_loaded_at_the_start_on_the_port_that_sagemaker_names(
 
 
 def own(server: Server) -> str:
-    """What its one model says."""
+    """The text of its one model."""
     return text(server.post("/invocations", json=SHORT))
 
 

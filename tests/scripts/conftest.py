@@ -71,7 +71,7 @@ def model_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def served(model_store: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """With a model in /opt/ml/model, too, which answers `/invocations` without a name."""
+    """A server with a model in /opt/ml/model, too, which answers `/invocations` without a name."""
     folder = tmp_path_factory.mktemp("served")
     small(folder / "ml" / "model", 0)
     with serving(folder, model_store, SAGEMAKER_BASE_DIR=str(folder / "ml")) as server:

@@ -46,7 +46,7 @@ def refused(*arguments: str | Path) -> str:
 
 
 def texts(*folders: Path) -> list[list[str]]:
-    """What the engine answers to some sentences, for each folder."""
+    """Return the engine's answers to some sentences, for each folder."""
     with closing(Engine(Settings(backend="native", precision="fp32", memory_mib=256))) as engine:
         found = []
         for i, folder in enumerate(folders):

@@ -190,7 +190,7 @@ NO_SERVER = ("--url", "http://127.0.0.1:9", "--model", "m0", "--text", "가")
 @pytest.mark.parametrize(
     ("options", "status", "message"),
     [
-        (NO_SERVER, 1, "http://127.0.0.1:9 is not there: Connection refused"),
+        (NO_SERVER, 1, "http://127.0.0.1:9 cannot be reached: Connection refused"),
         (("--url", "localhost:8080", "--text", "가"), 2, "must begin with http://"),
         (("--url", "http://h", "--endpoint", "e"), 2, "--url or --endpoint, not both"),
         (("--profile", "p", "--text", "가"), 2, "--profile is for --endpoint"),

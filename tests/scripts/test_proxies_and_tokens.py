@@ -27,7 +27,7 @@ def act(handler: Handler) -> None:
 
 @pytest.fixture
 def url(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """Such a server, where the environment names a proxy that does not exist."""
+    """A server with a token, where the environment names a proxy that does not exist."""
     for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy"):
         monkeypatch.setenv(name, "http://127.0.0.1:9")
     for name in ("NO_PROXY", "no_proxy", "INFERENCE_TOKEN"):

@@ -36,7 +36,7 @@ def stored(name: str) -> StoredModel:
 
 
 class FakeWorkers:
-    """As `serving.mms.workers.Workers`: what MMS has registered and the engine holds, by id."""
+    """A fake `serving.mms.workers.Workers`: what MMS has registered and the engine holds, by id."""
 
     def __init__(self, budget: int = 1000) -> None:
         self.turn = asyncio.Semaphore(2)
@@ -147,7 +147,7 @@ class FakeWorkers:
         return held
 
     def kill(self, model: Model) -> None:
-        """Its worker's process: Multi Model Server still knows of it."""
+        """Kill the model's worker process, which Multi Model Server still lists."""
         self.dead.add(model.socket)
 
     def restart_mms(self) -> None:
@@ -156,7 +156,7 @@ class FakeWorkers:
 
 
 class FakeCache:
-    """As `serving.store.Cache`. `hung` is what its fetches wait for, in their threads."""
+    """A fake `serving.store.Cache`. Its fetches wait for `hung`, in their threads."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.in_use = folder, Counter[str]()
@@ -169,7 +169,7 @@ class FakeCache:
         self._loop, self.hung[name] = loop, threading.Event()
 
     def let_go(self, name: str) -> None:
-        """To be called only when its fetch hangs."""
+        """End a fetch that hangs; to be called only then."""
         self._loop.hangs(-1)
         self.hung.pop(name).set()
 

@@ -1,4 +1,4 @@
-"""What the entrypoint creates before it starts the server's processes."""
+"""Files that the entrypoint creates before it starts the server's processes."""
 
 from __future__ import annotations
 

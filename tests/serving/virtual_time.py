@@ -50,7 +50,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         return future
 
     def hangs(self, more: int) -> None:
-        """So many more threads wait for what only the test can bring about."""
+        """Count that many more threads that wait for an event only the test sets."""
         self.threads -= more
 
 

@@ -62,8 +62,8 @@ NOT_IN_CHATS: NotDone = {
     "modalities": ('can only be ["text"]', (["text"],)),
     "audio": ("is not made here", ()),
     "reasoning_effort": ("is for models that reason", ("none",)),
-    "verbosity": ("is not known to these models", ()),
-    "web_search_options": ("asks for a search of the web, which is not done here", ()),
+    "verbosity": ("is not supported by these models", ()),
+    "web_search_options": ("is not supported: there is no search of the web", ()),
 }
 
 
@@ -297,7 +297,7 @@ def _content(name: str, content: Any, kinds: Sequence[str]) -> str:
     for i, part in enumerate(content):
         if mapping(f"{name}[{i}]", part).get("type") not in kinds:
             known = " or ".join(kinds)
-            raise Refused(f"{name}[{i}].type", f"must be {known}: these models know nothing else")
+            raise Refused(f"{name}[{i}].type", f"must be {known}: these models read text only")
         parts.append(text(f"{name}[{i}].text", part.get("text")))
     return "\n".join(parts)
 

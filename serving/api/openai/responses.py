@@ -111,7 +111,7 @@ def _text_format(given: Body) -> GivenForm | None:
     """
     about = mapping("text", given.get("text", {}))
     if about.get("verbosity") not in (None, "medium"):
-        raise Refused("text.verbosity", "is not known to these models")
+        raise Refused("text.verbosity", "is not supported by these models")
     for name, value in mapping("reasoning", given.get("reasoning", {})).items():
         if value not in (None, "none"):
             raise Refused(f"reasoning.{name}", "is for models that reason")

@@ -56,7 +56,7 @@ async def list_models(gateway: Gateway, request: Request) -> Response:
 
 
 async def find_model(gateway: Gateway, request: Request) -> Response:
-    """Whether there is such a model; loads nothing."""
+    """Describe a model of the store, without loading it."""
     name = request.path_params["name"]
     for named in described_models(gateway, name):
         await gateway.find(named)

@@ -65,7 +65,7 @@ def read(given: Mapping[str, Any]) -> ToolChoice | None:
         called, reason = [name], "stop"
     else:
         field = "tool_choice" if "tool_choice" in given else "tools"
-        raise Refused(field, f"asks for more than is done here: {UNDECIDED}")
+        raise Refused(field, f"is not supported: {UNDECIDED}")
     if len(called) == 1:
         return ToolChoice(functions[called[0]], called[0], reason)
     calls = [_call(name, functions[name], i) for i, name in enumerate(called)]

@@ -145,7 +145,7 @@ async def all_statistics(gateway: Gateway, request: Request) -> Response:
 
 
 async def no_traces(gateway: Gateway, request: Request) -> Response:
-    raise ResourceNotFound("there are no traces here; /metrics and the log tell of requests")
+    raise ResourceNotFound("there are no trace settings; OTEL_EXPORTER_OTLP_ENDPOINT starts traces")
 
 
 def _limit_s(body: bytes) -> float:

@@ -203,7 +203,7 @@ def test_hugging_faces_defaults_are_below_generation_json(
     drawn = {"do_sample": True, "temperature": 0.7, "top_k": 40, "min_p": 0.1, "typical_p": 0.9}
     assert parameters(folder, None) == Parameters(5, ("끝",), **drawn)
     assert found.stop_ids == {1, 3}
-    assert "num_beams is not done here" in caplog.text
+    assert "num_beams is not supported" in caplog.text
     assert "epsilon_cutoff" not in caplog.text
 
 

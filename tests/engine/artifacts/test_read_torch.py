@@ -160,7 +160,7 @@ def test_many_tensors_take_linear_time_and_too_many_are_refused(
         return write(tmp_path / f"{count}.bin", state_dict(saved))
 
     def lines(path: Path) -> int:
-        """How many lines of the reader run."""
+        """Count the lines of the reader that run."""
         count = 0
 
         def trace(frame: FrameType, event: str, argument: Any) -> Any:

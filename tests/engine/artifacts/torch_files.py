@@ -1,4 +1,4 @@
-"""What `torch.save` writes, made without torch, of tensors that torch would not make, too."""
+"""Files as `torch.save` writes them, made without torch, also of tensors that torch cannot make."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def state_dict(tensors: Mapping[str, Saved], old: bool = False) -> bytes:
 
 
 def write_old(path: Path, state: Mapping[str, NDArray[np.float32]]) -> Path:
-    """As torch before 1.6: each tensor has a storage of its own, C-contiguous."""
+    """Write as torch before 1.6: each tensor has a storage of its own, C-contiguous."""
     saved = {
         name: Saved(array.shape, [step // 4 for step in array.strides], count=array.size, key=name)
         for name, array in state.items()

@@ -1,4 +1,4 @@
-"""What tests of backends share: small models, and rows that are run by hand."""
+"""Shared by tests of backends: small models, and rows that are run by hand."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How long a leased model stays, with a real engine and no clock."""
+"""How long a leased model stays loaded, with a real engine and no clock."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the tests run in sandboxes."""
+"""Functions that the tests run in sandboxes."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def servant(prefix: str) -> Callable[[str], str]:
 
 
 def wait_for(path: str) -> str:
-    """What the file has, once it is there."""
+    """Return the content of a file, once it exists."""
     while not (file := Path(path)).exists() or not (text := file.read_text("utf-8")):
         time.sleep(0.01)
     return text
@@ -62,7 +62,7 @@ def bomb() -> int:
 
 
 def native_bomb() -> int:
-    """As a library in C that does not look whether it got memory."""
+    """Allocate as a C library that does not check the result of malloc."""
     size = 4 << 30
     ctypes.CDLL(None).malloc.restype = ctypes.c_void_p
     ctypes.memset(ctypes.CDLL(None).malloc(ctypes.c_size_t(size)), 1, size)
@@ -171,7 +171,7 @@ def attempts_and_write(folder: str, pid: int, own: int) -> dict[str, int]:
 
 
 def read(path: str) -> dict[str, Any]:
-    """As `manifest.read`, but a file `fault` in the folder says what goes wrong in it."""
+    """Read as `manifest.read`, with the fault that a file `fault` in the folder names."""
     from engine.prepared import manifest
 
     fault = Path(path, "fault")

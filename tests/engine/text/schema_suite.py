@@ -85,7 +85,7 @@ def is_valid(validator: Any, text: str) -> bool:
 
 
 def reason(message: str) -> str:
-    """Without what differs from schema to schema."""
+    """Return the reason of a refusal without what differs from schema to schema."""
     message = re.sub(r"parameters.json_schema: (at \d+\(\d+\): )?", "", message)
     message = re.sub(r"\| ?\d+ \|.*| 1 \| .*", "", message)
     return re.sub(r"\{.*\}|\[.*\]|\"[^\"]*\"", "...", message)[:110]

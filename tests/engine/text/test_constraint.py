@@ -41,7 +41,7 @@ def vocabulary(request: pytest.FixtureRequest) -> Vocabulary:
 
 @pytest.fixture
 def korean() -> Vocabulary:
-    """Without single bytes: what no word has cannot be written."""
+    """A Korean tokenizer without byte tokens: other characters cannot be written."""
     return Vocabulary(Table(RUNS, [b"<s>", b"</s>", *(w.encode() for w in WORDS)], range(2)), [END])
 
 

@@ -287,7 +287,7 @@ def test_a_tokenizer_that_stalls_holds_up_no_other_model(
 
 def test_a_panic_of_a_tokenizer_is_an_error_of_the_text(engine_: Engine, tmp_path: Path) -> None:
     def catastrophic(tokenizer: Tokenizer) -> None:
-        """It does not end on `a...a!`, and does on other texts."""
+        """A tokenizer whose regex does not end on `a...a!`, and does on other texts."""
         splitter = pre_tokenizers.Split(Regex(r"^(a|aa)+$"), "isolated")
         tokenizer.pre_tokenizer = pre_tokenizers.Sequence([splitter, tokenizer.pre_tokenizer])
 

@@ -32,7 +32,7 @@ def prompts(folder: Path) -> Prompts:
 
 @pytest.fixture(scope="module")
 def theirs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of Hugging Face's, with a chat template."""
+    """The prompts of a Hugging Face model with a chat template."""
     config = {"chat_template": TEMPLATE}
     return make_hugging_face(tmp_path_factory.mktemp("chat") / "채팅", tokenizer_config=config)
 

@@ -16,7 +16,7 @@ WORDS = ["".join(w) for n in (1, 2, 3) for w in itertools.product("ab ", repeat=
 
 
 def stripped(text: str, strips: tuple[str, ...]) -> str:
-    """By trying every beginning, then every end of what is left."""
+    """Strip by trying every beginning, then every end of the rest."""
 
     def is_made_of_them(piece: str) -> bool:
         ways = {0}
@@ -48,7 +48,7 @@ def test_each_pair_of_texts_is_cut_as_by_trying_everything() -> None:
 
 
 def steps(strips: tuple[str, ...], text: str) -> int:
-    """How many instructions of the interpreter a text takes, a character at a time."""
+    """Count the interpreter's instructions for a text that comes a character at a time."""
     count = 0
 
     def trace(frame: FrameType, event: str, _: Any) -> Any:

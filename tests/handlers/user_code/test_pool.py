@@ -124,7 +124,7 @@ def test_processes_of_an_ended_script_are_killed_while_requests_go_on(
     stopping, stopped, end = threading.Event(), threading.Event(), descendants.end
 
     def slow(process: subprocess.Popen[bytes]) -> None:
-        """As where what it has left forks faster than it is killed."""
+        """A script whose leftover processes fork faster than they are killed."""
         stopping.set()
         assert stopped.wait(2 * WIDE_S)
         end(process)

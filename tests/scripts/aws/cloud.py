@@ -148,7 +148,7 @@ class Cloud:
             stack.status = stack.status.replace("_IN_PROGRESS", "_COMPLETE")
 
     def endpoint(self, name: str) -> dict[str, Any]:
-        """Its description with its configuration's variant and its model's container."""
+        """Describe the endpoint, with its configuration's variant and its model's container."""
         sagemaker = self.client("sagemaker")
         found: dict[str, Any] = sagemaker.describe_endpoint(EndpointName=name)
         config = sagemaker.describe_endpoint_config(EndpointConfigName=found["EndpointConfigName"])

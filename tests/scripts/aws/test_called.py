@@ -33,7 +33,7 @@ needs_sdk = pytest.mark.skipif(not SDK_PYTHON, reason="SAGEMAKER_PYTHON names no
 
 @pytest.fixture
 def account(aws: Cloud, tmp_path: Path) -> Cloud:
-    """One with a text model, and larger and smaller ones that cannot be called like that."""
+    """An account with a text model, and larger and smaller ones that cannot be called like it."""
     aws.put_models(first=10, last=1 << 20)
     aws.put_image()
     archive = packed(small(tmp_path / "model", 0), tmp_path / "sowol.tar.gz")

@@ -1,4 +1,4 @@
-"""What a model takes of an instance's memory is what the engine counts when it loads it."""
+"""The estimate of a model's memory on an instance is what the engine counts when it loads it."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def engine(precision: str) -> closing[Engine]:
 
 
 def counted(running: Engine, name: str, folder: Path, **options: str) -> Needs:
-    """What loading a model adds to the engine's budget."""
+    """Return the bytes that loading a model adds to the engine's budget."""
     before = running.budget.declared_bytes
     running.load(name, str(folder), **options)
     (model,) = (m for m in running.statistics()["models"] if m["name"] == name)

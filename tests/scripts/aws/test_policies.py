@@ -64,7 +64,7 @@ UNSET = re.compile(
 
 @pytest.fixture(scope="module")
 def statements() -> dict[str, list[dict[str, Any]]]:
-    """By the policy's name, as they are where roles are made."""
+    """Return statements by the policy's name, from where roles are made."""
     loaded = yaml.load(FILE.read_text("utf-8"), template._Loader)  # noqa: S506
     found = {}
     for name, resource in loaded["Resources"].items():
@@ -94,7 +94,7 @@ def called(monkeypatch: pytest.MonkeyPatch) -> set[str]:
 
 
 def of_cloudformation() -> Iterator[str]:
-    """What CloudFormation does with the caller's rights for the template's resources."""
+    """Return what CloudFormation does with the caller's rights for the template's resources."""
     names = json.loads((SCHEMAS / "providers" / f"{REGION}.json").read_text("utf-8"))
     for kind in {resource["Type"] for resource in template.template()["Resources"].values()}:
         schema = SCHEMAS / "resources" / f"{names[kind]}.json"

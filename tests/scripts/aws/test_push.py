@@ -1,4 +1,4 @@
-"""kogpt2 push, with the real ECR calls and a docker that writes down what it is asked.
+"""kogpt2 push, with the real ECR calls and a fake docker that records its commands.
 
 No image can be pushed to moto: the fake docker tells moto's ECR of it instead.
 """

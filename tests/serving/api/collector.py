@@ -51,7 +51,7 @@ class Collector(FileHost):
 
     @property
     def spans(self) -> list[Span]:
-        """In the order in which they began."""
+        """The spans in the order in which they began."""
         found = []
         for body in list(self.bodies):
             for resource in ExportTraceServiceRequest.FromString(body).resource_spans:

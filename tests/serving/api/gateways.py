@@ -96,7 +96,7 @@ class FakeEngine:
         self.over.set()
 
     async def statistics(self, timeout_s: float = 1) -> dict[str, Any]:
-        raise common.errors.EngineUnavailable("the engine is not there")
+        raise common.errors.EngineUnavailable("the engine does not answer")
 
     async def generate(self, *asked: Any) -> dict[str, Any]:
         with self._call(asked):

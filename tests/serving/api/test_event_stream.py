@@ -1,4 +1,4 @@
-"""What is said in AWS's event stream, read as boto3 reads it."""
+"""AWS's event stream, read as boto3 reads it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What of a form is sent on to Multi Model Server."""
+"""Which HTML forms are forwarded to Multi Model Server."""
 
 from __future__ import annotations
 

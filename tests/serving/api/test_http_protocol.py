@@ -1,4 +1,4 @@
-"""What goes over the wire of the public ports."""
+"""HTTP/1.1 as the public ports send and receive it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What who watches is sent, in virtual time."""
+"""The events that an open console gets, in virtual time."""
 
 from __future__ import annotations
 

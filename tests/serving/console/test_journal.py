@@ -1,4 +1,4 @@
-"""What the console is told of models, in virtual time."""
+"""The console's journal of models, in virtual time."""
 
 from __future__ import annotations
 

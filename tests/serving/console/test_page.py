@@ -1,4 +1,4 @@
-"""What the page is made of; tests/e2e/test_console.py has it in a browser."""
+"""The files of the console's page; tests/e2e/test_console.py opens it in a browser."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What Multi Model Server and workers that have ended leave."""
+"""Files that Multi Model Server and ended workers leave behind."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which model of the store an adapter is served with."""
+"""Which model of the store is an adapter's base."""
 
 from __future__ import annotations
 

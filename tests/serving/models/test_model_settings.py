@@ -1,4 +1,4 @@
-"""What can be set for one model."""
+"""Settings of one model."""
 
 from __future__ import annotations
 

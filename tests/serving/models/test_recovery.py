@@ -82,7 +82,7 @@ async def test_a_poll_that_fails_ends_nothing(parts: Parts, error: Exception) ->
 async def test_an_engine_that_has_not_started_yet_is_no_warning_and_one_that_goes_is(
     parts: Parts, caplog: pytest.LogCaptureFixture
 ) -> None:
-    gone = EngineUnavailable("the engine is not there")
+    gone = EngineUnavailable("the engine does not answer")
     parts.recovery.adopted.clear()
     parts.workers.listing = gone
     async with watched(parts):
@@ -93,7 +93,7 @@ async def test_an_engine_that_has_not_started_yet_is_no_warning_and_one_that_goe
         assert not caplog.records
         parts.workers.listing = gone
         await asyncio.sleep(3)
-    assert caplog.messages == ["the models' workers cannot be polled: the engine is not there"]
+    assert caplog.messages == ["the models' workers cannot be polled: the engine does not answer"]
 
 
 async def test_an_unexpected_error_is_not_swallowed(parts: Parts) -> None:

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.virtual_time
 
 @pytest.fixture
 def parts(tmp_path: Path) -> Parts:
-    """With room for three models unless a test sets its budget."""
+    """A server's parts with memory for three models, unless a test sets another budget."""
     return Parts(tmp_path, budget=300, names="abcdefgh")
 
 
@@ -31,7 +31,7 @@ async def use(parts: Parts, name: str, seconds: float = 0.0) -> None:
 
 
 async def used(parts: Parts, *names: str) -> None:
-    """One after the other, so that the first has been idle for longest."""
+    """Call models one after the other, so that the first has been idle for longest."""
     for name in names:
         await use(parts, name)
         await asyncio.sleep(1)

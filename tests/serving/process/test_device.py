@@ -92,7 +92,7 @@ def test_a_driver_or_gpu_that_will_not_do_is_told(
 
 
 def start(device: str, backend: str) -> str:
-    """What `serve` says as far as its checks: the Java it names does not run."""
+    """Run `serve` as far as its checks, and return its output: the Java it names does not run."""
     variables = {"ENGINE_DEVICE": device, "ENGINE_BACKEND": backend, "JAVA_HOME": "/nowhere"}
     variables |= {"PATH": "/usr/bin:/bin", "LD_LIBRARY_PATH": "/nowhere"}
     done = python("-m", "serving.entrypoint", "serve", env=variables)

@@ -30,7 +30,7 @@ class Process:
 
 
 class FakeProcesses:
-    """As `system.Processes`. `on_term` says after how many seconds a command ends."""
+    """A fake `system.Processes`. `on_term` has the seconds after which a command ends."""
 
     def __init__(self) -> None:
         self.stop_signal: int | None = None

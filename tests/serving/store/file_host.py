@@ -14,7 +14,7 @@ class FileHost(ThreadingHTTPServer):
 
 
 class FileHandler(BaseHTTPRequestHandler):
-    """A subclass answers by `send`."""
+    """An HTTP handler whose subclass answers by `send`."""
 
     protocol_version = "HTTP/1.1"
 

@@ -36,7 +36,7 @@ class S3Server:
         self.client.put_object(Bucket=BUCKET, Key=key, Body=data)
 
     def put_many(self, keys: Iterable[str]) -> None:
-        """One byte each, put into the server from within: over HTTP, a thousand take 15 s."""
+        """Put objects of one byte, from within the server: over HTTP, a thousand take 15 s."""
         backend = s3_backends[DEFAULT_ACCOUNT_ID]["aws"]
         for key in keys:
             backend.put_object(BUCKET, key, b"1")

@@ -33,7 +33,7 @@ def ranged(s3: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def noise(size: int, seed: int = 0) -> bytes:
-    """What gzip cannot make smaller."""
+    """Bytes that gzip cannot compress."""
     return random.Random(seed).randbytes(size)  # noqa: S311
 
 
@@ -413,7 +413,7 @@ def test_what_turned_out_to_be_no_model_is_not_kept(s3: S3Server, tmp_path: Path
 
 
 def put_on_a_small_disk(s3: S3Server, tmp_path: Path, kind: str, name: str) -> StoredModel:
-    """Two of 400 KiB fit beside nothing else, packed or not."""
+    """Put a model of 400 KiB into a store; the small disk holds two such models at most."""
     if kind == "folder in s3":
         s3.put(f"kogpt2/{name}/{name}.params", noise(400 * KIB))
         return find(name)

@@ -85,7 +85,7 @@ def _answers(port: int) -> bool:
 
 @pytest.fixture(scope="module")
 def port(kind: Kind) -> Iterator[int]:
-    """Where the emulator answers, a process of its own."""
+    """The port of the emulator, a process of its own."""
     port = free_port()
     process = subprocess.Popen([*kind.command, kind.port_option, str(port)])
     try:

@@ -40,14 +40,14 @@ def closed(folder: Path, files: dict[str, bytes]) -> Path:
 
 @pytest.fixture
 def models(open_folder: Path) -> Path:
-    """What stands for /opt/ml/models."""
+    """The folder in place of /opt/ml/models."""
     (open_folder / "models").mkdir()
     return open_folder / "models"
 
 
 @contextlib.contextmanager
 def opener(folder: Path) -> Iterator[socket.socket]:
-    """What opens files below a folder; in the end it has ended by itself."""
+    """The process that opens files below a folder; it ends by itself."""
     before = {*psutil.Process().children()}
     requests = start([folder])
     (process,) = {*psutil.Process().children()} - before

@@ -109,7 +109,7 @@ def test_weights_beyond_fp16_are_refused(tmp_path: Path) -> None:
 
 @pytest.fixture
 def engine(monkeypatch: pytest.MonkeyPatch, new_engine: NewEngine) -> Engine:
-    """As with ENGINE_DEVICE=gpu, on the CPU provider."""
+    """An engine as with ENGINE_DEVICE=gpu, on the CPU provider."""
     load = gpu.load
     monkeypatch.setattr(gpu, "load", lambda artifact: load(artifact, CPU))
     return new_engine(backend="onnxruntime", device="gpu", memory_mib=8, max_rows=8, overcommit=1)

@@ -53,7 +53,7 @@ def streaming() -> FakeEngine:
 
 @contextlib.asynccontextmanager
 async def served(engine: FakeEngine | None, **settings: Any) -> AsyncIterator[tuple[Client, World]]:
-    """Without an `engine` the model answers by a worker of its own."""
+    """Serve a model, without an `engine` by a worker of its own."""
     port = free_port()
     world = World(model(capacity=8), engine, host="127.0.0.1", grpc_port=port, **settings)
     channel = grpc.aio.insecure_channel(f"127.0.0.1:{port}")
@@ -328,7 +328,7 @@ async def test_connections_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(HTTPProtocol, "max_connections", 3)
 
     def told(connection: socket.socket) -> bytes:
-        """What is said first: nothing to who is one too many."""
+        """Return the first message on a connection: none on one above the limit."""
         try:
             connection.sendall(PREFACE)
             return connection.recv(1)

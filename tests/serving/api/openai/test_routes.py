@@ -55,7 +55,7 @@ def body(error: openai.APIStatusError) -> dict[str, Any]:
 async def test_a_client_comes_again_when_it_was_told_to_and_an_engine_is_asked_again() -> None:
     full = TooManyRequests("256 requests to this model are waiting already", retry_after_s=3)
     again = [Overloaded("256 requests wait already", retry_after_s=3)]
-    engine = FakeEngine(full, full, *again, EngineUnavailable("the engine is not there"))
+    engine = FakeEngine(full, full, *again, EngineUnavailable("the engine does not answer"))
     async with served(engine) as (client, _):
         with pytest.raises(openai.RateLimitError) as caught:
             await client.with_options(max_retries=0).completions.create(**ASKED)
