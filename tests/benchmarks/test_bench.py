@@ -251,6 +251,7 @@ def test_beside_peers_that_compute_all_prompts_ours_does_too(
         raise ProgramError("not started")
 
     monkeypatch.setattr(Server, "__init__", start)
+    monkeypatch.setattr(peers, "ENVIRONMENT", tmp_path)  # no peer is installed
     among_adapters = AdaptersRun(AdaptersRun.QUICK, ["peers"], tmp_path)
     among_adapters.prepare()
     assert among_adapters.peers() == []

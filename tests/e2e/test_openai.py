@@ -354,7 +354,7 @@ def test_a_response_that_ends_by_itself_is_complete(client: openai.OpenAI) -> No
         ({"tools": [{"type": "web_search"}]}, "tools", "/v1/chat/completions"),
         ({"background": True}, "background", "no answer is kept"),
         ({"text": {"format": {"type": "xml"}}}, "text.format.type", "json_schema"),
-        ({"text": {"verbosity": "low"}}, "text.verbosity", "not known"),
+        ({"text": {"verbosity": "low"}}, "text.verbosity", "not supported"),
         ({"reasoning": {"effort": "high"}}, "reasoning.effort", "models that reason"),
         ({"truncation": "auto"}, "truncation", "nothing is left out"),
         ({"input": []}, "input", "not empty"),
