@@ -6,6 +6,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -57,15 +58,14 @@ def run(options: Profile) -> None:
 
     folder = options.model or random_model.make(WORKDIR / "models", random_model.FULL, 0)
     artifact = open_artifact(folder)
-    if options.prompt is not None and options.prompt > artifact.config.max_length:
-        most = artifact.config.max_length
-        raise Problem(f"--prompt is {options.prompt}, must be at most {most} with this model")
-    if options.behind > (most := most_behind(artifact)):
-        raise Problem(f"--behind is {options.behind}, must be at most {most} with this model")
-    if options.prompt is None:
-        steps = measured(artifact, options.precision, [*map(int, counts)], options.behind)
-    else:
+    if options.prompt is not None:
+        if options.prompt > (most := artifact.config.max_length):
+            raise Problem(f"--prompt is {options.prompt}, must be at most {most} with this model")
         steps = measured_prompt(artifact, options.precision, options.prompt)
+    else:
+        if options.behind > (most := most_behind(artifact)):
+            raise Problem(f"--behind is {options.behind}, must be at most {most} with this model")
+        steps = measured(artifact, options.precision, [*map(int, counts)], options.behind)
     print(tables.table(*table(steps), markdown=True))
 
 
@@ -102,7 +102,7 @@ def measured(
         for row, prompt in rows:
             model.run([Piece(row, prompt)])
         step = [Piece(row, prompt[:1]) for row, prompt in rows]
-        seconds = medians(lambda: model.run(step), STEPS)  # noqa: B023 - called in this round
+        seconds = medians(partial(model.run, step), STEPS)
         read: dict[str, float] = {**weights, "attention": model.kv_bytes}
         model.close()
         name = f"{count} row{'s' * (count != 1)}"
@@ -141,16 +141,14 @@ def medians(compute: Callable[[], object], count: int) -> dict[str, float]:
     """Return the medians of the seconds that `compute` takes, by part, after `WARM_UP` calls."""
     from engine.native import library
 
-    measured: list[dict[str, float]] = []
+    taken: list[dict[str, float]] = []
     for _ in range(WARM_UP + count):
         library.take_times()
         began = time.perf_counter()
         compute()
         seconds = time.perf_counter() - began
-        measured.append({**library.take_times(), ALL: seconds})
-    return {
-        part: statistics.median(times[part] for times in measured[WARM_UP:]) for part in measured[0]
-    }
+        taken.append({**library.take_times(), ALL: seconds})
+    return {part: statistics.median(times[part] for times in taken[WARM_UP:]) for part in taken[0]}
 
 
 def table(steps: Mapping[str, Step]) -> tuple[list[str], list[list[str]]]:
