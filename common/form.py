@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from common import fields
+from common.errors import InvalidRequest
+from common.json_body import read_json
 
 Kind = Literal["choice", "regex", "json_schema", "grammar"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
@@ -68,8 +70,8 @@ def json_schema(name: str, value: Any) -> Form:
 
 def _read(name: str, text: str, otherwise: str) -> Any:
     try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
+        return read_json(text, source=name)
+    except InvalidRequest:
         raise fields.wrong(name, otherwise) from None
 
 

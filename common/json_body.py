@@ -1,4 +1,4 @@
-"""Parses JSON bodies into values whose texts UTF-8 can encode."""
+"""Parses the JSON of bodies and files into values whose texts UTF-8 can encode."""
 
 from __future__ import annotations
 
@@ -17,17 +17,23 @@ MAX_VALUES = 131_072
 MARKS = ",:[{"  # outside of strings, one precedes each name or value but the first
 
 
-def read_text(body: bytes | bytearray | str) -> str:
-    """Decode a body. Raises `InvalidRequest` if it is not UTF-8 or has half a surrogate pair."""
+def read_text(body: bytes | bytearray | str, source: str = "the body") -> str:
+    """Decode a body or file, without the byte order mark that Windows puts before UTF-8.
+
+    Raises `InvalidRequest`, which names `source`, for what is not UTF-8 or has half a surrogate
+    pair.
+    """
     try:
-        if not isinstance(body, str):
-            return bytes(body).decode("utf-8")
-        body.encode("utf-8")
-        return body
+        if isinstance(body, str):
+            body.encode("utf-8")
+            text = body
+        else:
+            text = bytes(body).decode("utf-8")
     except UnicodeDecodeError as error:
-        raise InvalidRequest(f"the body is not UTF-8 (byte {error.start})") from None
+        raise InvalidRequest(f"{source} is not UTF-8 (byte {error.start})") from None
     except UnicodeEncodeError as error:
-        raise _half(error) from None
+        raise _half(error, source) from None
+    return text.removeprefix("\ufeff")
 
 
 def check_count(body: bytes | bytearray | str, most: int = MAX_VALUES) -> None:
@@ -54,28 +60,33 @@ def check_count(body: bytes | bytearray | str, most: int = MAX_VALUES) -> None:
         raise InvalidRequest(f"the body has more than {most} values")
 
 
-def read_json(body: bytes | bytearray | str, most: int | None = None) -> Any:
-    """Parse a JSON body.
+def read_json(
+    body: bytes | bytearray | str,
+    most: int | None = None,
+    source: str = "the body",
+    **options: Any,
+) -> Any:
+    """Parse the JSON of a body or file; `options` are passed to `json.loads`.
 
-    Raises `InvalidRequest` for anything but JSON, for half surrogate pairs, and for more than
-    `most` names and values.
+    Raises `InvalidRequest`, which names `source`, for anything but JSON, for half surrogate pairs,
+    and for more than `most` names and values.
     """
     if most is not None:
         check_count(body, most)
-    text = read_text(body)
+    text = read_text(body, source)
     try:
-        value = json.loads(text)
+        value = json.loads(text, **options)
         if SURROGATE.search(text):
             json.dumps(value, ensure_ascii=False).encode("utf-8")
     except UnicodeEncodeError as error:
-        raise _half(error) from None
+        raise _half(error, source) from None
     except (ValueError, RecursionError) as error:
-        raise InvalidRequest(f"the body is not JSON: {error}") from None
+        raise InvalidRequest(f"{source} is not JSON: {error}") from None
     return value
 
 
-def _half(error: UnicodeEncodeError) -> InvalidRequest:
+def _half(error: UnicodeEncodeError, source: str) -> InvalidRequest:
     code = ord(error.object[error.start])
     return InvalidRequest(
-        f"the body holds \\u{code:04x}, half a surrogate pair, which is no character"
+        f"{source} holds \\u{code:04x}, half a surrogate pair, which is no character"
     )

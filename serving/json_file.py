@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
-from common.errors import SettingError
+from common.errors import InvalidRequest, SettingError
+from common.json_body import read_json
 
 
 def parse_json(content: bytes, **options: Any) -> Any:
@@ -14,7 +14,6 @@ def parse_json(content: bytes, **options: Any) -> Any:
     Raises `SettingError` with the line of a syntax error.
     """
     try:
-        return json.loads(content, **options)
-    except (ValueError, RecursionError) as error:
-        where = f" (line {error.lineno})" if isinstance(error, json.JSONDecodeError) else ""
-        raise SettingError(f"it is no JSON in UTF-8{where}") from None
+        return read_json(content, source="it", **options)
+    except InvalidRequest as error:
+        raise SettingError(error.message) from None

@@ -93,9 +93,9 @@ def read_file(path: Path, max_bytes: int = MAX_JSON_BYTES) -> bytes:
 def parse_json(content: bytes, file: str) -> dict[str, Any]:
     """Parse a JSON object. Raises `ArtifactError` that names `file`."""
     try:
-        value = read_body(content)
+        value = read_body(content, source=file)
     except InvalidRequest as error:
-        raise ArtifactError(error.message.replace("the body", file, 1)) from None
+        raise ArtifactError(error.message) from None
     if not isinstance(value, dict):
         raise ArtifactError(f"{file} must be a JSON object")
     return value

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -19,15 +20,16 @@ Files = Mapping[str, bytes]  # by name
 
 
 def read_files(tokenizer_file: Path) -> Files:
-    """The tokenizer and the files beside it. Raises `ArtifactError`."""
+    """The tokenizer and the files beside it, without byte order marks. Raises `ArtifactError`."""
     try:
-        files = {tokenizer_file.name: read_file(tokenizer_file, MAX_TOKENIZER_BYTES)}
+        content = read_file(tokenizer_file, MAX_TOKENIZER_BYTES)
     except FileNotFoundError:
         raise ArtifactError(f"there is no {tokenizer_file.name}") from None
+    files = {tokenizer_file.name: content}
     for name in (CONFIG, SPECIAL_TOKENS, CHAT_TEMPLATE):
         with suppress(FileNotFoundError):
             files[name] = read_file(tokenizer_file.with_name(name))
-    return files
+    return {name: content.removeprefix(codecs.BOM_UTF8) for name, content in files.items()}
 
 
 def json_in(files: Files, name: str) -> dict[str, Any]:

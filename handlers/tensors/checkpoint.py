@@ -11,7 +11,8 @@ import re
 from pathlib import Path
 from typing import Any
 
-from common.errors import ArtifactError
+from common.errors import ArtifactError, InvalidRequest
+from common.json_body import read_json
 from common.model_files import SYMBOL
 from common.mxnet_compat import mx
 from handlers.tensors.files import SHAPES
@@ -25,13 +26,13 @@ Shapes = dict[str, tuple[int, ...]]
 def data_shapes(folder: Path) -> Shapes:
     """Read the shapes in `model-shapes.json`, by input. Raises `ArtifactError`."""
     try:
-        rows = json.loads((folder / SHAPES).read_text(encoding="utf-8"))
+        rows = read_json((folder / SHAPES).read_bytes(), source=SHAPES)
         shapes = {row["name"]: tuple(row["shape"]) for row in rows}
         right = bool(shapes) and all(
             isinstance(name, str) and shape and all(type(n) is int and n > 0 for n in shape)
             for name, shape in shapes.items()
         )
-    except (ValueError, KeyError, TypeError, RecursionError):
+    except (InvalidRequest, KeyError, TypeError):
         right = False
     if not right:
         raise ArtifactError(f'{SHAPES} must be like [{{"shape": [1, 2], "name": "data"}}]')

@@ -19,6 +19,7 @@ import orjson
 from numpy.typing import NDArray
 
 from common.errors import InvalidRequest, NotAcceptable, UnsupportedMediaType, quoted
+from common.json_body import read_text
 from common.media_types import JSON
 
 Array = NDArray[Any]
@@ -171,7 +172,7 @@ def _kind(array: Array) -> str:
 def parse_json(body: bytes | str) -> Any:
     """Parse a JSON body. Raises `InvalidRequest`, also for NaN and Infinity."""
     try:
-        return orjson.loads(body)
+        return orjson.loads(read_text(body))
     except orjson.JSONDecodeError as error:
         raise InvalidRequest(f"the body is not JSON: {error}") from None
 

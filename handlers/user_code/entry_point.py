@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import codecs
 import contextlib
-import json
 import os
 import re
 import tempfile
@@ -19,7 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from common.errors import ArtifactError
+from common.errors import ArtifactError, InvalidRequest
+from common.json_body import read_json
 from common.model_files import MANIFEST, programs, script_paths
 
 MAX_MANIFEST_BYTES = 1 << 20
@@ -136,9 +136,11 @@ def _manifest(root: Path) -> dict[str, Any] | None:
     try:
         if path.stat().st_size > MAX_MANIFEST_BYTES:
             raise ArtifactError(f"{MANIFEST} has more than {MAX_MANIFEST_BYTES} bytes, the limit")
-        manifest = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, OSError, RecursionError) as error:
-        raise ArtifactError(f"{MANIFEST} is not JSON: {error}") from None
+        manifest = read_json(path.read_bytes(), source=MANIFEST)
+    except InvalidRequest as error:
+        raise ArtifactError(error.message) from None
+    except OSError as error:
+        raise ArtifactError(f"{MANIFEST} cannot be read: {error.strerror}") from None
     if not isinstance(manifest, dict) or not isinstance(manifest.get("model"), dict):
         raise ArtifactError(f'{MANIFEST} must be an object with "model" in it')
     return manifest

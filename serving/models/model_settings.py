@@ -11,7 +11,8 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from common.errors import quoted
+from common.errors import InvalidRequest, quoted
+from common.json_body import read_json
 from serving.errors import BadRequest
 
 FILE = "serving.json"
@@ -102,9 +103,11 @@ def read_object(path: Path, max_bytes: int) -> dict[str, Any]:
     """Reads a JSON object of at most `max_bytes` from a model's file. Raises `BadRequest`."""
     try:
         with path.open("rb") as file:
-            value = json.loads(file.read(max_bytes))
-    except (OSError, ValueError, RecursionError) as error:
+            value = read_json(file.read(max_bytes), source=path.name)
+    except OSError as error:
         raise BadRequest(f"{path.name} cannot be read: {error}") from None
+    except InvalidRequest as error:
+        raise BadRequest(error.message) from None
     if not isinstance(value, dict):
         raise BadRequest(f"{path.name} must hold a JSON object")
     return value

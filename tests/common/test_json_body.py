@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from common.errors import InvalidRequest
-from common.json_body import read_json
+from common.json_body import read_json, read_text
 
 
 @pytest.mark.parametrize(
@@ -46,6 +46,15 @@ def test_values_are_counted_before_they_are_made(body: bytes) -> None:
 def test_delimiters_in_strings_are_no_values(value: Any) -> None:
     for ascii_only in (True, False):
         assert read_json(json.dumps(value, ensure_ascii=ascii_only), 100) == value
+
+
+def test_a_byte_order_mark_is_no_part_of_the_text() -> None:
+    for sent in (b'\xef\xbb\xbf{"inputs": "\xeb\xb4\x84"}', '\ufeff{"inputs": "봄"}'):
+        assert read_json(sent, 100) == {"inputs": "봄"}
+        assert read_text(sent) == '{"inputs": "봄"}'
+    assert read_json('"\ufeff봄"') == "\ufeff봄"
+    with pytest.raises(InvalidRequest, match="generation.json is not UTF-8"):
+        read_json("{}".encode("utf-16"), source="generation.json")
 
 
 def test_invalid_json_is_refused_however_long() -> None:

@@ -6,13 +6,12 @@ case), and metrics are created on first use.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mms.context import Context, RequestProcessor
 
-from common.errors import InvalidRequest
+from common.json_body import read_json, read_text
 from common.media_types import JSON
 from handlers.payload import to_json
 from handlers.user_code.messages import Answer, Request, ScriptError
@@ -104,14 +103,10 @@ def decode(request: Request) -> dict[str, Any]:
     """Decode a request's values as MMS does, if JSON or text. Raises `InvalidRequest`."""
     values: dict[str, Any] = {}
     for part in request.parts:
-        try:
-            if part.content_type == JSON:
-                values[part.name] = json.loads(part.value.decode("utf-8"))
-            elif part.content_type.startswith("text"):
-                values[part.name] = part.value.decode("utf-8")
-            else:
-                values[part.name] = bytearray(part.value)
-        except (ValueError, RecursionError) as error:
-            kind = "JSON" if part.content_type == JSON else "UTF-8"
-            raise InvalidRequest(f"{part.name} is not {kind}: {error}") from None
+        if part.content_type == JSON:
+            values[part.name] = read_json(part.value, source=part.name)
+        elif part.content_type.startswith("text"):
+            values[part.name] = read_text(part.value, part.name)
+        else:
+            values[part.name] = bytearray(part.value)
     return values

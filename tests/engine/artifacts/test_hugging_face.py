@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import json
 import os
 import shutil
@@ -18,6 +19,9 @@ from engine import backends
 from engine.artifacts.artifact import EMBEDDING, OUTPUT, shapes
 from engine.artifacts.config import GPT2Config
 from engine.artifacts.open import open_artifact
+from engine.text.chat_template import find_chat_template
+from engine.text.files import read_files
+from engine.text.hugging_face import HuggingFaceTokenizer
 from testbed.weights import random_weights
 from tests.engine.artifacts.reading import (
     assert_same_weights,
@@ -43,6 +47,20 @@ WEIGHTS = "model.safetensors"
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     return make_hugging_face(tmp_path / "model")
+
+
+def test_a_byte_order_mark_before_any_file_of_text_changes_nothing(folder: Path) -> None:
+    write_json(folder / "generation.json", {"template": "<usr>{text}"})
+    (folder / "chat_template.jinja").write_text("{{ messages[-1].content }}", encoding="utf-8")
+    artifact = open_artifact(folder)
+    ids = HuggingFaceTokenizer(artifact.tokenizer_file).encode("산에는 꽃 피네")
+    for path in (*folder.glob("*.json"), folder / "chat_template.jinja"):
+        path.write_bytes(codecs.BOM_UTF8 + path.read_bytes())
+    marked = open_artifact(folder)
+    assert (marked.config, marked.generation) == (artifact.config, artifact.generation)
+    assert HuggingFaceTokenizer(marked.tokenizer_file).encode("산에는 꽃 피네") == ids
+    template = find_chat_template(read_files(marked.tokenizer_file))
+    assert template == ("{{ messages[-1].content }}", "chat_template.jinja")
 
 
 def configure(folder: Path, **changes: Any) -> None:

@@ -82,7 +82,7 @@ def test_csv_has_a_line_for_each_row_also_of_an_empty_array(
         (b'{"a": 1}', JSON, ROWS, "no numbers"),
         (b"[" * 100_000, JSON, ROWS, "not JSON"),
         (b"", JSON, ROWS, "not JSON"),
-        (b"\xff", JSON, ROWS, "not JSON"),
+        (b"\xff", JSON, ROWS, "not UTF-8"),
         (b"", CSV, ROWS, "the body is empty"),
         (b"1,nan", CSV, ROWS, "line 1, value 2 is 'nan', must be a number"),
         (b"1,2\n3,", CSV, ROWS, "line 2, value 2 is '', must be a number"),
