@@ -9,6 +9,8 @@ import os
 import posixpath
 import re
 from collections.abc import Iterable, Mapping
+from fnmatch import fnmatchcase
+from pathlib import Path
 
 # Hugging Face's weights, whole or in shards (`<name>.index.json`). KoGPT2 v1's end with PARAMS.
 WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")
@@ -24,6 +26,20 @@ WEIGHTS = re.compile(
     rf"(?!adapter_)[^/]*({re.escape(PARAMS)}|"
     rf"({'|'.join(map(re.escape, WEIGHT_FILES))})(\.index\.json)?)"
 )
+
+
+def is_hidden(path: str) -> bool:
+    """Return whether a file is no part of a model: it, or a folder it is in, has a dot name.
+
+    macOS puts a `._NAME` beside each file that has attributes, in a zip into `__MACOSX`.
+    """
+    return any(part.startswith(".") or part == "__MACOSX" for part in path.split("/"))
+
+
+def visible(folder: Path, pattern: str = "*") -> list[Path]:
+    """Return what is in a folder and not hidden, sorted. Raises `OSError`."""
+    paths = (path for path in folder.iterdir() if not is_hidden(path.name))
+    return sorted(path for path in paths if fnmatchcase(path.name, pattern))
 
 
 def programs(environment: Mapping[str, str]) -> tuple[str, ...]:
@@ -62,12 +78,13 @@ def is_model(
     return any(
         path in scripts or path == ADAPTER or WEIGHTS.fullmatch(path) or TENSORS.fullmatch(path)
         for path in paths
+        if not is_hidden(path)
     )
 
 
 def is_adapter(paths: Iterable[str]) -> bool:
     """Return whether the files are those of an adapter, without the weights of its base."""
-    names = set(paths)
+    names = {path for path in paths if not is_hidden(path)}
     return ADAPTER in names and not any(map(WEIGHTS.fullmatch, names))
 
 

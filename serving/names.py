@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import unicodedata
 
+from common.model_files import is_hidden
 from serving.errors import UrlNotAllowed
 
 # Suffixes of archives; if a store has a model with both, the first takes precedence.
@@ -40,7 +41,7 @@ def is_clean(path: str) -> bool:
         return False
     if len(path.encode()) > MAX_NAME_BYTES:
         return False
-    return all(part and not part.startswith(".") for part in path.split("/"))
+    return all(path.split("/")) and not is_hidden(path)
 
 
 def spellings(name: str) -> tuple[str, ...]:

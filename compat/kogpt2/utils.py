@@ -29,7 +29,10 @@ def find(name: str, pattern: str, cachedir: str) -> Path:
     for folder in folders:
         if (folder / name).is_file():
             return folder / name
-        paths = sorted(folder.glob(pattern)) or sorted(folder.rglob(pattern))
+        matches = (folder.glob(pattern), folder.rglob(pattern))
+        # macOS's `._NAME` is no model.
+        visible = (sorted(p for p in paths if not p.name.startswith(".")) for paths in matches)
+        paths = next(filter(None, visible), [])
         if len(paths) == 1:
             return paths[0]
         if paths:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import ArtifactError
+from common.model_files import visible
 from engine.artifacts.config import ACTIVATIONS, GPT2Config
 from engine.artifacts.files import open_file
 from engine.artifacts.generation_config import Generation
@@ -99,7 +100,7 @@ def shapes(config: GPT2Config) -> Iterator[tuple[str, tuple[int, ...]]]:
 
 
 def list_files(folder: Path) -> str:
-    return ", ".join(sorted(p.name for p in folder.iterdir())[:20]) or "nothing"
+    return ", ".join([path.name for path in visible(folder)][:20]) or "nothing"
 
 
 def check_plain(path: Path) -> Path:

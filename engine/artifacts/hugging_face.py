@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from common.errors import ArtifactError
-from common.model_files import ADAPTER, PARAMS, WEIGHT_FILES
+from common.model_files import ADAPTER, PARAMS, WEIGHT_FILES, visible
 from engine.artifacts import artifact
 from engine.artifacts.artifact import CONFIG_FILE, EMBEDDING, OUTPUT, POSITIONS, list_files
 from engine.artifacts.config import KOGPT2, GPT2Config
@@ -74,7 +74,7 @@ def is_in(folder: Path) -> bool:
 
     Raises `ArtifactError` for a folder with both, with an adapter, or without a model.
     """
-    names = {path.name for path in folder.iterdir()}
+    names = {path.name for path in visible(folder)}
     theirs = any(name in names or f"{name}.index.json" in names for name in WEIGHT_FILES)
     ours = any(name.endswith(PARAMS) for name in names)
     if theirs and ours:

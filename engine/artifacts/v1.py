@@ -8,6 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from common.errors import ArtifactError
+from common.model_files import visible
 from engine.artifacts import artifact
 from engine.artifacts.artifact import EMBEDDING, OUTPUT, POSITIONS, Artifact, ConfigFile
 from engine.artifacts.files import read_json
@@ -45,7 +46,7 @@ def read(folder: Path, generation: Generation) -> Artifact:
 
 
 def _only(folder: Path, pattern: str) -> Path:
-    paths = sorted(folder.glob(pattern))
+    paths = visible(folder, pattern)
     if len(paths) != 1:
         count = "no" if not paths else f"{len(paths)}"
         raise ArtifactError(

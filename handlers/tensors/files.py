@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from common.errors import ArtifactError
-from common.model_files import GRAPH, SYMBOL
+from common.model_files import GRAPH, SYMBOL, visible
 
 PARAMS, SHAPES = "model-0000.params", "model-shapes.json"
 # A folder with one of these is no ONNX model, even if a graph is in it: the engine serves it.
@@ -15,8 +15,8 @@ OTHER_WEIGHTS = ("*.params", "*.safetensors", "*.spiece", "pytorch_model*.bin")
 def is_symbol(model_dir: str) -> bool:
     """Return whether a folder holds an MXNet symbol checkpoint, and no tokenizer as of KoGPT2."""
     folder = Path(model_dir)
-    return any((folder / sub / SYMBOL).exists() for sub in ("", "model")) and not any(
-        folder.glob("*.spiece")
+    return any((folder / sub / SYMBOL).exists() for sub in ("", "model")) and not visible(
+        folder, "*.spiece"
     )
 
 
@@ -36,7 +36,7 @@ def symbol_folder(model_dir: str) -> Path:
 def is_graph(model_dir: str) -> bool:
     """Return whether a folder holds an ONNX graph, and no other weights."""
     folder = Path(model_dir)
-    if any(True for pattern in OTHER_WEIGHTS for _ in folder.glob(pattern)):
+    if any(visible(folder, pattern) for pattern in OTHER_WEIGHTS):
         return False
     return (folder / GRAPH).exists() or bool(_versions(folder))
 

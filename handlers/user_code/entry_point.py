@@ -20,7 +20,7 @@ from typing import Any
 
 from common.errors import ArtifactError, InvalidRequest
 from common.json_body import read_json
-from common.model_files import MANIFEST, programs, script_paths
+from common.model_files import MANIFEST, programs, script_paths, visible
 
 MAX_MANIFEST_BYTES = 1 << 20
 MAX_COMMENT_BYTES = 65_536  # a larger file of comments counts as code
@@ -113,7 +113,7 @@ def _has_no_code(file: Path) -> bool:
 def _root(folder: Path) -> Path:
     """Find the model's folder: `folder`, or the subfolder that `model-archiver` writes for tgz."""
     if not (folder / MANIFEST).is_file() and folder.is_dir():
-        inside = [path for path in folder.iterdir() if not path.name.startswith(".")]
+        inside = visible(folder)
         if len(inside) == 1 and (inside[0] / MANIFEST).is_file():
             return inside[0]
     return folder

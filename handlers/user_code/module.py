@@ -13,6 +13,7 @@ from pathlib import Path
 from types import ModuleType
 
 from common.errors import ArtifactError
+from common.model_files import visible
 
 logger = logging.getLogger(__name__)
 
@@ -38,8 +39,8 @@ def set_path(folders: Sequence[str], packages: str | None) -> None:
 
 def _shadow_server_packages(folder: Path) -> None:
     """Unloads the server's packages whose names modules of the model have as well."""
-    names = {path.stem for path in folder.glob("*.py")}
-    names |= {path.name for path in folder.iterdir() if (path / "__init__.py").is_file()}
+    names = {path.stem for path in visible(folder, "*.py")}
+    names |= {path.name for path in visible(folder) if (path / "__init__.py").is_file()}
     for name in sorted(names & sys.stdlib_module_names):
         logger.warning(
             "%s is never imported: the standard library has a module of that name",

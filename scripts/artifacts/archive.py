@@ -16,7 +16,7 @@ from tqdm.utils import CallbackIOWrapper
 
 from command.errors import Problem
 from common.errors import EngineError
-from common.model_files import is_adapter
+from common.model_files import is_adapter, visible
 from engine.artifacts import adapter as adapters
 from engine.artifacts.open import open_artifact
 from engine.prepared.folder import MODEL
@@ -70,7 +70,7 @@ def check(folder: Path) -> Checked:
 
 
 def _check_model(folder: Path) -> str:
-    if is_adapter(path.name for path in folder.iterdir()):
+    if is_adapter(path.name for path in visible(folder)):
         return _check_adapter(folder)
     artifact = open_artifact(folder)
     content_of(artifact)  # raises for NaN or infinity

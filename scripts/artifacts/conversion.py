@@ -19,6 +19,7 @@ from command.errors import Problem
 from command.logits import logits_after
 from command.model_writer import write_params, write_safetensors
 from common.errors import EngineError
+from common.model_files import visible
 from engine import backends
 from engine.artifacts import adapter as adapters
 from engine.artifacts import hugging_face
@@ -88,7 +89,7 @@ def to_hugging_face(
         sizes = {"tie_word_embeddings": config.tie_word_embeddings, "vocab_size": config.vocab_size}
         if {"tie_word_embeddings": True, **theirs} != {**theirs, **sizes}:
             write_json(target / CONFIG_FILE, {**theirs, **sizes}, 2)
-        for spiece in source.path.glob("*.spiece"):
+        for spiece in visible(source.path, "*.spiece"):
             shutil.copyfile(spiece, target / spiece.name)
     return lines + _copy_templates(source, target)
 
@@ -125,7 +126,7 @@ def to_v1(
     if source.tokenizer_file.suffix == ".spiece":
         spiece = source.tokenizer_file
     else:
-        spiece = spiece or next(iter(sorted(source.path.glob("*.spiece"))), None)
+        spiece = spiece or next(iter(visible(source.path, "*.spiece")), None)
         if spiece is None:
             raise Problem(
                 f"a v1 model needs a sentencepiece model, and {source.path} has a"

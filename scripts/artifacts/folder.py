@@ -10,6 +10,7 @@ from pathlib import Path
 
 from command.errors import Problem
 from common.errors import ServiceError
+from common.model_files import is_hidden
 from serving.settings import Settings
 from serving.store.archive import extract
 
@@ -41,4 +42,4 @@ def model_folder(path: Path) -> Iterator[Path]:
 
 def belongs(path: Path) -> bool:
     """Whether a file or folder is part of the model, neither hidden nor of `LEFT_OUT`."""
-    return not (path.name.startswith(".") or any(fnmatch(path.name, p) for p in LEFT_OUT))
+    return not (is_hidden(path.name) or any(fnmatch(path.name, p) for p in LEFT_OUT))

@@ -7,6 +7,7 @@ import logging
 from pathlib import Path
 
 from common.errors import ServiceError
+from common.model_files import visible
 from common.settings import comma_separated
 from serving.api.gateway import Gateway
 from serving.api.naming import described_models
@@ -81,7 +82,7 @@ async def _preload(gateway: Gateway) -> None:
 def _is_filled(folder: Path) -> bool:
     """Returns whether a folder has entries; true if this process may not read it."""
     try:
-        return any(folder.iterdir())
+        return bool(visible(folder))
     except PermissionError:
         return True
     except OSError:

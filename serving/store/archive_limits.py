@@ -9,13 +9,12 @@ from io import BufferedIOBase
 from pathlib import Path
 from typing import IO
 
+from common.model_files import is_hidden
 from serving.errors import ArchiveError
 
 MAX_FILES = 10_000  # files, links and folders
 MAX_DEPTH = 32  # folders
 CHUNK_BYTES = 256 << 10
-# Folder of prepared models. The engine writes and trusts it, so an archive must not contain one.
-OWN_FOLDER = ".prepared"
 
 
 class Output:
@@ -23,7 +22,7 @@ class Output:
 
     Raises `ArchiveError` for absolute paths, `..`, names not in UTF-8, paths deeper than
     `MAX_DEPTH`, links to anything but an earlier file of the archive, duplicate names, more than
-    `MAX_FILES` members or `max_bytes` bytes. Files in `OWN_FOLDER` are skipped.
+    `MAX_FILES` members or `max_bytes` bytes. Hidden files are skipped, also those in `.prepared`, which the engine trusts.
     `reserve` is called with a file's size in bytes before it is written and may raise.
     """
 
@@ -47,7 +46,7 @@ class Output:
 
     def add_folder(self, name: str) -> None:
         path = inside(name, name)
-        if _is_skipped(path) or path in self._folders:
+        if is_hidden(path) or path in self._folders:
             self._count(0)
         else:
             self._make_folder(path)
@@ -58,7 +57,7 @@ class Output:
         """Writes the next `size` bytes of `source` to a new file."""
         self._count(size)
         path = inside(name, name)
-        if _is_skipped(path):
+        if is_hidden(path):
             return
         target = self._target(path, name)
         self._reserve(size)
@@ -75,7 +74,7 @@ class Output:
         """Makes a hard link to an earlier file of the archive; other targets could be outside."""
         self._count(0)
         path, linked = inside(name, name), inside(linked, name)
-        if _is_skipped(path):
+        if is_hidden(path):
             return
         if linked not in self._files:
             raise ArchiveError(f"{name!r} is a link, but not to an earlier file of the archive")
@@ -107,7 +106,11 @@ class Output:
 
 
 def inside(path: str, member: str) -> str:
-    """Normalizes a path in an archive. Raises `ArchiveError` if it leads out of the folder."""
+    """Normalizes a path in an archive, in which Windows' packers may separate by backslashes.
+
+    Raises `ArchiveError` if it leads out of the folder.
+    """
+    path, member = path.replace("\\", "/"), member.replace("\\", "/")
     try:
         path.encode()
     except UnicodeEncodeError:
@@ -119,7 +122,3 @@ def inside(path: str, member: str) -> str:
     if normal.count("/") >= MAX_DEPTH:
         raise ArchiveError(f"{member!r} lies deeper than {MAX_DEPTH} folders")
     return normal
-
-
-def _is_skipped(path: str) -> bool:
-    return OWN_FOLDER in path.split("/")

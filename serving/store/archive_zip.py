@@ -51,7 +51,7 @@ def _check_list(stream: IO[bytes]) -> None:
 def _unpack(archive: zipfile.ZipFile, member: zipfile.ZipInfo, output: Output) -> None:
     name = member.orig_filename  # unlike `filename`, it is not cut at a zero byte
     mode = member.external_attr >> 16
-    if name.endswith("/"):  # ZipInfo.is_dir fails without a name
+    if name.endswith(("/", "\\")):  # ZipInfo.is_dir fails without a name
         output.add_folder(name)
         return
     if stat.S_IFMT(mode) not in (0, stat.S_IFREG):

@@ -10,6 +10,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+from common.model_files import is_hidden
 from serving.errors import DiskFull
 
 logger = logging.getLogger(__name__)
@@ -63,7 +64,7 @@ def raise_disk_full(what: str) -> Iterator[None]:
 
 
 def walk(folder: Path, *, hidden: bool = True) -> Iterator[os.DirEntry[str]]:
-    """Yields all files and links below `folder`, or with `hidden=False` those without dot names.
+    """Yields all files and links below `folder`, or with `hidden=False` those that are not hidden.
 
     Skips unreadable folders and files that vanish. Unlike `os.walk`, it does not recurse.
     """
@@ -71,7 +72,7 @@ def walk(folder: Path, *, hidden: bool = True) -> Iterator[os.DirEntry[str]]:
     while pending:
         with contextlib.suppress(OSError), os.scandir(pending.pop()) as entries:
             for entry in entries:
-                if not hidden and entry.name.startswith("."):
+                if not hidden and is_hidden(entry.name):
                     continue
                 if entry.is_dir(follow_symlinks=False):
                     pending.append(entry.path)

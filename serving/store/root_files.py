@@ -8,6 +8,7 @@ import stat
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from common.model_files import is_hidden
 from serving.errors import ArtifactChanged, ModelNotInStore, StoreUnavailable
 from serving.names import normal_name
 from serving.store.catalog import StoredFile, StoredModel, folder_model
@@ -66,7 +67,7 @@ class RootFiles:
                 status = os.fstat(descriptor)
                 if stat.S_ISDIR(status.st_mode):
                     names = os.listdir(descriptor)
-                    pending += [place / name for name in names if not name.startswith(".")]
+                    pending += [place / name for name in names if not is_hidden(name)]
                 else:
                     relative = "" if place == path else str(place.relative_to(path))
                     version = file_version(status)

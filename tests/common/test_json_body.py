@@ -53,7 +53,7 @@ def test_a_byte_order_mark_is_no_part_of_the_text() -> None:
         assert read_json(sent, 100) == {"inputs": "봄"}
         assert read_text(sent) == '{"inputs": "봄"}'
     assert read_json('"\ufeff봄"') == "\ufeff봄"
-    with pytest.raises(InvalidRequest, match="generation.json is not UTF-8"):
+    with pytest.raises(InvalidRequest, match=r"generation\.json is not UTF-8"):
         read_json("{}".encode("utf-16"), source="generation.json")
 
 

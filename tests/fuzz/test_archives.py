@@ -17,7 +17,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from serving.store.archive_limits import OWN_FOLDER
 from tests.fuzz import cases
 from tests.fuzz.targets import LIMIT, TARGETS, attempt
 
@@ -30,7 +29,7 @@ NAMES = st.one_of(
     st.sampled_from(
         ["a.params", "모델/가.params", "code/inference.py", "x" * 99, "a/" * 40 + "f", "한" * 90,
          "../out", "/out", "a/../../out", "a//b", "./a", ".", "..", "", "/", "b\\c", "a\nb",
-         f"{OWN_FOLDER}/x"]
+         ".prepared/x", "..\\out", "code\\._a.py"]
     ),
     st.text(st.sampled_from("ab/.한\0\ud800 "), max_size=12),
 )  # fmt: skip

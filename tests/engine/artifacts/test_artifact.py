@@ -58,6 +58,15 @@ def test_a_v1_folder_is_opened(folder: Path) -> None:
     assert KOGPT2.num_parameters == 124_242_432  # as published
 
 
+def test_the_files_that_macos_puts_beside_others_are_no_part_of_a_model(folder: Path) -> None:
+    expected = open_artifact(folder)
+    for path in list(folder.iterdir()):
+        (folder / f"._{path.name}").write_bytes(b"\0\5\x16\7")
+    assert_same(open_artifact(folder), expected)
+    (folder / "kogpt2.spiece").unlink()
+    assert "exactly one (found: config.json, kogpt2.params)" in refused(folder)
+
+
 def test_a_folder_that_is_none_is_refused(folder: Path, tmp_path: Path) -> None:
     for path in (tmp_path / "없는 모델", folder / "kogpt2.params"):
         assert "there is no model folder" in refused(path)

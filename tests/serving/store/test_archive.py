@@ -3,6 +3,7 @@ from __future__ import annotations
 import gzip
 import io
 import tarfile
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -60,6 +61,31 @@ def test_what_would_leave_the_folder_is_refused(tmp_path: Path, bad: tarfile.Tar
         unpack(source, tmp_path / "models" / "m")
     assert {p.name for p in tmp_path.rglob("*")} == {"bad.tar.gz", "models", "m", "first"}
     assert str(tmp_path) not in raised.value.message
+
+
+def test_a_backslash_of_windows_separates_as_a_slash_does(tmp_path: Path) -> None:
+    names = ("시.params", "code\\inference.py", "code\\lib\\운율.py")
+    folder = member("code\\", tarfile.DIRTYPE)
+    make(tmp_path / "a.tar.gz", folder, *map(member, names), data=b"1")
+    with zipfile.ZipFile(tmp_path / "b.mar", "w") as archive:
+        for name in ("code\\", *names):
+            archive.writestr(name, b"" if name.endswith("\\") else b"1")
+    for source in (tmp_path / "a.tar.gz", tmp_path / "b.mar"):
+        unpacked = tmp_path / source.stem
+        unpack(source, unpacked)
+        paths = {str(p.relative_to(unpacked)) for p in unpacked.rglob("*") if p.is_file()}
+        assert paths == {"시.params", "code/inference.py", "code/lib/운율.py"}
+    for out in ("..\\out", "a\\..\\..\\out", "\\out"):
+        make(tmp_path / "a.tar.gz", member(out))
+        with pytest.raises(ArchiveError, match="leads out of its folder"):
+            unpack(tmp_path / "a.tar.gz", tmp_path / "out")
+
+
+def test_hidden_files_are_left_out(tmp_path: Path) -> None:
+    hidden = ("._시.params", "code/._inference.py", "__MACOSX/._시.params", ".prepared/a", "./.env")
+    make(tmp_path / "a.tar.gz", *map(member, (*hidden, "시.params")), data=b"1")
+    unpack(tmp_path / "a.tar.gz", tmp_path / "a")
+    assert [path.name for path in (tmp_path / "a").rglob("*")] == ["시.params"]
 
 
 def test_links_to_files_of_the_archive_are_files(tmp_path: Path) -> None:

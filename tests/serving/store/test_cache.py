@@ -226,11 +226,15 @@ def test_what_cannot_be_unpacked_or_is_too_large_leaves_nothing(
 def test_an_archive_with_its_model_in_a_folder_says_how_to_pack_it(
     s3: S3Server, tmp_path: Path
 ) -> None:
-    s3.put("kogpt2/봄.tar.gz", archive({"봄/config.json": b"{}", "봄/model.safetensors": b"x"}))
+    members = {"봄/config.json": b"{}", "봄/model.safetensors": b"x"}
+    s3.put("kogpt2/봄.tar.gz", archive(members))
+    s3.put("kogpt2/맥.tar.gz", archive({"._봄": b"x", **members}))
     s3.put("kogpt2/시.tar.gz", archive({"code/service.py": b"", "1/readme": b"x"}))
     cache = open_cache(tmp_path)
     with pytest.raises(ArchiveError, match=r"봄\.tar\.gz holds its model in a folder, 봄/: pack"):
         cache.acquire(find("봄"))
+    with pytest.raises(ArchiveError, match=r"맥\.tar\.gz holds its model in a folder, 봄/: pack"):
+        cache.acquire(find("맥"))
     cache.acquire(find("시"))  # a load may name the script
 
 
