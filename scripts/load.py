@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 
 from command.errors import Problem
@@ -29,4 +30,7 @@ def run(options: Load) -> None:
     settings = dict(options.setting)
     for name in query.keys() & settings.keys():
         raise Problem(f"--setting {name}: give it as an argument, NAME or ARTIFACT")
-    print(call(options, "POST", "/models", query | settings)["status"])
+    answer = call(options, "POST", "/models", query | settings)
+    for warning in answer.get("warnings", ()):
+        print(warning, file=sys.stderr)
+    print(answer["status"])

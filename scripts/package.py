@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,6 +30,7 @@ def run(options: Package) -> None:
     from tqdm import tqdm
 
     from command.errors import Problem
+    from common.misnamed import misnamed
     from scripts.artifacts.archive import SUFFIX, check, write_archive
     from scripts.artifacts.folder import model_folder
 
@@ -37,6 +39,8 @@ def run(options: Package) -> None:
     if given.is_file() and not (options.check or options.out):
         raise Problem(f"{options.folder} is an archive: give --out NAME{SUFFIX}, or --check")
     with model_folder(given) as folder:
+        for warning in misnamed(folder):
+            print(f"{options.folder}: {warning}", file=sys.stderr)
         checked = check(folder)
         print(f"{options.folder}: {checked.summary}")
         if options.check:

@@ -97,8 +97,9 @@ async def load(gateway: Gateway, request: Request) -> Response:
     load = gateway.registry.load(name, public_url(url), stored, settings, **options)
     counted = gateway.registry.spawn(gateway.metrics.loaded(load))
     if wait:
-        await asyncio.shield(counted)
-        return JSONResponse({"status": "Workers scaled"})
+        model = await asyncio.shield(counted)
+        warnings = {"warnings": model.warnings} if model.warnings else {}
+        return JSONResponse({"status": "Workers scaled", **warnings})
     return JSONResponse({"status": "Processing worker updates..."}, 202)
 
 

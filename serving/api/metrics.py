@@ -8,7 +8,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
@@ -25,6 +25,7 @@ MAX_GONE = 1000  # unloaded models with series; each has some 40 lines
 MAX_LABELLED = 4 * MAX_GONE
 MAX_TALLIES = 10_000  # models with a tally, which takes some 400 bytes
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+T = TypeVar("T")
 
 
 @dataclass
@@ -115,10 +116,10 @@ class Metrics:
             self._failed_loads.labels(str(getattr(error, "status", 500))).inc()
             raise
 
-    async def loaded(self, load: Awaitable[Any]) -> None:
+    async def loaded(self, load: Awaitable[T]) -> T:
         """Wait for a load that a client requested, and count it if it fails."""
         with self.loading():
-            await load
+            return await load
 
     def observe(self, event: str, model: Any, seconds: float) -> None:
         """Record the seconds of an event: "fetched", "loaded", "unloaded" or "evicted"."""

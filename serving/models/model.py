@@ -70,6 +70,7 @@ class Model:
     line: Line = field(default_factory=Line)
     batch_size: int = 1  # maximum number of requests in one call of the worker
     metadata: dict[str, Any] = field(default_factory=dict)  # from the worker, for /v2
+    warnings: list[str] = field(default_factory=list)  # about the model's files
     # The task of the running load or restart; unloading cancels it.
     work: asyncio.Task[None] | None = None
     changed: Callable[[Model], None] = lambda model: None  # called by `set`

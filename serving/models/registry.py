@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from common.errors import OutOfMemory, ServiceError
+from common.misnamed import misnamed
 from serving.errors import BadRequest, Conflict, LoadCancelled, ModelNotFound, Timeout, WorkerLost
 from serving.mms.workers import MMS_GRACE_S, Workers
 from serving.models.admission import Line
@@ -223,6 +224,9 @@ class Registry:
 
         await attempt(model, fetch)
         assert model.fetched is not None
+        model.warnings = await asyncio.to_thread(misnamed, model.fetched.path)
+        for warning in model.warnings:
+            logger.warning("model %s: %s", model.name, warning)
         of_file = await asyncio.to_thread(ModelSettings.read, model.fetched.path)
         model.settings = model.settings.over(of_file)
         if model.settings.queue is not None:

@@ -251,6 +251,15 @@ def test_what_is_not_here_is_told(server: Server) -> None:
     assert "without compression" in answer.json()["message"]
 
 
+def test_a_load_reports_a_file_with_almost_the_right_name(server: Server) -> None:
+    folder = small(server.store / "윈도")
+    (folder / "config.json").rename(folder / "config (1).json")
+    warning = "'config (1).json' is not read: config.json is the name of such a file"
+    answer = server.load("x", "윈도").json()
+    assert answer == {"status": "Workers scaled", "warnings": [warning]}
+    assert warning in server.text()
+
+
 def test_workers_can_be_scaled(server: Server) -> None:
     server.load("x", "a", initial_workers=1)
     scaled = server.put("/models/x?min_worker=3")

@@ -46,6 +46,12 @@ def test_a_folder_becomes_an_archive_that_the_server_unpacks(folder: Path, packe
     open_artifact(unpacked)
 
 
+def test_a_file_with_almost_the_right_name_is_reported(folder: Path) -> None:
+    (folder / "config.json").rename(folder / "Config.json")
+    done = run(folder, "--check")
+    assert "'Config.json' is not read: config.json is the name" in done.stderr
+
+
 @pytest.mark.parametrize("make", [make_artifact, make_hugging_face])
 def test_the_same_files_give_the_same_bytes(
     make: Callable[[Path], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
