@@ -22,7 +22,8 @@ class Output:
 
     Raises `ArchiveError` for absolute paths, `..`, names not in UTF-8, paths deeper than
     `MAX_DEPTH`, links to anything but an earlier file of the archive, duplicate names, more than
-    `MAX_FILES` members or `max_bytes` bytes. Hidden files are skipped, also those in `.prepared`, which the engine trusts.
+    `MAX_FILES` members or `max_bytes` bytes. Hidden files are skipped; `.prepared`, which the
+    engine trusts, is one.
     `reserve` is called with a file's size in bytes before it is written and may raise.
     """
 
