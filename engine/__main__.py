@@ -7,6 +7,7 @@ import sys
 
 from common.errors import ServiceError
 from common.logs import log_as_json
+from common.parent_death import end_with_server
 from common.settings import read_settings
 from engine.backends import import_backend
 from engine.http.listener import serve
@@ -18,6 +19,7 @@ SWITCH_INTERVAL_S = 0.0002
 
 
 def main() -> int:
+    end_with_server()
     log_as_json("engine")
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     try:

@@ -17,6 +17,7 @@ from pathlib import Path
 from common.logs import log_as_json
 from common.oom import SERVER, expendable
 from common.open_files import raise_open_files_limit
+from common.parent_death import end_with_server
 from handlers.mms_server import MAX_IDLE_THREADS, ServedModel, Server, accept_failed, listen
 from handlers.user_code.confinement.rules import unenforced
 
@@ -60,6 +61,7 @@ def accept_owner(owner: socket.socket, server: Server) -> None:
 
 
 def main() -> None:
+    end_with_server()
     log_as_json("worker")
     raise_open_files_limit()
     expendable(SERVER)

@@ -15,10 +15,8 @@ crashes. MMS reconnects to a crashed worker, but does not start its process agai
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import logging
 import os
-import signal
 import socket
 import sys
 import time
@@ -26,6 +24,7 @@ from pathlib import Path
 
 from common.errors import EngineError, Overloaded
 from common.oom import WORKER, expendable
+from common.parent_death import end_with_parent
 from common.settings import read_settings
 from handlers.dispatch import computes_tensors
 from handlers.mms_connection import LoadedModel
@@ -37,8 +36,6 @@ from handlers.user_code.output import print_anything
 
 POLL_INTERVAL_S = 0.25
 RESTART_BACK_OFF_S = 0.2
-
-PR_SET_PDEATHSIG = 1
 
 
 def serve(listener: socket.socket, path: Path, watcher: int, model: LoadedModel) -> None:
@@ -120,7 +117,7 @@ def main() -> None:
             except OSError as error:  # the load fails, and MMS unregisters the model
                 refusal = not_confined(error)
             # Kill this process when its watcher ends, even while a connection is open.
-            ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+            end_with_parent(watcher)
             model = LoadedModel() if refusal is None else refused(refusal)
             serve(listener, path, watcher, model)
         status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])

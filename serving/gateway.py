@@ -29,6 +29,7 @@ from common.errors import ServiceError
 from common.logs import log_as_json
 from common.oom import SERVER, expendable
 from common.open_files import raise_open_files_limit
+from common.parent_death import end_with_server
 from common.settings import comma_separated
 from engine.http.async_client import AsyncEngineClient
 from serving.aliases import FILE as ALIASES_FILE
@@ -239,6 +240,7 @@ async def _run() -> None:
 
 
 def main() -> None:
+    end_with_server()
     close_to_others()
     expendable(SERVER)
     log_as_json("gateway")

@@ -11,6 +11,7 @@ import contextlib
 import functools
 import importlib
 import os
+import signal
 import sys
 import warnings
 from collections.abc import Iterator
@@ -22,10 +23,12 @@ import psutil
 from retrying import retry
 
 from common.oom import SERVER, expendable
+from common.parent_death import end_with_server
 from common.trees import remove
 from common.worker_protocol import MAX_RESPONSE_BYTES
 from serving.process.isolation import passed
 from serving.process.json_output import JsonOutput
+from serving.process.system import Processes
 from serving.settings import REPOSITORY, Settings
 
 HANDLER = "handlers.handler_service"
@@ -156,6 +159,12 @@ def _wait_for_java(output: JsonOutput, timeout_s: int) -> psutil.Process:
     return process
 
 
+def _end_session(number: int, frame: Any) -> None:
+    """Kills MMS, its workers and this process, as the entrypoint has been killed."""
+    Processes.signal_session(os.getpid(), signal.SIGKILL)
+    os._exit(1)
+
+
 class _Lazy(ModuleType):
     """A stand-in for a module, which imports the module when an attribute is used."""
 
@@ -184,6 +193,8 @@ def lazily_imported(*names: str) -> Iterator[None]:
 
 
 def main() -> None:
+    signal.signal(signal.SIGHUP, _end_session)  # Java's parent is not this process
+    end_with_server(signal.SIGHUP)
     expendable(SERVER)
     output = JsonOutput("mms")  # Java and MMS print some lines without the logger
     warnings.filterwarnings("ignore", "pkg_resources is deprecated")  # the toolkit uses it

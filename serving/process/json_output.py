@@ -8,20 +8,19 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import functools
 import json
 import logging
 import os
 import select
 import threading
 from collections.abc import Callable
-from typing import IO
 
 from common.logs import JsonFormatter
 
 FLUSH_S = 0.5  # maximum wait of `close` for queued lines, which delays the server's stop
 MAX_QUEUED_BYTES = 4 << 20  # some 16,000 lines: seconds of a busy server's log
 MAX_LINE_BYTES = 1 << 20  # a longer line is split
+READ_BYTES = 1 << 16
 PIPE_BYTES = 1 << 20  # Linux's limit for an unprivileged user
 
 
@@ -45,16 +44,22 @@ class JsonOutput:
         for output in (1, 2):
             os.dup2(writer, output)
         os.close(writer)
-        lines = os.fdopen(reader, "rb")
-        threading.Thread(target=self._read, args=(lines,), daemon=True).start()
-        self._writer = threading.Thread(target=self._write, daemon=True)
-        self._writer.start()
+        self._pipe, (self._closed, self._close) = reader, os.pipe()
+        self._threads = [threading.Thread(target=t, daemon=True) for t in (self._read, self._write)]
+        for thread in self._threads:
+            thread.start()
 
     def close(self) -> None:
         """Restores both outputs and writes queued lines, for at most `FLUSH_S`."""
         for original, output in zip(self._originals, (1, 2), strict=True):
             os.dup2(original, output)
-        self._writer.join(FLUSH_S)  # the thread ends once no process has the pipe open
+        reading, writing = self._threads
+        writing.join(FLUSH_S)  # it ends once no process has the pipe open
+        os.close(self._close)  # else the pipe is read no further
+        reading.join()
+        writing.join(FLUSH_S)
+        for file in (self._pipe, self._closed):
+            os.close(file)
 
     def write(self, line: bytes) -> None:
         """Queues `line` unchanged."""
@@ -66,13 +71,24 @@ class JsonOutput:
                 self._queued += line
             self._changed.notify()
 
-    def _read(self, lines: IO[bytes]) -> None:
-        for line in iter(functools.partial(lines.readline, MAX_LINE_BYTES), b""):
-            if line.strip():
-                self.write(line if _is_json(line) else self._wrapped(line))
+    def _read(self) -> None:
+        read, rest = b"-", b""
+        while read:
+            ready, _, _ = select.select([self._pipe, self._closed], [], [])
+            read = os.read(self._pipe, READ_BYTES) if self._pipe in ready else b""
+            *lines, rest = (rest + read).split(b"\n")
+            for line in lines:
+                self._add(line + b"\n")
+            if not read or len(rest) > MAX_LINE_BYTES:
+                self._add(rest)
+                rest = b""
         with self._changed:
             self._ended = True
             self._changed.notify()
+
+    def _add(self, line: bytes) -> None:
+        if line.strip():
+            self.write(line if _is_json(line) else self._wrapped(line))
 
     def _write(self) -> None:
         while True:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
+
+import psutil
 
 from serving.errors import StartError
 
@@ -22,8 +25,19 @@ def listen(host: str, port: int) -> socket.socket:
     except OSError as error:
         listener.close()
         raise StartError(
-            f"cannot listen on {host} port {port}: {error.strerror}; choose another with"
-            " --port (SAGEMAKER_BIND_TO_PORT), --management-port (MANAGEMENT_PORT), GRPC_PORT"
-            " or --host"
+            f"cannot listen on {host} port {port}: {error.strerror}{_holder(port)}; choose"
+            " another with --port (SAGEMAKER_BIND_TO_PORT), --management-port (MANAGEMENT_PORT),"
+            " GRPC_PORT or --host"
         ) from None
     return listener
+
+
+def _holder(port: int) -> str:
+    """Describes the process that listens on a port; empty if this user may not know it."""
+    with contextlib.suppress(psutil.Error, OSError):
+        for connection in psutil.net_connections("tcp"):
+            is_listening = connection.status == psutil.CONN_LISTEN
+            if is_listening and connection.laddr.port == port and connection.pid:
+                command = " ".join(psutil.Process(connection.pid).cmdline())
+                return f" by process {connection.pid} ({command:.80})"
+    return ""

@@ -14,6 +14,7 @@ import socket
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from serving.process.signals import StopSignals
 from serving.process.system import Processes
 
 logger = logging.getLogger(__name__)
@@ -43,15 +44,16 @@ class Child:
     """A process that is restarted whenever it exits.
 
     The server ends when the child exits with the status `gives_up`, having logged why it cannot
-    start. `healthy` returns whether the child works, and must not block. `listeners` are inherited
-    by the child under the same file descriptors, so connections wait while it is restarted.
+    start. `healthy` returns whether a check that began after a time of the monotonic clock has
+    succeeded, and must not block. `listeners` are inherited by the child under the same file
+    descriptors, so connections wait while it is restarted.
     """
 
     name: str
     command: Sequence[str]
     environment: Mapping[str, str]
     gives_up: int | None = None
-    healthy: Callable[[], bool] | None = None
+    healthy: Callable[[float], bool] | None = None
     listeners: Sequence[socket.socket] = ()
     pid: int | None = None
     started_at: float = 0.0
@@ -82,6 +84,7 @@ class Supervisor:
     on_ready: Callable[[], None]
     start_timeout_s: float
     drain_s: float
+    signals: StopSignals
     processes: Processes = field(default_factory=Processes)
     on_restart: Callable[[str], None] = lambda name: None  # gets the name of the child
 
@@ -89,7 +92,8 @@ class Supervisor:
         """Runs the children. Returns the exit status: 0 after a signal, otherwise 1, with a log."""
         try:
             for child in self.children:
-                self._start(child)
+                if self.signals.received is None:
+                    self._start(child)
             return self._watch()
         finally:
             self._stop()
@@ -112,7 +116,7 @@ class Supervisor:
         processes = self.processes
         give_up_at = processes.now() + self.start_timeout_s
         progress = Progress.STARTING
-        while processes.stop_signal is None:
+        while self.signals.received is None:
             if self._one_gave_up():
                 return 1
             processes.end_strays({child.pid for child in self.children if child.pid is not None})
@@ -132,8 +136,8 @@ class Supervisor:
                         self.start_timeout_s,
                     )
                     return 1
-            processes.sleep(POLL_S[progress])
-        logger.info("stopping: %s", signal.Signals(processes.stop_signal).name)
+            self.signals.sleep(POLL_S[progress])
+        logger.info("stopping: %s", signal.Signals(self.signals.received).name)
         return 0
 
     def _one_gave_up(self) -> bool:
@@ -156,7 +160,7 @@ class Supervisor:
         if child.healthy is None or child.pid is None:
             return
         now = self.processes.now()
-        if child.healthy():
+        if child.healthy(child.started_at):
             child.worked_at = now
         first = child.worked_at is None
         limit_s = self.start_timeout_s if first else UNHEALTHY_S
@@ -175,7 +179,7 @@ class Supervisor:
         end = self.processes.now() + KILLED_S
         while self.processes.kill_descendants() and self.processes.now() < end:
             self.processes.ended()
-            self.processes.sleep(0.05)
+            self.signals.sleep(0.05)
 
     def _end(self, children: Sequence[Child], grace_s: float) -> None:
         processes = self.processes
@@ -185,7 +189,7 @@ class Supervisor:
             processes.signal_session(session, signal.SIGTERM)
         while any(map(processes.session, sessions)) and processes.now() < end:
             processes.ended()
-            processes.sleep(0.05)
+            self.signals.sleep(0.05)
         for session in sessions:
             processes.signal_session(session, signal.SIGKILL)
         for child in children:

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import math
 import os
-import select
 import signal
-import socket
 import subprocess
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence, Set
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 import psutil
 
@@ -23,6 +22,8 @@ PR_SET_CHILD_SUBREAPER = 36
 # Time limit for the end of a killed session. Longer: a process that hangs in the kernel delays the
 # restart of others. Shorter: on a busy machine, a restart may begin beside the old processes.
 KILLED_S = 2.0
+# Time limit for the end of a poll's thread, whose connection ends with the process that it checks.
+CLOSE_S = 0.1
 
 T = TypeVar("T")
 
@@ -31,29 +32,11 @@ class Processes:
     """Starts, reaps and kills processes; makes this process a subreaper, which adopts orphans."""
 
     def __init__(self) -> None:
-        self.stop_signal: int | None = None  # the first received of SIGTERM, SIGINT and SIGHUP
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-        self._wake, self._writer = socket.socketpair()
-        self._writer.setblocking(False)
-        self._wake.setblocking(False)
-        signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
-
-        def stop(number: int, frame: Any) -> None:
-            self.stop_signal = self.stop_signal or number
-
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-            signal.signal(number, stop)
-        signal.signal(signal.SIGCHLD, lambda number, frame: None)
 
     @staticmethod
     def now() -> float:
         return time.monotonic()
-
-    def sleep(self, seconds: float) -> None:
-        """Sleeps for `seconds`, or until a signal, such as that of an exited child."""
-        select.select([self._wake], [], [], max(seconds, 0))
-        with contextlib.suppress(BlockingIOError):
-            self._wake.recv(4096)
 
     @staticmethod
     def start(command: Sequence[str], environment: Mapping[str, str], files: Sequence[int]) -> int:
@@ -87,10 +70,14 @@ class Processes:
                     pids.append(process.pid)
         return pids
 
-    def signal_session(self, id: int, number: int) -> None:
-        """Signals a session's processes; repeats SIGKILL until there are none: they may fork."""
+    @staticmethod
+    def signal_session(id: int, number: int) -> None:
+        """Signals a session's processes, this one excepted.
+
+        Repeats SIGKILL until there are none: they may fork.
+        """
         end = time.monotonic() + KILLED_S
-        while pids := self.session(id):
+        while pids := [pid for pid in Processes.session(id) if pid != os.getpid()]:
             for pid in pids:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, number)
@@ -122,7 +109,7 @@ class Processes:
 
 
 class Poll(Generic[T]):
-    """Calls `poll` repeatedly on a thread of its own; calling this returns its latest result.
+    """Calls `poll` repeatedly on a thread of its own; calling this returns the latest result.
 
     `pause_s` maps a result to the seconds until the next call, None for no more calls.
     """
@@ -130,16 +117,30 @@ class Poll(Generic[T]):
     def __init__(
         self, poll: Callable[[], T], first: T, pause_s: Callable[[T], float | None]
     ) -> None:
-        self._poll, self._latest, self._pause_s = poll, first, pause_s
-        threading.Thread(target=self._run, name="poll", daemon=True).start()
+        self._poll, self._first, self._pause_s = poll, first, pause_s
+        self._latest = (-math.inf, first)  # when the call began, and its result
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="poll", daemon=True)
+        self._thread.start()
 
-    def __call__(self) -> T:
-        return self._latest
+    def __call__(self, since: float = -math.inf) -> T:
+        """Returns the latest result; `first` if its call began before the monotonic time `since`.
+
+        So a process that was restarted is not judged by an answer of the one before it.
+        """
+        began, result = self._latest
+        return result if began >= since else self._first
+
+    def close(self) -> None:
+        """Ends the thread, after the call in progress. Waits for it for at most CLOSE_S."""
+        self._closed.set()
+        self._thread.join(CLOSE_S)
 
     def _run(self) -> None:
-        while True:
-            self._latest = self._poll()
-            pause_s = self._pause_s(self._latest)
+        while not self._closed.is_set():
+            began = time.monotonic()
+            self._latest = began, self._poll()
+            pause_s = self._pause_s(self._latest[1])
             if pause_s is None:
                 return
-            time.sleep(pause_s)
+            self._closed.wait(pause_s)

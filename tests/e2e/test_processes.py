@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import signal
 import socket
 import subprocess
 from pathlib import Path
@@ -41,7 +42,7 @@ def test_what_stands_in_the_way_of_a_start_is_told_at_once(clean: Server) -> Non
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
         for options, environment, said in (
-            (["--management-port", port], {}, port),
+            (["--management-port", port], {}, f"in use by process {os.getpid()} ("),
             ([], {"JAVA_HOME": "/nowhere"}, "Java"),
             ([], {"MODEL_STORE": "/nowhere"}, "MODEL_STORE"),  # by the gateway, in the log
             ([], {"RUN_DIR": str(clean.run_dir)}, "another server"),
@@ -100,6 +101,45 @@ def test_a_server_that_is_killed_and_the_next_whose_output_nobody_reads(tmp_path
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
         os.close(output)
+
+
+def test_a_server_that_is_killed_alone_leaves_no_process(tmp_path: Path) -> None:
+    small(tmp_path / "store" / "봄")
+    script = tmp_path / "store" / "글" / "code" / "inference.py"
+    script.parent.mkdir(parents=True)
+    script.write_text("def model_fn(folder): return 1\ndef predict_fn(body, model): return body\n")
+    for _ in range(2):  # in the same RUN_DIR, on new ports
+        with Server(tmp_path, tmp_path / "store", FAST) as server:
+            assert text(server.predict("봄", SHORT))
+            assert server.predict("글", SHORT).status_code == 200
+            below = server.descendants()
+            assert len(below) > 6
+            server.process.kill()
+            server.process.wait()
+            eventually(lambda below=below: all(map(has_ended, below)))
+
+
+def test_nohup_keeps_a_server_from_ending_with_its_terminal(tmp_path: Path) -> None:
+    with Server(tmp_path, tmp_path, FAST, prefix=["nohup"]) as server:
+        server.process.send_signal(signal.SIGHUP)
+        assert server.stop() == 0
+        assert "stopping: SIGTERM" in server.text()
+
+
+STOPS = 8  # of which one to four did not end
+
+
+def test_a_stop_before_readiness_ends_in_pythons_development_mode(tmp_path: Path) -> None:
+    environment = {**FAST, "PYTHONDEVMODE": "1", "PYTHONASYNCIODEBUG": "1"}
+    for number in range(STOPS):
+        (tmp_path / str(number)).mkdir()
+        server = Server(tmp_path / str(number), tmp_path, environment)
+        try:
+            eventually(lambda server=server: server.descendants("serving.gateway"))
+        finally:
+            assert server.stop() == 0
+        own = [line for line in server.text().splitlines() if '"process": "entrypoint"' in line]
+        assert not [line for line in own if "ResourceWarning" in line]
 
 
 @pytest.fixture(scope="module")

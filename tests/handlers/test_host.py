@@ -17,8 +17,8 @@ import pytest
 
 from handlers.dispatch import is_hosted
 from handlers.mms_server import Poller
-from serving.entrypoint import host_accepts
 from serving.mms.launcher import MMS_HOME
+from serving.server import host_accepts
 from tests.e2e.server import REPOSITORY, eventually
 from tests.handlers.messages import ask, load_message, request_message, worker_arguments
 from tests.processes import has_ended, no_files_in, nothing_starts_in

@@ -14,6 +14,7 @@ from engine.http.async_client import AsyncEngineClient
 from serving.mms.client import MMSClient
 from serving.mms.workers import Workers
 from serving.models.model import Model
+from serving.process.signals import StopSignals
 from serving.process.system import Processes
 from serving.store import Cache, Fetched, Lookups, Stop, StoredModel, open_store
 from serving.store.folder import FolderStore
@@ -38,7 +39,11 @@ PAIRS: list[tuple[type, tuple[type, ...], set[str]]] = [
     (test_feed.CountingEngine, (AsyncEngineClient,), set()),
     (test_lookups.CountingStore, (FolderStore,), set()),
     (test_fetches.HangingCache, (Cache,), set()),
-    (test_supervisor.FakeProcesses, (Processes,), {"at", "end", "starts", "count", "stop"}),
+    (
+        test_supervisor.FakeProcesses,
+        (Processes, StopSignals),
+        {"at", "end", "starts", "count", "stop"},
+    ),
 ]
 
 

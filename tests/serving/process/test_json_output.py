@@ -42,6 +42,21 @@ print("뒤")
     assert found[-1]["message"] == "끝"
 
 
+def test_after_the_close_no_thread_reads_what_another_process_prints() -> None:
+    """In Python's development mode such a thread kept the interpreter from ending."""
+    with run("""
+import subprocess
+output = JsonOutput("entrypoint")
+other = subprocess.Popen(["cat"], stdin=subprocess.PIPE)
+output.close()
+print(threading.active_count(), flush=True)
+other.kill()
+other.communicate()
+""") as process:
+        said, errors = process.communicate(timeout=60)
+    assert (said, errors) == (b"1\n", b"")
+
+
 def test_what_does_not_fit_is_counted_where_it_is_missing() -> None:
     count = 4 * MAX_QUEUED_BYTES // LINE_BYTES
     with run(f"""

@@ -30,10 +30,13 @@ class Process:
 
 
 class FakeProcesses:
-    """A fake `system.Processes`. `on_term` has the seconds after which a command ends."""
+    """A fake `system.Processes` and `signals.StopSignals`.
+
+    `on_term` has the seconds after which a command ends.
+    """
 
     def __init__(self) -> None:
-        self.stop_signal: int | None = None
+        self.received: int | None = None
         self.time = 0.0
         self.all: dict[int, Process] = {}
         self.on_term: dict[str, float | None] = {}
@@ -109,7 +112,7 @@ class FakeProcesses:
         return len(self.starts(command))
 
     def stop(self) -> None:
-        self.stop_signal = signal.SIGTERM
+        self.received = signal.SIGTERM
 
 
 class Server:
@@ -136,7 +139,7 @@ class Server:
             processes.at(until, processes.stop)
         supervisor = Supervisor(
             self.children, lambda: self.progress, self._readied, 60.0, DRAIN_S, processes,
-            on_restart=self.restarted.append,
+            processes, on_restart=self.restarted.append,
         )  # fmt: skip
         return supervisor.run()
 
@@ -219,7 +222,7 @@ def test_what_is_loaded_first_takes_the_time_that_it_needs() -> None:
 
 def test_an_engine_that_does_not_work_any_more_is_started_again() -> None:
     works = {"engine": True}
-    server = Server(healthy=lambda: works["engine"])
+    server = Server(healthy=lambda since: works["engine"])
     processes = server.processes
     processes.at(100, lambda: works.update(engine=False))
     processes.at(108, lambda: works.update(engine=True))  # not for long: it is left alone
@@ -235,10 +238,27 @@ def test_an_engine_that_does_not_work_any_more_is_started_again() -> None:
 
 
 def test_an_engine_that_never_works_is_given_the_time_of_a_start() -> None:
-    server = Server(healthy=lambda: False)
+    server = Server(healthy=lambda since: False)
     server.run(until=100)
     _, again = server.processes.starts("engine")
     assert 60 <= again < 63
+
+
+def test_an_engine_that_is_started_again_is_given_the_time_of_a_start() -> None:
+    """An answer of the engine before does not count as one of this."""
+    server = Server(healthy=lambda since: since < 100)
+    server.processes.at(100, lambda: server.processes.end("engine", 1))
+    server.run(until=200)
+    _, again, third = server.processes.starts("engine")
+    assert 100 <= again < 102
+    assert 60 <= third - again < 63
+
+
+def test_a_signal_from_before_the_start_starts_nothing() -> None:
+    server = Server()
+    server.processes.stop()
+    assert server.run() == 0
+    assert server.processes.all == {}
 
 
 @pytest.mark.parametrize("hung", [["gateway"], ["mms"], ["engine"], ["gateway", "mms", "engine"]])

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
 import sys
 import threading
+import time
 
 from serving.process.system import Poll, Processes
 
@@ -30,6 +32,29 @@ def test_a_poll_answers_at_once_and_asks_until_it_is_enough() -> None:
     assert poll() == 2
 
 
+def test_a_poll_gives_no_answer_to_a_question_from_before() -> None:
+    """As of a process that has been restarted since."""
+    asked, go = threading.Semaphore(0), threading.Semaphore(0)
+
+    def ask() -> bool:
+        asked.release()
+        assert go.acquire(timeout=60)
+        return True
+
+    with contextlib.closing(Poll(ask, False, lambda answer: 0.0)) as poll:
+        assert asked.acquire(timeout=60)
+        restarted = time.monotonic()
+        go.release()
+        assert asked.acquire(timeout=60)  # the first has answered
+        assert poll()
+        assert not poll(restarted)
+        go.release()
+        assert asked.acquire(timeout=60)
+        assert poll(restarted)
+        go.release(1000)
+    assert not [t for t in threading.enumerate() if t.name == "poll"]
+
+
 FORKS = """
 import os, time
 print(flush=True)
@@ -44,7 +69,7 @@ while True:
 def test_a_session_that_is_killed_while_it_forks_leaves_nobody() -> None:
     """As Java does, which starts a worker just then. Its children are not waited for here, so what
     is left of them is a zombie at most."""
-    processes = Processes.__new__(Processes)  # without taking over this process's signals
+    processes = Processes.__new__(Processes)  # without becoming a subreaper
     leader = subprocess.Popen(
         [sys.executable, "-c", FORKS], start_new_session=True, stdout=subprocess.PIPE
     )

@@ -1,0 +1,94 @@
+"""What the entrypoint does before it starts the server's processes, and signals meanwhile."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from serving.errors import StartError
+from serving.server import MAX_SOCKET_PATH, _run_dir
+from serving.settings import Settings
+from testbed.process import free_port
+from tests.processes import REPOSITORY, eventually, python
+
+
+def test_a_start_that_fails_for_a_long_tmpdir_leaves_no_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    long = tmp_path / ("가" * (MAX_SOCKET_PATH // 3))
+    long.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(long))
+    with pytest.raises(StartError, match="too long for a unix socket"), _run_dir(Settings()):
+        pass
+    assert list(long.iterdir()) == []
+
+
+@pytest.mark.parametrize("place", ["파일", "파일/run"])
+def test_a_run_dir_that_is_no_folder_is_named(tmp_path: Path, place: str) -> None:
+    (tmp_path / "파일").write_text("")
+    settings = Settings(run_dir=str(tmp_path / place))
+    with pytest.raises(StartError, match=f"RUN_DIR .*{place} cannot be used"), _run_dir(settings):
+        pass
+
+
+def test_a_second_server_in_a_run_dir_names_the_first(tmp_path: Path) -> None:
+    settings = Settings(run_dir=str(tmp_path / "실행"))
+    with _run_dir(settings):
+        for _ in range(2):
+            refused = pytest.raises(StartError, match=f"process {os.getpid()}, runs in RUN_DIR")
+            with refused, _run_dir(settings):
+                pass
+    with _run_dir(settings):
+        pass
+
+
+def test_a_folder_without_room_for_temporary_files_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "없음"))
+    refused = pytest.raises(StartError, match="TMPDIR cannot be used: No such file")
+    with refused, _run_dir(Settings()):
+        pass
+
+
+def test_signals_are_handled_before_anything_large_is_imported() -> None:
+    """PID 1 loses a signal that comes before."""
+    ours = (
+        "[m for m in sys.modules if m.split('.')[0] in ('common', 'engine', 'serving', 'psutil')]"
+    )
+    done = python("-c", f"import sys, serving.entrypoint; print(*sorted({ours}))")
+    named = ["serving", "serving.entrypoint", "serving.process", "serving.process.signals"]
+    assert done.stdout.split() == named
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_a_signal_during_the_checks_ends_the_start(tmp_path: Path, number: int) -> None:
+    java = tmp_path / "bin" / "java"
+    java.parent.mkdir()
+    java.write_text(f"#!/bin/sh\n: > {tmp_path}/checked\nexec sleep 600\n")
+    java.chmod(0o755)
+    (tmp_path / "tmp").mkdir()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "serving.entrypoint", "serve", "--host", "127.0.0.1"],
+        cwd=REPOSITORY,
+        env={
+            "PATH": os.environ["PATH"], "JAVA_HOME": str(tmp_path),
+            "TMPDIR": str(tmp_path / "tmp"), "SAGEMAKER_BIND_TO_PORT": str(free_port()),
+            "MANAGEMENT_PORT": str(free_port()),
+        },
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+    )  # fmt: skip
+    with process:
+        eventually((tmp_path / "checked").exists)
+        process.send_signal(number)
+        said, _ = process.communicate(timeout=60)
+    assert process.returncode == 0
+    assert "Traceback" not in said
+    assert f"stopping: {signal.Signals(number).name}" in said
+    assert list((tmp_path / "tmp").iterdir()) == []
