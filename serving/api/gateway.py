@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
-from contextlib import AbstractAsyncContextManager
+from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,7 +25,7 @@ from serving.models.recovery import Recovery
 from serving.models.registry import Registry
 from serving.settings import Settings
 from serving.store import Lookups
-from serving.tokens import Tokens
+from serving.tokens import Tokens, current
 
 
 @dataclass
@@ -92,8 +93,15 @@ class Gateway:
             await self.lookups.find(name)
         return model
 
-    def use(self, name: str) -> AbstractAsyncContextManager[Model]:
-        """Hold a model for one request, loaded on demand unless SageMaker manages the loads."""
-        if self.settings.sagemaker_multi_model:
-            return self.registry.use(name)
-        return self.on_demand.use(name)
+    @contextlib.asynccontextmanager
+    async def use(self, name: str) -> AsyncIterator[Model]:
+        """Hold a model for one request, loaded on demand unless SageMaker manages the loads.
+
+        Raises `Forbidden` for an adapter whose base the current request's token may not use.
+        """
+        managed = self.settings.sagemaker_multi_model
+        async with (self.registry if managed else self.on_demand).use(name) as model:
+            token = current.get()
+            if token is not None and model.stored_base is not None:
+                token.check_base(model.stored_base.name)
+            yield model

@@ -110,7 +110,7 @@ async def list_models(gateway: Gateway, request: Request) -> Response:
     start = _integer(query, "next_page_token", 0, 10**9, 0)
     if _boolean(query, "available", False):
         return JSONResponse(await _available(gateway, request) | _aliases(gateway, request, start))
-    models = [m for m in gateway.registry.models() if may_call(request, m.name)]
+    models = [m for m in gateway.registry.models() if may_call(gateway, request, m.name)]
     page = [_listed(model) for model in models[start : start + limit]]
     answer: dict[str, Any] = {"models": page, **_aliases(gateway, request, start)}
     if start + limit < len(models):
@@ -137,7 +137,7 @@ async def _available(gateway: Gateway, request: Request) -> dict[str, Any]:
                 "loaded": model.name in loaded,
             }
             for model in stored
-            if may_call(request, model.name)
+            if may_call(gateway, request, model.name)
         ]
     }
 

@@ -24,15 +24,30 @@ def name_model(gateway: Gateway, request: Request, name: str) -> None:
     """Set a request's model or alias for its log line, and check the token's right to it.
 
     Call it before the store is read or a model loaded. Raises `Forbidden` if the request's token
-    may not use the name, or any model that it stands for: an alias gives no access to models, and
-    a refusal does not depend on which of them is chosen.
+    may not use the name, or any model that it stands for: neither an alias nor an adapter gives
+    access to models, and a refusal does not depend on which of them is chosen. The base of an
+    adapter that is not loaded is checked by `Bases.find` and `Gateway.use`.
     """
     request.state.model = name
-    token, alias = request.state.token, gateway.aliases.find(name)
+    token = request.state.token
     if token is not None:
-        token.check_model(name)
-        for model in alias.models if alias else ():
+        models = _models(gateway, name)
+        for model in models:
             token.check_model(model)
+        for base in _bases(gateway, models):
+            token.check_base(base)
+
+
+def _models(gateway: Gateway, name: str) -> tuple[str, ...]:
+    """Return a name, and the models of the alias that it may be."""
+    alias = gateway.aliases.find(name)
+    return (name,) if alias is None else (name, *alias.models)
+
+
+def _bases(gateway: Gateway, models: tuple[str, ...]) -> list[str]:
+    """Return the bases of those models that are loaded adapters."""
+    known = map(gateway.registry.find, models)
+    return [m.stored_base.name for m in known if m is not None and m.stored_base is not None]
 
 
 def choose_model(gateway: Gateway, request: Request, name: str, user: str = "") -> str:
@@ -83,7 +98,7 @@ def listed_aliases(gateway: Gateway, request: Request) -> dict[str, dict[str, fl
     return {
         alias.name: dict(alias.weights)
         for alias in aliases
-        if all(may_call(request, name) for name in (alias.name, *alias.models))
+        if may_call(gateway, request, alias.name)
     }
 
 
@@ -101,6 +116,10 @@ def name_source(gateway: Gateway, request: Request, url: str) -> None:
     check_no_alias(gateway, normal_name(url))
 
 
-def may_call(request: Request, name: str) -> bool:
-    """Return whether a request's token may call a model, which lists then show."""
-    return request.state.token is None or request.state.token.may_call(name)
+def may_call(gateway: Gateway, request: Request, name: str) -> bool:
+    """Return whether a request's token may use all that a name stands for; lists then show it."""
+    token = request.state.token
+    if token is None:
+        return True
+    models = _models(gateway, name)
+    return all(map(token.may_call, (*models, *_bases(gateway, models))))

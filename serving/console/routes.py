@@ -108,7 +108,7 @@ class Console:
 
         With a token of TOKENS_FILE the stream ends when the file changes: the page connects again.
         """
-        tokens, may_see = self._gateway.tokens, functools.partial(may_call, request)
+        tokens, may_see = self._gateway.tokens, functools.partial(may_call, self._gateway, request)
         version = tokens.version
         async with aclosing(self._feed.watch(may_see)) as messages:
             async for message in messages:

@@ -6,13 +6,16 @@ import asyncio
 import fnmatch
 import os
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path, PurePosixPath
+from urllib.parse import unquote, urlsplit
 
 from common.model_files import ADAPTER, is_adapter
 from common.settings import comma_separated
 from serving.errors import BadRequest, ModelNotInStore, NotAModel, StartError, UrlNotAllowed
 from serving.models.model_settings import FILE, ModelSettings, read_object
 from serving.store import Lookups, StoredModel
+from serving.tokens import current
 
 MAX_CONFIG_BYTES = 1 << 20
 
@@ -20,17 +23,23 @@ MAX_CONFIG_BYTES = 1 << 20
 class Bases:
     """Locates the base of an adapter in the store."""
 
-    def __init__(self, lookups: Lookups, known: str) -> None:
-        """Parses `known`, the value of ADAPTER_BASES. Raises `StartError`."""
-        self._lookups, self._known = lookups, parse(known)
+    def __init__(
+        self, lookups: Lookups, known: str, named: Mapping[str, str] | None = None
+    ) -> None:
+        """Parses `known`, the value of ADAPTER_BASES. Raises `StartError`.
+
+        named: names of models outside of the store, by path
+        """
+        self._lookups, self._known, self._named = lookups, parse(known), named or {}
 
     async def find(self, folder: Path, settings: ModelSettings) -> StoredModel | None:
         """Returns the base of the adapter in `folder`; None if the folder has no adapter.
 
         The `base` in the adapter's settings comes first. Otherwise it is looked up by the name of
         the base that the adapter was trained on: in ADAPTER_BASES, or else in the store, under the
-        name or the last part of it, such as `kogpt2-base-v2` of `/home/me/kogpt2-base-v2`. Raises
-        `BadRequest`, and errors of the store.
+        name or the last part of it, such as `kogpt2-base-v2` of `/home/me/kogpt2-base-v2`. Its
+        name is a path where it was looked up by one. Raises `BadRequest`, `Forbidden` if the
+        token of the request that loads the adapter may not use the base, and errors of the store.
         """
         name = await asyncio.to_thread(base_name, folder)
         if name is None:
@@ -42,11 +51,19 @@ class Bases:
         candidates = self._candidates(name, settings)
         for candidate in candidates:
             try:
-                return await self._lookups.locate(candidate)
+                base = await self._lookups.locate(candidate)
             except (ModelNotInStore, UrlNotAllowed):
                 continue
             except NotAModel as error:
                 raise BadRequest(f"the base of the adapter is no model: {error.message}") from None
+            # The last part of a path, as models loaded by path are called, gives no right: another
+            # team's model may end in it, too.
+            if candidate.startswith(("/", "file://")):
+                path = unquote(urlsplit(candidate).path)
+                base = replace(base, name=self._named.get(path, path))
+            if (token := current.get()) is not None:
+                token.check_base(base.name)
+            return base
         tried = ", ".join(candidates) or "nothing, because it gives no name"
         raise BadRequest(
             f"the model is an adapter of {name!r}, which is not in the store (looked for: {tried});"

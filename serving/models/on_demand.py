@@ -11,6 +11,7 @@ from serving.models.model import Model, State
 from serving.models.registry import Registry
 from serving.models.residency import Residency
 from serving.store import Lookups
+from serving.tokens import current
 
 
 class OnDemand:
@@ -18,7 +19,8 @@ class OnDemand:
 
     def __init__(self, registry: Registry, lookups: Lookups, residency: Residency) -> None:
         self._registry, self._lookups, self.residency = registry, lookups, residency
-        self._loading: dict[str, asyncio.Task[None]] = {}
+        # By name and token: a load that one token may not do fails for that token only.
+        self._loading: dict[tuple[str, str], asyncio.Task[None]] = {}
 
     @contextlib.asynccontextmanager
     async def use(self, name: str) -> AsyncIterator[Model]:
@@ -38,11 +40,13 @@ class OnDemand:
 
         Raises `ModelNotFound` if the store has no such model, and the error of its load.
         """
+        token = current.get()
+        key = (name, "" if token is None else token.name)
         while not self._is_ready(name):
-            task = self._loading.get(name)
+            task = self._loading.get(key)
             if task is None:
-                task = self._loading[name] = self._registry.spawn(self._load(name))
-                task.add_done_callback(lambda _: self._loading.pop(name, None))
+                task = self._loading[key] = self._registry.spawn(self._load(name))
+                task.add_done_callback(lambda _: self._loading.pop(key, None))
             await asyncio.shield(task)
 
     async def preload(self, name: str) -> None:

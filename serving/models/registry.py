@@ -20,7 +20,15 @@ from typing import Any, TypeVar
 
 from common.errors import OutOfMemory, ServiceError
 from common.misnamed import misnamed
-from serving.errors import BadRequest, Conflict, LoadCancelled, ModelNotFound, Timeout, WorkerLost
+from serving.errors import (
+    BadRequest,
+    Conflict,
+    Forbidden,
+    LoadCancelled,
+    ModelNotFound,
+    Timeout,
+    WorkerLost,
+)
 from serving.mms.workers import MMS_GRACE_S, Workers
 from serving.models.admission import Line
 from serving.models.fetches import Fetches
@@ -242,7 +250,7 @@ class Registry:
             await self._workers.end(model)
             if model.fetched is not None:
                 # A refused artifact is fetched again at the next load: it may be replaced by then.
-                cancelled = isinstance(model.error, LoadCancelled)
+                cancelled = isinstance(model.error, LoadCancelled | Forbidden)
                 refused = not cancelled and 400 <= getattr(model.error, "status", 500) < 500
                 await self.fetches.release(model.fetched, discard=refused)
             if model.base is not None:

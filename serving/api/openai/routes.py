@@ -50,7 +50,7 @@ async def list_models(gateway: Gateway, request: Request) -> Response:
     if not gateway.settings.sagemaker_multi_model:
         names |= {model.name for model in await gateway.lookups.models()}
     aliases = listed_aliases(gateway, request)
-    names = {name for name in names if may_call(request, name)} | aliases.keys()
+    names = {name for name in names if may_call(gateway, request, name)} | aliases.keys()
     data = [_model(name, aliases.get(name)) for name in sorted(names)]
     return JSONResponse({"object": "list", "data": data})
 

@@ -140,7 +140,7 @@ async def model_statistics(gateway: Gateway, request: Request) -> Response:
 
 async def all_statistics(gateway: Gateway, request: Request) -> Response:
     """Counts of requests to each loaded model, and their times."""
-    models = [m for m in gateway.registry.models() if may_call(request, m.name)]
+    models = [m for m in gateway.registry.models() if may_call(gateway, request, m.name)]
     return JSONResponse(await statistics(gateway, models))
 
 

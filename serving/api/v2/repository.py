@@ -45,7 +45,7 @@ async def index(gateway: Gateway, request: Request) -> Response:
             unloaded = {"name": stored.name, "state": "UNAVAILABLE", "reason": "unloaded"}
             by_name.setdefault(stored.name, unloaded)
     ready = {name for name, entry in by_name.items() if entry["state"] == "READY"}
-    by_name = {name: entry for name, entry in by_name.items() if may_call(request, name)}
+    by_name = {name: entry for name, entry in by_name.items() if may_call(gateway, request, name)}
     by_name |= {n: _alias(n, of, ready) for n, of in listed_aliases(gateway, request).items()}
     entries = [by_name[name] for name in sorted(by_name)]
     return JSONResponse([e for e in entries if e["state"] == "READY" or not only_ready])
@@ -65,7 +65,7 @@ async def load(gateway: Gateway, request: Request) -> Response:
         if gateway.settings.sagemaker_multi_model:  # no eviction: SageMaker unloads models
             await gateway.on_demand.preload(name)
         else:
-            async with gateway.on_demand.use(name):
+            async with gateway.use(name):
                 pass
     return Response()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections import Counter
 from pathlib import Path
@@ -12,7 +13,8 @@ import pytest
 
 from serving.aliases import Aliases, parse
 from serving.api.sessions import NEW, NEW_SESSION_ID, SESSION_ID, Sessions
-from tests.serving.api.gateways import BEARER, World, model, with_token
+from tests.serving.api.gateways import BEARER, World, model, settle, with_token
+from tests.serving.fakes import stored
 
 SPLIT = {"고객": {"봄": 9, "여름": 1}, "시": {"봄": 1}}
 
@@ -201,3 +203,50 @@ async def test_a_team_needs_an_aliass_name_and_all_of_its_models(
     assert ("고객" in [m["id"] for m in json.loads(listed)["data"]]) == allowed
     _, _, told = await world.call("GET", "/models", **given)
     assert ("고객" in json.loads(told).get("aliases", {})) == allowed
+
+
+@pytest.mark.parametrize(
+    ("patterns", "allowed"),
+    [(["가/*", "시", "나/비밀"], True), (["*"], True), (["가/*", "시"], False)],
+)
+async def test_a_team_needs_an_adapters_name_and_its_base(
+    patterns: list[str], allowed: bool, tmp_path: Path
+) -> None:
+    """The adapter is loaded: by another token, or before the team lost a right."""
+    world = World(model("가/말투"), sagemaker_multi_model=True)
+    world.model.stored_base = stored("나/비밀")
+    world.gateway.aliases = aliases_of({"시": "가/말투"})
+    await with_token(world, tmp_path, models=patterns, load=True)
+    given = {"authorization": BEARER}
+    for method, path in (
+        ("POST", "/predictions/가%2F말투"),
+        ("POST", "/predictions/시"),
+        ("GET", "/models/가%2F말투"),
+        ("GET", "/v2/models/가%2F말투/ready"),
+        ("PUT", "/models/가%2F말투?pinned=true"),
+    ):
+        status, _, said = await world.call(method, unquote(path), **given)
+        assert status == (200 if allowed else 403), (path, said)
+        assert allowed or "나/비밀" not in said.decode()
+    for path in ("/v1/models", "/models", "/v2/models/stats"):
+        _, _, listed = await world.call("GET", path, **given)
+        assert ("가/말투" in listed.decode()) == allowed
+        assert allowed or "시" not in listed.decode()
+        assert allowed or "나/비밀" not in listed.decode()
+
+
+async def test_the_console_shows_no_base_that_its_token_may_not_use(tmp_path: Path) -> None:
+    world = World(model("가/말투"), sagemaker_multi_model=True)
+    world.model.stored_base = stored("나/비밀")
+    await with_token(world, tmp_path, models=["가/*"])
+    gone = asyncio.Event()
+    watching = asyncio.create_task(
+        world.call("GET", "/console/events", gone=gone, authorization=BEARER)
+    )
+    await settle()
+    gone.set()
+    status, _, shown = await watching
+    assert status == 200
+    assert '"whole":true' in shown.decode().replace(" ", "")
+    assert "말투" not in shown.decode()
+    assert "나/비밀" not in shown.decode()

@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 
-from serving.errors import BadRequest, StartError
+from serving.errors import BadRequest, Forbidden, StartError
 from serving.models.bases import Bases
 from serving.models.model_settings import ModelSettings
 from serving.store import Lookups, Sources, open_store
+from serving.tokens import Token, Usage, current
 from tests.serving.store.archives import touch
 
 STORE = ("kogpt2-base-v2", "팀/바탕", "other")
@@ -33,11 +34,17 @@ def adapter(store: Path, base: Any) -> Path:
     return folder
 
 
-def find(store: Path, folder: Path, known: str = "", **settings: Any) -> str | None:
+def find(
+    store: Path,
+    folder: Path,
+    known: str = "",
+    named: dict[str, str] | None = None,
+    **settings: Any,
+) -> str | None:
     async def found() -> str | None:
         lookups = Lookups(Sources(open_store(str(store))))
         try:
-            base = await Bases(lookups, known).find(folder, ModelSettings(**settings))
+            base = await Bases(lookups, known, named).find(folder, ModelSettings(**settings))
             return base and base.name
         finally:
             lookups.close()
@@ -70,7 +77,48 @@ def test_a_base_is_found_by_the_adapters_name_for_it(
 def test_the_models_own_setting_comes_first(store: Path) -> None:
     folder = adapter(store, "kogpt2-base-v2")
     assert find(store, folder, "*=팀/바탕", base="other") == "other"
-    assert find(store, folder, base=str(store / "other")) == "other"
+    assert find(store, folder, base=str(store / "other")) == str(store / "other")
+    assert find(store, folder, base=f"file://{store}/./other") == f"{store}/./other"
+    named = {str(store / "other"): "하나"}
+    assert find(store, folder, named=named, base=str(store / "other")) == "하나"
+
+
+def team(*models: str) -> Token:
+    exact = frozenset(m for m in models if not m.endswith("*"))
+    prefixes = tuple(m[:-1] for m in models if m.endswith("*"))
+    return Token("가팀", exact, prefixes, True, None, None, Usage())
+
+
+@pytest.mark.parametrize(
+    ("models", "named", "settings", "allowed"),
+    [
+        (["감성"], "팀/바탕", {}, False),
+        (["감성", "other"], "팀/바탕", {}, False),
+        (["감성", "팀/*"], "팀/바탕", {}, True),
+        (["감성", "팀/바탕"], "none", {"base": "팀/바탕"}, True),
+        (["감성"], "none", {"base": "팀/바탕"}, False),
+        # A path's last part is no name in the store: another team's model may have it.
+        (["감성", "바탕", "other"], "none", {"base": "{store}/팀/바탕"}, False),
+        (["감성", "바탕", "other"], "none", {"base": "file://{store}/other"}, False),
+        (["*"], "none", {"base": "{store}/팀/바탕"}, True),
+    ],
+)
+def test_a_team_needs_the_right_to_the_base(
+    store: Path, models: list[str], named: str, settings: dict[str, str], allowed: bool
+) -> None:
+    folder = adapter(store, named)
+    settings = {name: value.format(store=store) for name, value in settings.items()}
+    before = current.set(token := team(*models))
+    try:
+        if allowed:
+            assert find(store, folder, **settings)
+            return
+        with pytest.raises(Forbidden) as caught:
+            find(store, folder, **settings)
+    finally:
+        current.reset(before)
+    assert caught.value.message == "가팀 may not use the base of this adapter"
+    assert token.usage.refused["model"] == 1
 
 
 def test_a_whole_model_has_none(store: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import dataclasses
 import threading
 from pathlib import Path
@@ -11,9 +12,10 @@ from typing import Any
 import pytest
 
 from common.errors import NeverFits, OutOfMemory
-from serving.errors import DiskFull, InsufficientStorage, LoadCancelled, Unavailable
+from serving.errors import DiskFull, Forbidden, InsufficientStorage, LoadCancelled, Unavailable
 from serving.models.model_settings import ModelSettings
 from serving.store import StoredModel
+from serving.tokens import Token, Usage, current
 from tests.serving.fakes import START_S, Parts, stored
 
 pytestmark = pytest.mark.virtual_time
@@ -310,3 +312,25 @@ async def test_who_finds_too_few_connections_asks_again(parts: Parts) -> None:
     parts.workers.listing = None
     await asyncio.gather(use(parts, "a", 5), use(parts, "a", 5))
     assert parts.workers.connected == [("a", 16)]
+
+
+async def test_a_load_that_a_token_may_not_do_fails_for_that_token_only(parts: Parts) -> None:
+    """All call at once and share loads: those of the team that may use the base get the model."""
+    allowed = contextvars.ContextVar("allowed", default=True)
+
+    async def find_base(folder: Path, settings: ModelSettings) -> None:
+        await asyncio.sleep(1)
+        if not allowed.get():
+            raise Forbidden("가팀 may not use the base of this adapter")
+
+    parts.registry._find_base = find_base
+
+    async def call(team: str) -> None:
+        current.set(Token(team, frozenset("a"), (), False, None, None, Usage()))
+        allowed.set(team == "나팀")
+        await use(parts, "a")
+
+    calls = (call(team) for team in ("가팀", "나팀", "가팀", "나팀"))
+    outcomes = await asyncio.gather(*calls, return_exceptions=True)
+    assert [type(outcome) for outcome in outcomes] == [Forbidden, type(None)] * 2
+    assert parts.cache.discarded == []
