@@ -35,7 +35,7 @@ def run(options: Teardown) -> None:
     if stack.description is None:
         print(f"there is nothing of {options.name}")
         return
-    if not is_ours(stack.description):
+    if not (stack.is_new or is_ours(stack.description)):
         raise Problem(f"stack {options.name} was not created by kogpt2 deploy")
     resources = account.all(
         "cloudformation", "list_stack_resources", "StackResourceSummaries", StackName=options.name

@@ -74,11 +74,16 @@ class Stack:
         raise Problem(f"CloudFormation refuses the change: {reason}")
 
     def drop(self, plan: dict[str, Any]) -> None:
-        """Deletes a change set, and the stack if it is new."""
-        if self.is_new:
-            self._client.delete_stack(StackName=self.name)
-        else:
-            self._client.delete_change_set(ChangeSetName=plan["ChangeSetId"])
+        """Deletes a change set.
+
+        A new stack stays as CloudFormation made it for the change set: without resources, until
+        the next deployment or `kogpt2 teardown`. Deleting it could delete an endpoint that another
+        terminal has created in it since.
+        """
+        # Executing another change set of the stack has deleted this one.
+        self._account.find(
+            "cloudformation", "delete_change_set", ChangeSetName=plan["ChangeSetId"]
+        )
 
     def wait_for_others(self) -> None:
         """Waits for the end of a change that was started before."""

@@ -5,6 +5,7 @@ What moto 5.2.5 lacks of what the scripts need is filled in here, as the API ref
 - stacks that are in progress for a while, or fail;
 - `AWS::NoValue` in lists, which takes the item away;
 - a stack's description and an endpoint's name, and the instance types of the last years;
+- one stack for all change sets of a new one;
 - what was not given is not described: no VpcConfig, rather than an empty one.
 
 Not there at all: the stack's scaling and budget, and rules (test_template.py looks at those);
@@ -194,6 +195,15 @@ def fill_gaps(patch: pytest.MonkeyPatch, made: Cloud) -> None:
         return answer(self)
 
     patch.setattr(BaseResponse, "call_action", call_action)
+    create = CloudFormationBackend.create_change_set
+
+    def create_change_set(self: Any, **given: Any) -> Any:
+        for id, stack in list(self.stacks.items()):
+            if (stack.name, stack.status) == (given["stack_name"], "REVIEW_IN_PROGRESS"):
+                del self.stacks[id]
+        return create(self, **given)
+
+    patch.setattr(CloudFormationBackend, "create_change_set", create_change_set)
     execute = CloudFormationBackend.execute_change_set
 
     def execute_change_set(self: Any, change_set_name: str, stack_name: str | None = None) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import pty
 import re
 from collections.abc import Iterator
 
@@ -66,16 +68,35 @@ def test_second_run_changes_nothing_and_another_updates(ready: Cloud) -> None:
     assert "once without --max-instances" in said
 
 
-def test_dry_run_and_nobody_to_ask_leave_nothing_behind(ready: Cloud) -> None:
+def test_dry_run_and_nobody_to_ask_leave_no_resources_behind(ready: Cloud) -> None:
     out = ready.run("deploy", *BASIC[:-1], "--dry-run")
     assert "add     Endpoint, SageMaker::Endpoint" in out
-    assert ready.stack("poems") is None
+    assert ready.changes() == ["CreateChangeSet", "DeleteChangeSet"]
     assert "give --yes" in ready.run("deploy", *BASIC[:-1], code=2)
-    assert ready.stack("poems") is None
+    assert ready.changes() == ["CreateChangeSet", "DeleteChangeSet"]
+    assert ready.stack("poems").status == "REVIEW_IN_PROGRESS"
+    ready.run("teardown", "poems", "--yes")
+    assert "there is nothing of poems" in ready.run("teardown", "poems", "--yes")
+    ready.run("deploy", *BASIC[:-1], "--dry-run")
     ready.run("deploy", *BASIC)
     assert "give --yes" in ready.run("deploy", *BASIC[:-1], *LIMITS, code=2)
     assert ready.stack("poems").status == "CREATE_COMPLETE"
     assert parameters(ready)["MaxInstances"] == "0"
+
+
+@pytest.mark.slow
+def test_no_at_the_question_leaves_what_another_terminal_has_deployed_since(ready: Cloud) -> None:
+    screen, keyboard = pty.openpty()
+    process = ready.start("deploy", *BASIC[:-1], stdin=keyboard)
+    eventually(lambda: "DescribeChangeSet" in ready.calls, WIDE_S)
+    ready.run("deploy", *BASIC)
+    os.write(screen, b"n\n")
+    _, err = process.communicate(timeout=WIDE_S)
+    os.close(screen)
+    os.close(keyboard)
+    assert process.returncode in (0, 2), err
+    assert ready.stack("poems").status == "CREATE_COMPLETE"
+    assert ready.endpoint("poems")["EndpointStatus"] == "InService"
 
 
 @pytest.mark.slow
