@@ -38,6 +38,8 @@ from serving.process.supervisor import Child, Progress, Supervisor
 from serving.process.system import Poll
 from serving.process.user import become
 from serving.settings import REPOSITORY, Settings
+from serving.store.disk import walk
+from serving.store.folder import closed_to_user
 
 T = TypeVar("T")
 
@@ -72,6 +74,8 @@ def _serve(settings: Settings, signals: StopSignals, stack: contextlib.ExitStack
     """
     started = time.monotonic()
     root_opener = [stack.enter_context(opener) for opener in _give_up_root(settings)]
+    if not (root_opener or settings.sagemaker_multi_model):
+        _check_model(Path(settings.base_dir) / "model")
     close_to_others()
     check_device(settings.device, settings.backend)
     check_java(signals)
@@ -169,6 +173,18 @@ def _give_up_root(settings: Settings) -> list[socket.socket]:
     become(settings.run_as_user, [Path(place) for place in (*places, *variables) if place])
     logger.info("started as root, the server runs as user %d", settings.run_as_user)
     return [opener]
+
+
+def _check_model(folder: Path) -> None:
+    """Raises `StartError` if this user cannot read the folder of the one model, if it exists."""
+    try:
+        for _ in walk(folder, hidden=False, closed=False):
+            pass
+    except PermissionError as error:
+        raise StartError(
+            f"{closed_to_user(error)}. An image that starts as root, as `kogpt2 push` makes it for"
+            " SageMaker and its local mode, reads such models and then becomes RUN_AS_USER"
+        ) from None
 
 
 def check_java(signals: StopSignals) -> None:

@@ -21,13 +21,14 @@ from serving.errors import (
     ModelNotInStore,
     ModelTooLarge,
     ServingError,
+    StoreAccessDenied,
 )
 from serving.store.archive import extract
 from serving.store.cache_disk import CacheDisk, Reservation, megabytes
 from serving.store.catalog import Remote, StoredModel, public_url
 from serving.store.disk import lock, raise_disk_full, walk
 from serving.store.download import Download, Stopping
-from serving.store.folder import file_version
+from serving.store.folder import closed_to_user, file_version
 from serving.store.sources import Sources
 from serving.store.stopping import Stop
 
@@ -227,9 +228,13 @@ class Cache:
         return Fetched(path, False, downloaded, download_s, unpack_s)
 
     def _unpack_local(self, model: StoredModel, fresh: Path, reservation: Reservation) -> None:
-        if not Path(model.url).is_file():
-            raise ModelNotInStore(f"there is no archive {model.url}")
-        with open(model.url, "rb") as archive:
+        try:
+            if not Path(model.url).is_file():
+                raise ModelNotInStore(f"there is no archive {model.url}")
+            archive = open(model.url, "rb")  # noqa: SIM115 (closed below)
+        except PermissionError as error:
+            raise StoreAccessDenied(closed_to_user(error)) from None
+        with archive:
             if file_version(os.fstat(archive.fileno())) != model.version:
                 raise ArtifactChanged(f"{model.url} has changed; try again")
             self._extract(archive, fresh, Path(model.url).name, reservation)

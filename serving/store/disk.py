@@ -63,21 +63,31 @@ def raise_disk_full(what: str) -> Iterator[None]:
         raise DiskFull(f"the disk is full; {what} does not fit") from error
 
 
-def walk(folder: Path, *, hidden: bool = True) -> Iterator[os.DirEntry[str]]:
+def walk(folder: Path, *, hidden: bool = True, closed: bool = True) -> Iterator[os.DirEntry[str]]:
     """Yields all files and links below `folder`, or with `hidden=False` those that are not hidden.
 
-    Skips unreadable folders and files that vanish. Unlike `os.walk`, it does not recurse.
+    Skips files that vanish and folders that this user cannot read; with `closed=False` they raise
+    `PermissionError`. Unlike `os.walk`, it does not recurse.
     """
     pending = [str(folder)]
     while pending:
-        with contextlib.suppress(OSError), os.scandir(pending.pop()) as entries:
-            for entry in entries:
-                if not hidden and is_hidden(entry.name):
-                    continue
-                if entry.is_dir(follow_symlinks=False):
-                    pending.append(entry.path)
-                else:
-                    yield entry
+        place = pending.pop()
+        try:
+            with os.scandir(place) as entries:
+                for entry in entries:
+                    if not hidden and is_hidden(entry.name):
+                        continue
+                    if entry.is_dir(follow_symlinks=False):
+                        pending.append(entry.path)
+                    else:
+                        yield entry
+            if not closed and not os.access(place, os.X_OK):
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), place)
+        except PermissionError:
+            if not closed:
+                raise
+        except OSError:
+            continue
 
 
 def size_bytes(folder: Path, *, allocated: bool = False) -> int:

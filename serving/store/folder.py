@@ -12,6 +12,7 @@ from serving.errors import (
     ModelNotInStore,
     NotAModel,
     StartError,
+    StoreAccessDenied,
     StoreUnavailable,
     UrlNotAllowed,
 )
@@ -33,12 +34,16 @@ class FolderStore:
     """Models in a folder of this machine: `<name>.tar.gz`, `<name>.mar`, or folders used in place.
 
     Links out of the folder are not followed, and links are not listed. Raises `StartError` if
-    `root` is no folder.
+    `root` is no folder, or none that this user can read.
     """
 
     def __init__(self, root: Path) -> None:
-        if not root.is_dir():
-            raise StartError(f"MODEL_STORE is {root}, which is not a folder")
+        try:
+            os.stat(f"{root}/.")  # what is in it can be opened
+        except PermissionError as error:
+            raise StartError(f"MODEL_STORE: {closed_to_user(error)}") from None
+        except OSError:
+            raise StartError(f"MODEL_STORE is {root}, which is not a folder") from None
         self.root = root.resolve()
         self.location = str(self.root)
 
@@ -52,7 +57,7 @@ class FolderStore:
                 return local_model(archive.resolve(), name)
         for path in (self.root / spelling for spelling in spellings(name)):
             if path.is_dir() and (folder := _resolved(path, (self.root,))) is not None:
-                files = list(_files(folder))
+                files = list(_files(folder, closed=False))
                 if holds_model(files, handler):
                     return folder_model(name, str(folder), files)
                 links = sum(entry.is_symlink() for entry in walk(folder, hidden=False))
@@ -90,7 +95,7 @@ def find_path(path: Path, roots: tuple[Path, ...]) -> StoredModel:
 def local_model(path: Path, name: str) -> StoredModel:
     """Returns the model at a resolved path. Raises `ModelNotInStore`."""
     if path.is_dir():
-        return folder_model(name, str(path), list(_files(path)))
+        return folder_model(name, str(path), list(_files(path, closed=False)))
     try:
         status = path.stat()
     except OSError:
@@ -120,6 +125,8 @@ def read_range(
                 yield chunk
     except FileNotFoundError:
         raise ModelNotInStore(f"there is no {file.address}") from None
+    except PermissionError as error:
+        raise StoreAccessDenied(closed_to_user(error)) from None
     except OSError as error:
         raise StoreUnavailable(f"{file.address} cannot be read: {error.strerror}") from None
 
@@ -151,9 +158,21 @@ def _resolved(path: Path, roots: tuple[Path, ...]) -> Path | None:
     return resolved if allowed else None
 
 
-def _files(folder: Path) -> Iterator[StoredFile]:
-    """Yields all files below a folder, except for hidden files and links."""
-    for entry in walk(folder, hidden=False):
+def closed_to_user(error: PermissionError, place: str = "") -> str:
+    """Explains why this process cannot read a model's file or folder, and what would help."""
+    place = str(error.filename or place)
+    return (
+        f"user {os.geteuid()} cannot read {place}: let others read it (chmod -R a+rX), or run the"
+        " server as its owner (docker run --user)"
+    )
+
+
+def _files(folder: Path, *, closed: bool = True) -> Iterator[StoredFile]:
+    """Yields all files below a folder, except for hidden files and links.
+
+    Raises `PermissionError` for a folder that this user cannot read, with `closed=False`.
+    """
+    for entry in walk(folder, hidden=False, closed=closed):
         with contextlib.suppress(OSError):
             if not entry.is_symlink():
                 status = entry.stat(follow_symlinks=False)

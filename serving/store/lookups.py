@@ -10,8 +10,15 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
-from serving.errors import ModelNotInStore, NotAModel, StoreUnavailable, Unavailable
+from serving.errors import (
+    ModelNotInStore,
+    NotAModel,
+    StoreAccessDenied,
+    StoreUnavailable,
+    Unavailable,
+)
 from serving.store.catalog import StoredModel
+from serving.store.folder import closed_to_user
 from serving.store.sources import Sources
 from serving.store.stopping import Stop
 
@@ -113,6 +120,8 @@ class Lookups:
     async def _find(self, key: Key, find: Callable[[], StoredModel], here: bool) -> StoredModel:
         try:
             return await self._call(find, here, LOOKUP_LIMIT_S)
+        except PermissionError as error:
+            raise StoreAccessDenied(closed_to_user(error, key[1])) from None
         except OSError as error:  # the file system does not allow the name
             raise ModelNotInStore(f"Model not found: {key[1]} ({error.strerror})") from None
 

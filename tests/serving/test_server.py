@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 import signal
 import subprocess
@@ -11,11 +13,13 @@ from pathlib import Path
 
 import pytest
 
+from serving import server
 from serving.errors import StartError
+from serving.process.signals import StopSignals
 from serving.server import MAX_SOCKET_PATH, _run_dir
 from serving.settings import Settings
 from testbed.process import free_port
-from tests.processes import REPOSITORY, eventually, python
+from tests.processes import REPOSITORY, eventually, in_a_fork, python
 
 
 def test_a_start_that_fails_for_a_long_tmpdir_leaves_no_folder(
@@ -55,6 +59,25 @@ def test_a_folder_without_room_for_temporary_files_is_told(
     refused = pytest.raises(StartError, match="TMPDIR cannot be used: No such file")
     with refused, _run_dir(Settings()):
         pass
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can make what another user cannot read")
+def test_a_model_folder_that_is_closed_to_the_servers_user_ends_the_start(
+    open_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As SageMaker's local mode mounts it, for an image that starts as another user."""
+    (open_folder / "model").mkdir(0o700)
+    monkeypatch.setenv("SAGEMAKER_BASE_DIR", str(open_folder))
+
+    def start() -> tuple[int, str]:
+        os.setresuid(10001, 10001, 10001)
+        with contextlib.redirect_stderr(io.StringIO()) as errors:
+            return server.main([], StopSignals()), errors.getvalue()
+
+    status, message = in_a_fork(start)
+    assert status == 1
+    assert f"user 10001 cannot read {open_folder}/model: " in message
+    assert "kogpt2 push" in message
 
 
 def test_signals_are_handled_before_anything_large_is_imported() -> None:

@@ -1,14 +1,25 @@
 from __future__ import annotations
 
+import asyncio
 import os
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from serving.errors import ArtifactChanged, ModelNotInStore, NotAModel
+from serving.errors import (
+    ArtifactChanged,
+    ModelNotInStore,
+    NotAModel,
+    StartError,
+    StoreAccessDenied,
+)
+from serving.store import Cache, Lookups, Sources
 from serving.store.folder import CHUNK_BYTES, FolderStore
+from tests.processes import in_a_fork
 from tests.serving.store.archives import touch
+
+A_USER = 54327
 
 
 def test_a_range_of_a_file_is_read_and_only_of_the_version_that_was_found(tmp_path: Path) -> None:
@@ -54,6 +65,49 @@ def test_links_do_not_lead_out_of_a_store(tmp_path: Path) -> None:
     os.symlink(outside / "c.safetensors", store / "시" / "model.safetensors")
     with pytest.raises(NotAModel, match=r"1 of its files are links, .* cp -rL"):
         FolderStore(store).find("시")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can make what another user cannot read")
+def test_what_the_server_cannot_read_is_named(open_folder: Path) -> None:
+    """Whichever file or folder on the way to the model is closed."""
+    touch(open_folder, "시/a.params", "시/code/inference.py", "겹/봄/b.params")
+    touch(open_folder, "꽃.tar.gz", "새/c.params")
+    (open_folder / "cache").mkdir()
+    (open_folder / "cache").chmod(0o777)
+    for name in ("시/code", "겹", "꽃.tar.gz", "새"):
+        (open_folder / name).chmod(0o700 if (open_folder / name).is_dir() else 0o600)
+
+    def refusals() -> list[str]:
+        os.setresuid(A_USER, A_USER, A_USER)
+        sources = Sources(FolderStore(open_folder), (open_folder,))
+        lookups = Lookups(sources)
+        cache = Cache(sources, open_folder / "cache", 1 << 30, 1 << 30)
+
+        async def acquire(url: str) -> str:
+            try:
+                model = await lookups.locate(url)
+                cache.acquire(model)
+            except StoreAccessDenied as error:
+                return error.message
+            return ""
+
+        async def every() -> list[str]:
+            urls = ("시", "겹/봄", "꽃", str(open_folder / "새"), str(open_folder / "겹" / "봄"))
+            return [await acquire(url) for url in urls]
+
+        return asyncio.run(every())
+
+    def refused_store() -> str:
+        os.setresuid(A_USER, A_USER, A_USER)
+        with pytest.raises(StartError) as refused:
+            FolderStore(open_folder / "새")
+        return refused.value.message
+
+    assert f"user {A_USER} cannot read {open_folder}/새/." in in_a_fork(refused_store)
+    named = ("시/code", "겹/봄", "꽃.tar.gz", "새", "겹/봄")
+    for message, name in zip(in_a_fork(refusals), named, strict=True):
+        assert message.startswith(f"user {A_USER} cannot read {open_folder}/{name}")
+        assert "chmod -R a+rX" in message
 
 
 def test_a_deep_tree_in_a_store_hides_nothing(tmp_path: Path, deep: Callable[[Path], None]) -> None:
