@@ -81,9 +81,7 @@ class Stack:
         terminal has created in it since.
         """
         # Executing another change set of the stack has deleted this one.
-        self._account.find(
-            "cloudformation", "delete_change_set", ChangeSetName=plan["ChangeSetId"]
-        )
+        self._account.find("cloudformation", "delete_change_set", ChangeSetName=plan["ChangeSetId"])
 
     def wait_for_others(self) -> None:
         """Waits for the end of a change that was started before."""
