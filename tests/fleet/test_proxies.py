@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import threading
 from collections import Counter
 from collections.abc import Iterator
@@ -15,6 +16,12 @@ from urllib.parse import quote
 import pytest
 import requests
 
+from serving.api.access import Right
+from serving.api.inference import NAMING
+from serving.api.routes import REQUESTS
+from serving.api.routing import ANY
+from serving.api.v2.inference import HEALTH, no_traces
+from serving.api.worker_calls import CUSTOM_ATTRIBUTES
 from testbed.haproxy import Proxy
 from tests.e2e.server import eventually
 from tests.fleet.envoy import Envoy, needs_envoy
@@ -82,7 +89,17 @@ def test_a_model_has_one_server_in_every_contract(proxy: Proxy, name: str) -> No
         ("OPTIONS", f"/predictions/{path}", {}),
         ("POST", f"/predictions/{quote(name, safe='')}?stream=1", {}),
         ("POST", f"/models/{path}/invoke", {}),
-        ("POST", "/invocations", {"headers": {TARGET: encoded}}),
+        *(("POST", "/invocations", {"headers": {header: encoded}}) for header in NAMING),
+        ("POST", "/invocations", {"headers": {CUSTOM_ATTRIBUTES: f"trace=1; model={path}"}}),
+        ("POST", "/invocations", {"headers": {CUSTOM_ATTRIBUTES: f"model={path},a=b;model=c"}}),
+        ("POST", "/invocations", chat(name)),
+        ("POST", "/generate", {"headers": {TARGET: encoded}}),
+        ("POST", "/generate", {"json": {"inputs": "", "parameters": {"adapter_id": name}}}),
+        ("POST", f"/generate_stream?model_name={path}", {}),
+        # Where more than one thing names a model, the server takes the same as the proxy.
+        ("POST", f"/models/{path}/invoke", {"headers": dict.fromkeys(NAMING, "other")}),
+        ("POST", "/invocations?model_name=other", {"headers": {TARGET: encoded}}),
+        ("POST", "/v1/completions", {"headers": {TARGET: "other"}, **chat(name)}),
         ("POST", "/invocations", {"headers": {TARGET: f"/{name}.tar.gz".encode()}}),
         ("POST", f"/invocations?model_name={path}", {}),
         ("POST", "/endpoints/봄/invocations", {"headers": {TARGET: encoded}}),
@@ -193,15 +210,29 @@ def test_servers_have_equal_shares_of_the_models(proxy: Proxy) -> None:
 
 
 @pytest.mark.parametrize(
-    "call",
+    ("method", "path", "passes"),
     [
-        "POST /models", "GET /models", "GET /models/m1", "PUT /models/m1", "DELETE /models/m1",
-        "POST /v2/repository/index", "POST /v2/repository/models/m1/load",
-        "POST /v2/repository/models/m1/unload", "GET /metrics", "GET /", "GET /docs",
-        "DELETE /predictions/m1", "GET /invocations", "PUT /models/m1/invoke",
-        "POST /v2/models/m1/trace/setting",
+        (method, route.path, route.kind.right is Right.CALL or route.kind is HEALTH)
+        for route in REQUESTS
+        for method in route.methods.replace(ANY, "POST").split()
+        # The proxy answers /ping itself; GET .../trace/setting could describe a model of that name.
+        if route.path != "/ping" and (method, route.endpoint) != ("GET", no_traces)
     ],
-)  # fmt: skip
+)
+def test_routes_that_call_or_describe_models_are_passed_on_and_no_others(
+    proxy: Proxy, servers: list[Upstream], method: str, path: str, passes: bool
+) -> None:
+    """Of the routes' own table: a route that is added there is opened, or not, in each proxy."""
+    path = re.sub(r"{(\w+)(:\w+)?}", lambda named: f"{named[1]}-1", path)
+    status = ask(proxy, method, path).status_code
+    assert (status == 200) if passes else status in (403, 404)
+    assert any(server.requests for server in servers) == passes
+
+
+@pytest.mark.parametrize(
+    "call",
+    ["GET /", "DELETE /predictions/m1", "GET /invocations", "PUT /models/m1/invoke"],
+)
 def test_only_calls_of_models_are_passed_on(
     proxy: Proxy, servers: list[Upstream], call: str
 ) -> None:
