@@ -7,13 +7,14 @@ import json
 import re
 import shutil
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
-from tests.deploy import published
+from tests.deploy import published, volumes
 from tests.deploy.published import ELSEWHERE, GROUPS, KSERVE, Document, group
 from tests.e2e.server import REPOSITORY
 
@@ -198,13 +199,27 @@ def test_names_lead_to_objects(name: str, composed: dict[str, list[Document]]) -
     assert {mount["name"] for mount in server["volumeMounts"]} == volumes
 
 
-@pytest.mark.parametrize("way", WAYS_IN)
-def test_a_persistent_cache_is_smaller_than_its_volume(
-    way: str, composed: dict[str, list[Document]]
+def servers(documents: list[Document]) -> Iterator[tuple[Document, Document, list[Document]]]:
+    """The server's container, its pod and the claims of its volumes."""
+    for document in documents:
+        spec = document.get("spec", {})
+        pod = {
+            "Deployment": lambda spec: spec["template"]["spec"],
+            "StatefulSet": lambda spec: spec["template"]["spec"],
+            "ServingRuntime": lambda spec: spec,
+            "ServerConfig": lambda spec: spec["podSpec"],
+        }.get(document["kind"], lambda spec: None)(spec)
+        if pod is not None:
+            (container,) = (c for c in pod["containers"] if "kogpt2" in c["image"])
+            yield container, pod, spec.get("volumeClaimTemplates", [])
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_the_limits_of_all_caches_on_a_volume_fit_into_it(
+    name: str, composed: dict[str, list[Document]]
 ) -> None:
-    found = by_name(composed[f"{way} persistent-cache"])
-    (claim,) = found["StatefulSet", "kogpt2"]["spec"]["volumeClaimTemplates"]
-    size = claim["spec"]["resources"]["requests"]["storage"]
-    (settings,) = (d["data"] for (kind, _), d in found.items() if kind == "ConfigMap")
-    kept = int(settings["CACHE_MAX_MIB"]) + int(settings["ENGINE_CACHE_MAX_MIB"])
-    assert kept < int(size.removesuffix("Gi")) * 1024
+    settings = next((d["data"] for d in composed[name] if d["kind"] == "ConfigMap"), {})
+    ((container, pod, claims),) = servers(composed[name])
+    assert volumes.overfull_of(container, pod, settings, claims) == []
+    mounted = {mount["name"] for mount in container["volumeMounts"]}
+    assert mounted & volumes.sizes(pod, claims).keys() >= {"run", "cache"}

@@ -12,6 +12,7 @@ import yaml
 
 from serving.api.metrics import Metrics
 from serving.settings import Settings
+from tests.deploy import volumes
 from tests.e2e.server import REPOSITORY
 from tests.serving.test_dashboard import STATISTICS
 
@@ -86,6 +87,20 @@ def test_who_may_reach_what() -> None:
     (token,) = SERVER["env"]
     assert token["name"] == "MANAGEMENT_TOKEN"
     assert token["valueFrom"]["secretKeyRef"].get("optional", False) is False
+
+
+def test_the_scraper_that_the_autoscaler_needs_is_let_in_whatever_its_namespace_is_called() -> None:
+    """KEDA asks the Prometheus of the namespace that is let in by its name."""
+    assert ("HorizontalPodAutoscaler", "kogpt2") in RESOURCES
+    policy = RESOURCES["NetworkPolicy", "kogpt2"]["spec"]["ingress"]
+    peers = [peer for rule in policy if {"port": "http"} in rule["ports"] for peer in rule["from"]]
+    spaces = [p["namespaceSelector"]["matchLabels"] for p in peers if "namespaceSelector" in p]
+    (named, labelled) = (next(iter(space.items())) for space in spaces)
+    (trigger,) = ALL["keda", "ScaledObject", "kogpt2"]["spec"]["triggers"]
+    assert f".{named[1]}:" in trigger["metadata"]["serverAddress"]
+    for page in ("kubernetes.md", "kubernetes.ko.md"):
+        text = (REPOSITORY / "docs" / "deploy" / page).read_text("utf-8")
+        assert f'`{labelled[0]}: "{labelled[1]}"`' in text
 
 
 def test_what_selects_pods_selects_these() -> None:
@@ -178,8 +193,13 @@ def test_a_stop_has_the_time_that_it_may_take() -> None:
     sleep_s = int(SERVER["lifecycle"]["preStop"]["exec"]["command"][1])
     needed = sleep_s + int(settings["DRAIN_S"]) + 10
     assert POD["spec"]["terminationGracePeriodSeconds"] >= needed
-    cache = next(v for v in POD["spec"]["volumes"] if v["name"] == "cache")["emptyDir"]
-    assert int(settings["CACHE_MAX_MIB"]) < int(cache["sizeLimit"].removesuffix("Gi")) * 1024
+
+
+def test_the_pods_disk_holds_what_its_volumes_may() -> None:
+    cache_mib = volumes.sizes(POD["spec"])["cache"]
+    disk = {k: r["ephemeral-storage"] for k, r in SERVER["resources"].items()}
+    assert int(disk["requests"].removesuffix("Gi")) * 1024 >= cache_mib
+    assert int(disk["limits"].removesuffix("Gi")) * 1024 > cache_mib
 
 
 def test_the_page_makes_what_the_example_needs() -> None:

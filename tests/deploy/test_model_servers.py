@@ -9,6 +9,7 @@ import pytest
 import yaml
 
 from serving.settings import Settings
+from tests.deploy import volumes
 from tests.deploy.published import kubernetes_errors
 from tests.deploy.test_kubernetes import POD, RESOURCES
 from tests.deploy.test_kubernetes import SERVER as OWN
@@ -93,6 +94,11 @@ def test_the_server_runs_as_in_the_base(pod: str) -> None:
     for probe in ("startup", "liveness"):
         said = own[f"{probe}Probe"]["httpGet"]["path"]
         assert said == OWN[f"{probe}Probe"]["httpGet"]["path"]
+
+
+@pytest.mark.parametrize("pod", PODS)
+def test_the_limits_of_all_caches_on_a_volume_fit_into_it(pod: str) -> None:
+    assert volumes.overfull_of(server(pod), PODS[pod], {}) == []
 
 
 def test_kserve_serves_a_store_by_the_runtime() -> None:
