@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -14,7 +13,7 @@ from typing import Any
 
 from common.errors import ArtifactError
 from common.model_files import ADAPTER
-from engine.artifacts import artifact
+from engine.artifacts import adapter_config, artifact
 from engine.artifacts.artifact import EMBEDDING, OUTPUT, list_files
 from engine.artifacts.config import GPT2Config
 from engine.artifacts.files import read_json
@@ -50,15 +49,6 @@ WHOLE = "="  # in front of the name of a parameter that the adapter replaces
 ROWS = ".rows"  # at the end of the name if only some rows of the parameter are replaced
 TRAINED_TOKENS = ".token_adapter.trainable_tokens_delta"
 MODULE = re.compile(rf"(?:.*\.)?h\.(\d{{1,4}})\.({'|'.join(map(re.escape, PRODUCTS))})")
-# Options that are not supported, with the values that have no effect.
-NOT_DONE: Mapping[str, tuple[Any, ...]] = {
-    "use_qalora": (False,),
-    **dict.fromkeys(("layer_replication", "target_parameters", "alora_invocation_tokens"), ([],)),
-    **dict.fromkeys(("arrow_config", "use_bdlora", "kasa_config"), ()),
-    "megatron_config": ({},),
-}
-# Initializations that also change the weights of the base.
-CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 
 
 @dataclass(frozen=True)
@@ -142,9 +132,10 @@ def read(path: str | Path) -> Adapter:
     """Reads and checks the adapter in a folder. Raises `ArtifactError`, which names the fault."""
     folder = Path(path)
     config = read_json(folder / ADAPTER)
-    _check_kind(config)
+    adapter_config.check_kind(config)
     base = config.get("base_model_name_or_path")
     weights, file = _read_weights(folder)
+    weights = {name: w for name, w in weights.items() if not _is_copy(name, weights)}
     index: Index = {}
     trained, tokens = _tokens(config), dict[str, list[int]]()
     called: dict[str, str] = {}  # PEFT's names of the modules
@@ -173,32 +164,14 @@ def read(path: str | Path) -> Adapter:
     if not index:
         raise ArtifactError(f"{file} holds no matrices of an adapter")
     scales = {}
-    for module, its_name in sorted(called.items()):
-        rank = _check_pair(index, module, its_name, file)
-        scales[module] = _scale(config, its_name, rank)
+    with adapter_config.patterns_limit():
+        for module, its_name in sorted(called.items()):
+            adapter_config.check_targeted(config, its_name, file)
+            _check_parts(config, index, module, its_name, file)
+            rank = _check_pair(index, module, its_name, file)
+            scales[module] = adapter_config.scale(config, its_name, rank)
     base = base if isinstance(base, str) else ""
     return Adapter(folder, base, index, scales, tokens, read_generation(folder))
-
-
-def _check_kind(config: Mapping[str, Any]) -> None:
-    kind = config.get("peft_type")
-    if kind != "LORA":
-        raise ArtifactError(
-            f"{ADAPTER}: peft_type is {kind!r}, must be 'LORA'; where peft can, {MERGE}"
-        )
-    task = config.get("task_type")
-    if task not in (None, "CAUSAL_LM"):
-        raise ArtifactError(f"{ADAPTER}: task_type is {task!r}, must be 'CAUSAL_LM'")
-    for name, harmless in NOT_DONE.items():
-        value = config.get(name)
-        if value is not None and value not in harmless:
-            raise ArtifactError(f"{ADAPTER}: {name} is {value!r}, which is not supported: {MERGE}")
-    begun = config.get("init_lora_weights")
-    if isinstance(begun, str) and begun.lower().startswith(CHANGES_BASE):
-        raise ArtifactError(
-            f"{ADAPTER}: init_lora_weights is {begun!r}, which changes the base, too: save it"
-            f" with path_initial_model_for_weight_conversion, or {MERGE}"
-        )
 
 
 def _read_weights(folder: Path) -> tuple[Index, str]:
@@ -241,6 +214,17 @@ def _whole(name: str) -> str | None:
     return None if MODULE.fullmatch(own.removesuffix(".bias")) else our_name(own)
 
 
+def _is_copy(name: str, weights: Index) -> bool:
+    """Whether a tensor of an embedding or head that PEFT saves is not the one that it loads.
+
+    With `save_embedding_layers`, also by itself after `resize_token_embeddings`, it saves a module
+    of `modules_to_save` three times: as `wte.weight`, which it loads, as
+    `wte.modules_to_save.weight`, and as it was before as `wte.original_module.weight`.
+    """
+    loaded = re.sub(r"\.(original_module|modules_to_save)\.", ".", name)
+    return loaded != name and loaded in weights
+
+
 def _tokens(config: Mapping[str, Any]) -> dict[str, list[int]]:
     """The ids of `trainable_token_indices` by our names of the matrices. Raises `ArtifactError`."""
     given = config.get("trainable_token_indices") or {}
@@ -260,11 +244,27 @@ def _tokens(config: Mapping[str, Any]) -> dict[str, list[int]]:
 def _checked(name: str, tensor: Tensor, file: str) -> Tensor:
     if tensor.dtype not in artifact.DTYPES:
         raise ArtifactError(
-            f"{file}: {name} is {tensor.dtype}, must be float16, bfloat16 or float32"
+            f"{file}: {name} is {tensor.dtype}, must be {' or '.join(artifact.DTYPES)}"
         )
     if tensor.ndim not in (1, 2) or not tensor.size:
         raise ArtifactError(f"{file}: {name} has the shape {tensor.shape}, which no adapter's has")
     return tensor
+
+
+def _check_parts(
+    config: Mapping[str, Any], index: Index, module: str, called: str, file: str
+) -> None:
+    """Raise `ArtifactError` unless a module has the parts that the configuration calls for."""
+    for option, part, theirs in (
+        ("use_dora", "magnitude", "lora_magnitude_vector"),
+        ("lora_bias", "up_bias", "lora_B.bias"),
+    ):
+        wanted, there = bool(config.get(option)), f"{module}.{part}" in index
+        if wanted != there:
+            raise ArtifactError(
+                f"{ADAPTER} says {option} {str(wanted).lower()}, but {file}"
+                f" {'has' if there else 'lacks'} {theirs} of {called}"
+            )
 
 
 def _check_pair(index: Index, module: str, called: str, file: str) -> int:
@@ -284,34 +284,3 @@ def _check_pair(index: Index, module: str, called: str, file: str) -> int:
             f"{file}: lora_A of {called} is {down} and lora_B {up}, of different ranks"
         )
     return down[0]
-
-
-def _scale(config: Mapping[str, Any], called: str, rank: int) -> float:
-    """The factor of an adapter's product, as in PEFT's `LoraLayer.update_layer`.
-
-    Patterns match a module's name in the model that PEFT was given, with or without `transformer.`.
-    """
-    expected = _pattern(config, "rank_pattern", called, config.get("r", 8))
-    if expected != rank:
-        raise ArtifactError(
-            f"{ADAPTER} says rank {expected!r} for {called}, but its matrices have {rank}"
-        )
-    alpha = _pattern(config, "alpha_pattern", called, config.get("lora_alpha", 8))
-    if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not math.isfinite(alpha):
-        raise ArtifactError(f"{ADAPTER}: lora_alpha is {alpha!r}, must be a number")
-    return float(alpha) / (math.sqrt(rank) if config.get("use_rslora") else rank)
-
-
-def _pattern(config: Mapping[str, Any], name: str, module: str, default: Any) -> Any:
-    """A module's entry in `rank_pattern` or `alpha_pattern`, whose keys are regular expressions."""
-    patterns = config.get(name) or {}
-    if not isinstance(patterns, dict):
-        raise ArtifactError(f"{ADAPTER}: {name} must be an object")
-    for key, value in patterns.items():
-        try:
-            matches = re.match(rf"(.*\.)?({key})$", module)
-        except (re.error, RecursionError, OverflowError):
-            raise ArtifactError(f"{ADAPTER}: {name} has the key {key[:100]!r}") from None
-        if matches:
-            return value
-    return default

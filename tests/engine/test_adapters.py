@@ -379,9 +379,29 @@ BAD: dict[str, dict[str, Any]] = {
             IDS_OF + "[-1]": {"trainable_token_indices": [-1]},
             "rank 9": {"r": 9},
             "rank 3": {"rank_pattern": {"c_attn": 3}},
-            "lora_alpha is 'viel'": {"lora_alpha": "viel"},
+            "lora_alpha is viel": {"lora_alpha": "viel"},
+            "lora_alpha is 1000": {"lora_alpha": 10**400},
+            "lora_alpha is True": {"lora_alpha": True},
             "alpha_pattern has the key '(('": {"alpha_pattern": {"((": 3}},
             "rank_pattern must be": {"rank_pattern": [1]},
+            "its patterns take more than 1 s": {"rank_pattern": {"(.*)*x": 3}},
+            "target_modules has the key '*'": {"target_modules": "*"},
+            "target_modules must be a list of names": {"target_modules": {"c_attn": 1}},
+            # PEFT follows the configuration, whatever the file holds.
+            "mlp.c_fc, which is not in target_modules": {
+                "target_modules": ["c_attn", "attn.c_proj", "mlp.c_proj"]
+            },
+            "c_proj, which is not in target_modules": {"target_modules": r".*\.(c_attn|c_fc)"},
+            "attn.c_proj, which is not in target_modules": {"target_modules": None},
+            "c_attn, which is in exclude_modules": {"exclude_modules": ["h.1.attn.c_attn"]},
+            "h.0.attn.c_attn, which is in exclude_modules": {"exclude_modules": r".*c_attn"},
+            "h.1.mlp.c_fc, which is in modules_to_save": {"modules_to_save": ["1.mlp"]},
+            "h.1.attn.c_proj, which is not in layers_to_transform": {"layers_to_transform": 0},
+            "h.0.attn.c_proj, which is not in layers_to_transform": {
+                **{"layers_to_transform": [0, 1], "layers_pattern": "layers"}
+            },
+            "use_dora true, but adapter_model.safetensors lacks": {"use_dora": True},
+            "lora_bias true, but adapter_model.safetensors lacks": {"lora_bias": True},
         }.items()
     },
     **{
@@ -397,6 +417,12 @@ BAD: dict[str, dict[str, Any]] = {
             "_attn_ln.0.beta must be (64,) instead of (63,)": lora("h.0.ln_1.bias", 63),
             "holds base_model.model.transformer.ln_x.weight": lora("ln_x.weight", 64),
             "holds NaN or infinity": lora(A.format(0), 4, 64, value=np.nan),
+            "use_dora false, but adapter_model.safetensors has": lora(
+                "h.0.attn.c_attn.lora_magnitude_vector", 192
+            ),
+            "lora_bias false, but adapter_model.safetensors has": lora(
+                "h.0.attn.c_attn.lora_B.bias", 192
+            ),
             "has the shape (4,)": lora(A.format(0), 4),
             "is int32": lora(A.format(0), 4, 64, value=1, dtype=np.int32),
         }.items()

@@ -37,6 +37,7 @@ def make(base: Path, path: Path, options: dict[str, Any]) -> None:
 
     config: what PEFT's class of configurations, `kind`, is given
     dtype: what the matrices are saved as
+    vocabulary: the size to which the model is resized before; the tokenizer is saved, too
     name: of the adapter in the model
     beside: by name, configurations of further adapters of the same model
     sum: the sum of all of them is saved in their place
@@ -50,6 +51,9 @@ def make(base: Path, path: Path, options: dict[str, Any]) -> None:
     dtype = getattr(torch, options.get("dtype", "float32"))
     kind = GPT2ForSequenceClassification if over == "classes" else AutoModelForCausalLM
     model = load(base, dtype, kind)
+    if vocabulary := options.get("vocabulary"):
+        model.resize_token_embeddings(vocabulary)
+        AutoTokenizer.from_pretrained(base).save_pretrained(path)
     config = getattr(peft, options.get("kind", "LoraConfig"))(**options["config"])
     name = options.get("name", "default")
     if over == "mixin":
@@ -131,11 +135,16 @@ def with_adapter(model: Any, path: Path) -> Any:
         return peft.PeftModel.from_pretrained(model, path)
 
 
-def opened(base: Path, path: Path, kind: str) -> Any:
-    """A "whole" model, or the base with an adapter of it or of its "transformer"."""
+def opened(base: Path, path: Path, kind: str, vocabulary: int) -> Any:
+    """A "whole" model, or the base with an adapter of it or of its "transformer".
+
+    vocabulary: the size that the adapter has for it; 0 if that is the base's
+    """
     if kind == "whole":
         return load(path)
     model = load(base)
+    if vocabulary:
+        model.resize_token_embeddings(vocabulary)
     if kind != "transformer":
         return with_adapter(model, path).eval()
     with_adapter(model.transformer, path)  # puts it there
@@ -166,8 +175,8 @@ def main() -> None:
         tokenizer(each, return_tensors="pt").input_ids for each in (*plan["prompts"], plan["text"])
     )
     answers, logprobs = {}, {}
-    for name, (path, kind) in plan["ask"].items():
-        answers[name], logprobs[name] = answer(opened(base, Path(path), kind), prompts, text)
+    for name, (path, *how) in plan["ask"].items():
+        answers[name], logprobs[name] = answer(opened(base, Path(path), *how), prompts, text)
     said = json.dumps(answers, ensure_ascii=False)
     file.with_name("answers.json").write_text(said, encoding="utf-8")
     np.savez(file.with_name("logprobs.npz"), **logprobs)

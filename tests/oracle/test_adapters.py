@@ -126,6 +126,35 @@ ADAPTERS: dict[str, dict[str, Any]] = {
     "pissa with rslora, converted": lora(4, init_lora_weights="pissa_niter_2", use_rslora=True)
     | CONVERTED,
 }
+# Options that PEFT saves in their own ways; of all pairs of them.
+OPTIONS: dict[str, dict[str, Any]] = {
+    "dora": lora(4, use_dora=True),
+    "biases": lora(4, bias="lora_only"),
+    "added biases": lora(4, lora_bias=True),
+    "an embedding": lora(4, modules_to_save=["wte"]),
+    "a head": lora(4, modules_to_save=["lm_head"]),
+    "a norm": lora(4, modules_to_save=["ln_f"]),
+    "tokens": lora(4, trainable_token_indices=[7, 30]),
+    "embeddings beside it": lora(4) | EMBEDDINGS,
+    "a larger vocabulary": lora(4) | {"vocabulary": 512},
+    "few layers": lora(4, layers_to_transform=[1], use_rslora=True),
+}
+# Pairs that PEFT refuses, or cannot compute.
+IMPOSSIBLE = ({"dora", "added biases"}, {"an embedding", "tokens"}, {"a head", "tokens"})
+
+
+def both(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments of `make_adapters.make` for two options at once."""
+    config = one["config"] | other["config"]
+    saved = [s for each in (one, other) for s in each["config"].get("modules_to_save", [])]
+    return {**one, **other, "config": config | ({"modules_to_save": saved} if saved else {})}
+
+
+ADAPTERS |= {
+    f"{one} and {other}": both(OPTIONS[one], OPTIONS[other])
+    for one, other in itertools.combinations(OPTIONS, 2)
+    if {one, other} not in IMPOSSIBLE
+}
 ROUTER = "router"
 BASE, WHOLE = "base", "whole"  # the base itself, and a fine-tune of it without adapters
 OF_WHOLE = {"rank-8": 8, "rank-64": 64}  # adapters that `convert` makes of the fine-tune
@@ -203,11 +232,12 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
             name: (folder_of(root, name), root / f"merged-{i}") for i, name in enumerate(MERGED)
         },
         "ask": {
-            BASE: (base, "whole"),
-            WHOLE: (root / WHOLE, "whole"),
+            BASE: (base, "whole", 0),
+            WHOLE: (root / WHOLE, "whole", 0),
             **{
-                name: (folder_of(root, name), ADAPTERS.get(name, {}).get("over", ""))
+                name: (folder_of(root, name), options.get("over", ""), options.get("vocabulary", 0))
                 for name in ASKED[1:]
+                for options in [ADAPTERS.get(name, {})]
             },
         },
     }
