@@ -40,15 +40,34 @@ LIMITS = (
 SAMPLING = ("do_sample", "temperature", "top_k", "top_p", "min_p", "typical_p")
 MAX_STRIPS = 16
 MAX_STRIP_CHARACTERS = 64
-# Fields of generation_config.json that are not supported, with the values that have no effect.
+# Settings that change transformers' text and are not supported, with values that have no effect.
 NOT_DONE: Mapping[str, tuple[Any, ...]] = {
     **dict.fromkeys(("num_beams", "num_beam_groups", "guidance_scale"), (1,)),
-    "encoder_repetition_penalty": (1,),
+    **dict.fromkeys(("encoder_repetition_penalty", "num_return_sequences"), (1,)),
     **dict.fromkeys(("penalty_alpha", "min_length", "epsilon_cutoff", "eta_cutoff"), (0,)),
     **dict.fromkeys(("suppress_tokens", "begin_suppress_tokens"), ([],)),
-    **dict.fromkeys(("forced_bos_token_id", "forced_eos_token_id"), ()),
+    **dict.fromkeys(("forced_bos_token_id", "forced_eos_token_id", "max_time", "top_h"), ()),
+    **dict.fromkeys(("exponential_decay_length_penalty", "watermarking_config"), ()),
+    **dict.fromkeys(("constraints", "force_words_ids", "dola_layers"), ([],)),
+    "token_healing": (False,),
     "sequence_bias": ({},),
 }
+# Further fields of generation_config.json that need no warning: with what is supported here they do
+# not change the text. `max_length` is the limit of a request that gives none.
+WITHOUT_EFFECT = {
+    *("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id"),
+    *("early_stopping", "length_penalty", "diversity_penalty", "low_memory"),  # of beams
+    *("renormalize_logits", "remove_invalid_values", "encoder_no_repeat_ngram_size", "max_length"),
+    *("use_cache", "cache_implementation", "cache_config", "max_cache_len", "prefill_chunk_size"),
+    *("return_dict_in_generate", "return_legacy_cache", "output_scores", "output_logits"),
+    *("output_attentions", "output_hidden_states", "compile_config", "disable_compile"),
+    *("is_assistant", "num_assistant_tokens", "num_assistant_tokens_schedule", "use_mtp"),
+    *("assistant_confidence_threshold", "assistant_early_exit", "assistant_lookbehind"),
+    *("assistant_ensemble_weight", "target_lookbehind", "speculation_type"),
+    *("prompt_lookup_num_tokens", "max_matching_ngram_size", "continuous_batching_config"),
+    *("transformers_version", "_from_model_config", "_commit_hash", "stop_strings"),
+    *LIMITS, *SAMPLING,
+}  # fmt: skip
 
 logger = logging.getLogger(__name__)
 
@@ -198,16 +217,18 @@ def _template(given: Mapping[str, Any]) -> Template | None:
 def read_generation_config(folder: Path, config: Mapping[str, Any]) -> Generation:
     """Read the defaults of transformers' `generate`. Raises `ArtifactError`.
 
-    They are in `generation_config.json`, or without that in `config.json`. Settings that are not
-    supported and would change the text, such as beams, are ignored with a warning in the log.
+    They are in `generation_config.json`, or without that in `config.json`, as older versions wrote
+    them. Settings that are not supported and would change the text, such as beams, are ignored with
+    a warning in the log; in `generation_config.json` all that are not known.
     """
     path = folder / HUGGING_FACE_FILE
     given, file = read_json(path), path.name
     if not path.exists():
-        given, file = {"eos_token_id": config.get("eos_token_id")}, "config.json"
-    for name, harmless in NOT_DONE.items():
-        if given.get(name) is not None and given[name] not in harmless:
-            logger.warning("%s: %s is not supported and is ignored", file, name)
+        known = (*NOT_DONE, *WITHOUT_EFFECT)
+        given, file = {name: config[name] for name in known if name in config}, "config.json"
+    for name, value in given.items():
+        if value is not None and name not in WITHOUT_EFFECT and value not in NOT_DONE.get(name, ()):
+            logger.warning("%s: %s is not supported and is ignored", file, name[:100])
     names = LIMITS + SAMPLING if given.get("do_sample") else LIMITS
     parameters = {name: given[name] for name in names if given.get(name) is not None}
     if given.get("stop_strings"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -214,6 +215,37 @@ def test_hugging_faces_sampling_counts_only_where_it_samples(tmp_path: Path) -> 
     folder = make_hugging_face(tmp_path / "m", generation_config=theirs)
     rules = {"no_repeat_ngram_size": 3, "bad_words_ids": ((3,), (5, 6)), "min_new_tokens": 20}
     assert parameters(folder, None) == Parameters(9, **rules)  # at most max_new_tokens
+
+
+def test_settings_in_config_json_count_without_a_generation_config(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As in checkpoints of KoGPT2's time."""
+    older = {"do_sample": True, "top_k": 40, "no_repeat_ngram_size": 3, "bad_words_ids": [[5]]}
+    older |= {"repetition_penalty": 2.0, "num_beams": 4, "length_penalty": 2.0, "max_length": 50}
+    folder = make_hugging_face(tmp_path / "m", config={**older, "resid_pdrop": 0.1})
+    rules = {"no_repeat_ngram_size": 3, "bad_words_ids": ((5,),), "repetition_penalty": 2.0}
+    assert parameters(folder, None) == Parameters(do_sample=True, top_k=40, **rules)
+    assert caplog.messages == ["config.json: num_beams is not supported and is ignored"]
+    write_json(folder / "generation_config.json", {"eos_token_id": 1})
+    assert parameters(folder, None) == Parameters()
+    (folder / "generation_config.json").unlink()
+    fields = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    write_json(folder / "config.json", fields | {"repetition_penalty": -1})
+    assert reading.refused(folder).startswith("config.json: repetition_penalty must be")
+
+
+def test_every_setting_that_is_not_known_gets_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    changing = {"token_healing": True, "exponential_decay_length_penalty": [5, 1.1], "새것": 1}
+    harmless = {"token_healing": False, "top_h": None, "use_cache": True, "num_return_sequences": 1}
+    for settings, warned in ((changing, True), (harmless, False)):
+        folder = make_hugging_face(tmp_path / str(warned), generation_config=settings)
+        caplog.clear()
+        open_artifact(folder)
+        wanted = [f"generation_config.json: {n} is not supported and is ignored" for n in settings]
+        assert caplog.messages == (wanted if warned else [])
 
 
 def test_a_wrong_generation_config_is_named(v2: Path) -> None:
