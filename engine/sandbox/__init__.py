@@ -30,6 +30,7 @@ ROOT = Path(__file__).parents[2]
 HELPER_S = 30.0  # a wide limit for the helper to fork a child
 STATUS_S = 5.0  # a wide limit for the helper to send a child's exit status
 ENDED = "its reader has ended"
+UNREADABLE = "could not be read: "  # in messages of errors, after what was read
 Target = Callable[..., Any]
 T = TypeVar("T")
 
@@ -177,7 +178,7 @@ class Sandbox:
         self.kill(ENDED)
         if status in (None, -signal.SIGKILL):
             how = "was killed, as for want of memory" if status else "went away"
-            return EngineUnavailable(f"{self._what} could not be read: its reader {how}")
+            return EngineUnavailable(f"{self._what} {UNREADABLE}its reader {how}")
         if status == -signal.SIGXCPU:
             return self._error(f"it took more than {self._limits.cpu_s} s of computing")
         how = signal.Signals(-status).name if status < 0 else f"exit status {status}"
@@ -190,7 +191,7 @@ class Sandbox:
         return self._error(f"it took more than {seconds:g} s")
 
     def _error(self, why: str) -> ArtifactError:
-        return ArtifactError(f"{self._what} could not be read: {why}")
+        return ArtifactError(f"{self._what} {UNREADABLE}{why}")
 
 
 class _Helper:

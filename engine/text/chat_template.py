@@ -72,7 +72,9 @@ class ChatTemplate:
         except TemplateRefused as error:
             raise InvalidRequest(f"messages: the model's chat template says: {error}") from None
         except MemoryError:
-            raise
+            raise InvalidRequest(
+                f"this model's {self._file} failed: it takes too much memory"
+            ) from None
         except Exception as error:
             reason = f"{type(error).__name__}: {error}"
             raise InvalidRequest(f"this model's {self._file} failed: {reason}") from None

@@ -48,6 +48,8 @@ class HuggingFaceTokenizer:
         named = dict(config)
         if "added_tokens_decoder" not in config:
             named |= json_in(files, SPECIAL_TOKENS)
+        # Then `<s>` in a text is text, in a chat template's, too, as in transformers.
+        self._tokenizer.encode_special_tokens = config.get("split_special_tokens") is True
         self.vocab_size: int = self._tokenizer.get_vocab_size(with_added_tokens=False)
         self._add_tokens(named)
         tokens = {name: _added_token(named.get(name)) for name in NAMED}

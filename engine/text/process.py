@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import ArtifactError, DeadlineExceeded, EngineError, EngineUnavailable
-from engine.sandbox import Limits, Sandbox, again
+from engine.sandbox import UNREADABLE, Limits, Sandbox, again
 from engine.text import child as text_child
 from engine.text.constraint import Vocabulary
 from engine.text.table import Table
@@ -171,7 +171,8 @@ class TextProcess:
                 kind = EngineUnavailable if isinstance(error, EngineUnavailable) else EngineError
                 late = time.monotonic() - began >= timeout_s
                 ended = self.pid is None
-                failure = self.fail(error.message, DeadlineExceeded if late else kind)
+                why = error.message.removeprefix(f"{Path(source[0]).name} {UNREADABLE}")
+                failure = self.fail(why, DeadlineExceeded if late else kind)
                 if last or late or self._closed or not ended:
                     raise failure from None
         raise AssertionError("it was returned or raised")
@@ -179,7 +180,7 @@ class TextProcess:
     def fail(self, why: str, kind: type[EngineError] = EngineError) -> EngineError:
         """End the process and return the error of its call; the next call starts another."""
         self._kill("it failed")
-        return kind(f"the tokenizer's process ended: {why}")
+        return kind(f"the process of the tokenizer and chat template ended: {why}")
 
 
 class TextProcesses:

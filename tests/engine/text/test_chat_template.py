@@ -71,6 +71,7 @@ def test_a_template_that_refuses_or_is_none_says_why() -> None:
         "{{ messages.append({}) }}",
         "{{ ''.__class__.__mro__[1].__subclasses__() }}",
         "{{ range(1000000) | list }}",
+        "{{ 'a' * 10 ** 18 }}",  # a MemoryError
         "{% include 'a' %}",
         "{% macro again() %}{{ again() }}{% endmacro %}{{ again() }}",
     ],

@@ -275,7 +275,7 @@ def test_a_tokenizer_that_stalls_holds_up_no_other_model(
         while not stalled.done():
             assert len(ask(engine_, 5, "good").wait().ids()) == 5
             others += 1
-        with pytest.raises(DeadlineExceeded, match=r"tokenizer\.json .* took more than 1 s"):
+        with pytest.raises(DeadlineExceeded, match="chat template ended: it took more than 1 s"):
             stalled.result()
     assert others > 0
     eventually(lambda: not psutil.pid_exists(pid))

@@ -118,7 +118,7 @@ def test_a_template_that_never_ends_is_ended_and_the_next_request_works(
     with texts_of(folder) as texts:
         pid = texts._process.pid
         monkeypatch.setattr(engine.text.texts, "ENCODE_S", 0.5)
-        with pytest.raises(DeadlineExceeded):
+        with pytest.raises(DeadlineExceeded, match="tokenizer and chat template ended: it took"):
             texts.soon(lambda: texts.encode(Chat(CHAT))).result()
         monkeypatch.undo()
         found = texts.soon(lambda: texts.encode(Raw("오늘은"))).result()
