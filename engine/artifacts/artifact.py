@@ -7,18 +7,21 @@ The names are those of KoGPT2 v1, with linear layers as [out, in], whatever the 
 from __future__ import annotations
 
 import functools
+import logging
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from common.errors import ArtifactError
 from common.model_files import visible
 from engine.artifacts.config import ACTIVATIONS, GPT2Config
 from engine.artifacts.files import open_file
 from engine.artifacts.generation_config import Generation
-from engine.artifacts.tensor_index import Index, Weights, map_index
+from engine.artifacts.tensor_index import Index, Tensor, Weights, map_index
 
 EMBEDDING = "_embed.weight"
 POSITIONS = "_pos_embed.weight"
@@ -39,9 +42,13 @@ PRODUCTS = {
 }
 NORMS = {"attention_norm": ATTENTION_NORM, "ffn_norm": FFN_NORM}
 
-DTYPES = ("float32", "float16", "bfloat16")
+DTYPES = ("float16", "bfloat16", "float32", "float64")
 CONFIG_FILE = "config.json"
 MIN_EPSILON = 1e-12
+ROWS = 4096  # rows of two matrices that are compared at once
+CLASSIFIER = re.compile(r"(?:^|\.)(?:score|classifier|qa_outputs)(?:\.\d+)?\.weight$")
+
+logger = logging.getLogger(__name__)
 
 
 class MappedWeights:
@@ -109,35 +116,45 @@ def check_plain(path: Path) -> Path:
         return path
 
 
-# The names of a `GPT2Config`'s sizes in a `config.json`, of which the first that exists counts:
-# Hugging Face's files may also have a max_length, which is a setting of generation.
-SIZE_NAMES = {
+SIZES = ("vocab_size", "units", "num_layers", "num_heads", "max_length", "hidden_size")
+# The names of a `GPT2Config`'s fields in the `config.json` of a v1 model, of which the first that
+# exists counts. Hugging Face's files may also have a max_length, which is a setting of generation.
+V1_NAMES = {
     "vocab_size": ("vocab_size",),
     "units": ("units", "n_embd"),
     "num_layers": ("num_layers", "n_layer"),
+    "num_heads": ("num_heads", "n_head"),
     "max_length": ("n_positions", "max_length"),
     "hidden_size": ("hidden_size", "n_inner"),
+    "activation": ("activation", "activation_function"),
+    "layer_norm_eps": ("layer_norm_eps", "layer_norm_epsilon"),
 }
 
 
-def _wrong(name: str, value: Any, must: str) -> ArtifactError:
+def wrong_field(name: str, value: Any, must: str) -> ArtifactError:
     return ArtifactError(f"{CONFIG_FILE}: {name} is {value!r}, must {must}")
 
 
+@dataclass(frozen=True)
 class ConfigFile:
-    """A `config.json`, whose fields have several names."""
+    """A `config.json`, and the names of each field in it, as in `V1_NAMES`."""
 
-    def __init__(self, given: Mapping[str, Any]) -> None:
-        self._given = given
+    given: Mapping[str, Any]
+    names: Mapping[str, tuple[str, ...]]
 
-    def get(self, *names: str, default: Any = None) -> Any:
-        return next((self._given[n] for n in names if self._given.get(n) is not None), default)
+    def get(self, field: str, default: Any) -> tuple[str, Any]:
+        """Return a field's name in the file and its value."""
+        names = self.names[field]
+        return next(
+            ((n, self.given[n]) for n in names if self.given.get(n) is not None),
+            (names[0], default),
+        )
 
     def flag(self, name: str, default: bool) -> bool:
-        value = self.get(name, default=default)
-        if not isinstance(value, bool):
-            raise _wrong(name, value, "be true or false")
-        return value
+        value = self.given.get(name)
+        if value is not None and not isinstance(value, bool):
+            raise wrong_field(name, value, "be true or false")
+        return default if value is None else value
 
     def config(
         self,
@@ -154,36 +171,78 @@ class ConfigFile:
         `heads` and `activation` are defaults, `aliases` other names of activations. Raises
         `ArtifactError`, also if `config.json` has other sizes.
         """
-        num_heads, units = self.get("num_heads", "n_head", default=heads), sizes["units"]
+        units = sizes["units"]
+        name, num_heads = self.get("num_heads", None)
+        if num_heads is None:
+            num_heads = heads
+            logger.info(
+                "%s: %s does not give %s: %d heads of %d are assumed",
+                file, CONFIG_FILE, name, heads, units // heads,
+            )  # fmt: skip
         if type(num_heads) is not int or num_heads < 1 or units % num_heads:
-            raise _wrong("num_heads", num_heads, f"divide the {units} units")
-        name = self.get("activation", "activation_function", default=activation)
-        activation = aliases.get(name, name) if isinstance(name, str) else name
+            raise wrong_field(name, num_heads, f"divide the {units} units")
+        name, value = self.get("activation", activation)
+        activation = aliases.get(value, value) if isinstance(value, str) else value
         if activation not in ACTIVATIONS:
-            raise _wrong("activation", name, f"be one of {', '.join(ACTIVATIONS)}")
-        epsilon = self.get("layer_norm_eps", "layer_norm_epsilon", default=1e-5)
+            raise wrong_field(name, value, f"be one of {', '.join(ACTIVATIONS)}")
+        name, epsilon = self.get("layer_norm_eps", 1e-5)
         # A smaller epsilon has no effect beside a variance in fp32.
         if not isinstance(epsilon, float) or not MIN_EPSILON <= epsilon < 1:
-            raise _wrong("layer_norm_eps", epsilon, f"be at least {MIN_EPSILON} and below 1")
-        for size, names in SIZE_NAMES.items():
-            configured = self.get(*names, default=sizes[size])
-            if configured != sizes[size]:
+            raise wrong_field(name, epsilon, f"be at least {MIN_EPSILON} and below 1")
+        for size, value in sizes.items():
+            name, configured = self.get(size, value)
+            if configured != value:
                 raise ArtifactError(
-                    f"{CONFIG_FILE} says {size} {configured!r}, but {file} has {sizes[size]}"
+                    f"{CONFIG_FILE} says {name} {configured!r}, but {file} has {value}"
                 )
         return GPT2Config(
             **sizes, num_heads=num_heads, activation=activation, layer_norm_eps=epsilon, **flags
         )
 
 
-def shared_prefix(weights: Index, embedding: str, positions: str, otherwise: str) -> str:
-    """Return the prefix that a wrapper put in front of names, or "". Raises `ArtifactError`."""
+def shared_prefix(weights: Index, embedding: str, positions: str, file: str, kind: str) -> str:
+    """Return the prefix that a wrapper put in front of names, or "". Raises `ArtifactError`.
+
+    embedding, positions: names of the two tables
+    kind: what `file` is not, if it holds no such tables
+    """
     prefixes = [name.removesuffix(positions) for name in weights if name.endswith(positions)]
-    fitting = [prefix for prefix in prefixes if prefix + embedding in weights]
+    fitting = sorted((p for p in prefixes if p + embedding in weights), key=len)
     if not fitting:
         keys = ", ".join(list(weights)[:3]) or "none"
-        raise ArtifactError(f"{otherwise}: no {embedding} beside a {positions} (keys: {keys}, ...)")
-    return min(fitting, key=len)
+        raise ArtifactError(
+            f"{file} is not a {kind}: no {embedding} beside a {positions} (keys: {keys}, ...)"
+        )
+    first, *others = fitting
+    for other in others:
+        # A module that a wrapper holds under two names is saved twice, from the same place.
+        own = {n.removeprefix(other): w for n, w in weights.items() if n.startswith(other)}
+        if any(weights.get(first + name) != tensor for name, tensor in own.items()):
+            raise ArtifactError(
+                f"{file} holds two GPT-2s, {first}* and {other}*, must hold one: save the one to"
+                " serve by itself"
+            )
+    return first
+
+
+def check_no_classifier(weights: Index, file: str) -> None:
+    """Raise `ArtifactError` for the head of a classifier, as transformers' and wrappers call it."""
+    if head := next(filter(CLASSIFIER.search, weights), None):
+        raise ArtifactError(
+            f"{file} holds {head}, the head of a classifier, which makes no text: serve it with a"
+            " script (code/inference.py), or save the language model alone"
+        )
+
+
+def differ(folder: Path, head: Tensor | None, embedding: Tensor) -> bool:
+    """Return whether a head that is tied to an embedding is there with other numbers."""
+    if head is None or head == embedding or head.shape != embedding.shape:
+        return False
+    pair = map_index(folder, {OUTPUT: head, EMBEDDING: embedding})
+    return any(
+        not np.array_equal(pair[OUTPUT][at : at + ROWS], pair[EMBEDDING][at : at + ROWS])
+        for at in range(0, head.shape[0], ROWS)
+    )
 
 
 # For error messages: a parameter's name in the file, and whether it is transposed there.
@@ -227,7 +286,7 @@ def check_weights(
             actual, needed = (s[::-1] if transposed else s for s in (weights[ours].shape, shape))
             raise ArtifactError(f"{file}: {name} is {actual}, must be {needed}")
         if weights[ours].dtype not in DTYPES:
-            allowed = "float16, bfloat16 or float32"
+            allowed = " or ".join(DTYPES)
             raise ArtifactError(f"{file}: {name} is {weights[ours].dtype}, must be {allowed}")
     for name in set(weights) - expected:
         del weights[name]

@@ -13,8 +13,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from common.errors import ArtifactError
 from common.model_files import ADAPTER, PARAMS, WEIGHT_FILES, visible
 from engine.artifacts import artifact
@@ -24,11 +22,10 @@ from engine.artifacts.files import read_json
 from engine.artifacts.generation_config import Generation, read_generation_config
 from engine.artifacts.read_safetensors import index_safetensors
 from engine.artifacts.read_torch import index_torch
-from engine.artifacts.tensor_index import Index, Tensor, check_count, map_index
+from engine.artifacts.tensor_index import Index, check_count
 
 logger = logging.getLogger(__name__)
 
-ROWS = 4096  # rows of two matrices that are compared at once
 TOKENIZER_FILE = "tokenizer.json"
 ACTIVATION_ALIASES = {
     "gelu_python": "gelu",
@@ -43,6 +40,18 @@ UNSUPPORTED: dict[str, Any] = {
     "quantization_config": None,
     "is_encoder_decoder": False,
     "pruned_heads": {},
+}
+
+# The names of a `GPT2Config`'s fields in `config.json`, with those of GPT2Config's attribute_map.
+NAMES = {
+    "vocab_size": ("vocab_size",),
+    "units": ("n_embd", "hidden_size"),
+    "num_layers": ("n_layer", "num_hidden_layers"),
+    "num_heads": ("n_head", "num_attention_heads"),
+    "max_length": ("n_positions", "max_position_embeddings"),
+    "hidden_size": ("n_inner",),
+    "activation": ("activation_function",),
+    "layer_norm_eps": ("layer_norm_epsilon",),
 }
 
 NORM, PRODUCT = {"gamma": "weight", "beta": "bias"}, {"weight": "weight", "bias": "bias"}
@@ -111,7 +120,12 @@ def names(config: GPT2Config, prefix: str = TRUNK) -> Iterator[tuple[str, str, b
     for ours, theirs in (*TABLES.items(), *blocks, *LAST.items()):
         yield ours, prefix + theirs, is_transposed(ours)
     if not config.tie_word_embeddings:
-        yield OUTPUT, prefix.removesuffix(TRUNK) + HEAD, False
+        yield OUTPUT, head_name(prefix), False
+
+
+def head_name(prefix: str) -> str:
+    """Return the name of the output projection beside a trunk whose names have this prefix."""
+    return prefix.removesuffix(TRUNK) + HEAD
 
 
 def is_transposed(ours: str) -> bool:
@@ -123,24 +137,24 @@ def read(folder: Path, generation: Generation) -> artifact.Artifact:
     """Read and check a model's folder. Raises `ArtifactError` with what is missing or wrong."""
     for needed in (CONFIG_FILE, TOKENIZER_FILE):
         if not (folder / needed).is_file():
-            advice = ""
-            if needed == TOKENIZER_FILE and (folder / "vocab.json").exists():
-                advice = "; vocab.json alone is not enough: save the tokenizer with use_fast=True"
+            advice = _tokenizer_advice(folder) if needed == TOKENIZER_FILE else ""
             raise ArtifactError(
                 f"{folder.name} holds no {needed} beside its weights{advice}"
                 f" (found: {list_files(folder)})"
             )
     fields = read_json(folder / CONFIG_FILE)
     _refuse_unsupported(fields)
-    given, untied = artifact.ConfigFile(fields), fields.get("tie_word_embeddings") is False
+    given, untied = artifact.ConfigFile(fields, NAMES), fields.get("tie_word_embeddings") is False
     weights, file = _read_weights(folder)
     canonical, prefix = canonical_names(weights, file)
-    head = prefix.removesuffix(TRUNK) + HEAD
+    head = head_name(prefix)
+    if not fields.get("architectures") and head not in weights:
+        artifact.check_no_classifier(weights, file)
     if untied and head not in weights:
         raise ArtifactError(
             f"{file} lacks {head}, and {CONFIG_FILE} says tie_word_embeddings false"
         )
-    if not untied and _differs(folder, weights.get(head), canonical[EMBEDDING]):
+    if not untied and artifact.differ(folder, weights.get(head), canonical[EMBEDDING]):
         # As transformers 5 does: older versions of peft write such files when they merge adapters.
         logger.warning(
             "%s: %s differs from %swte.weight, though %s ties them: the head is used",
@@ -166,6 +180,22 @@ def read(folder: Path, generation: Generation) -> artifact.Artifact:
     return artifact.Artifact(folder, config, canonical, tokenizer_file, settings)
 
 
+def _tokenizer_advice(folder: Path) -> str:
+    """Return what to do about a folder with another tokenizer than `tokenizer.json`."""
+    names = [path.name for path in visible(folder)]
+    if any(name.endswith(".spiece") for name in names):
+        return (
+            "; a .spiece is read beside a v1 model's *.params: put what"
+            ' torch.save(model.state_dict(), "kogpt2.params") writes in place of the weights'
+        )
+    if "vocab.json" in names:
+        return (
+            "; vocab.json alone is not enough: save the tokenizer with use_fast=True, from"
+            " vocab.json and merges.txt"
+        )
+    return ""
+
+
 def _refuse_unsupported(fields: dict[str, Any]) -> None:
     kind = fields.get("model_type", "gpt2")
     if kind != "gpt2":
@@ -184,6 +214,11 @@ def _refuse_unsupported(fields: dict[str, Any]) -> None:
     for name, harmless in UNSUPPORTED.items():
         if fields.get(name, harmless) not in (harmless, None):
             raise ArtifactError(f"{CONFIG_FILE}: {name} {fields[name]!r} is not supported")
+    for names in NAMES.values():
+        given = {name: fields[name] for name in names if fields.get(name) is not None}
+        if any(value != fields[next(iter(given))] for value in given.values()):
+            values = " and ".join(f"{name} {value!r}" for name, value in given.items())
+            raise ArtifactError(f"{CONFIG_FILE} says {values}: give one of them")
 
 
 def _read_weights(folder: Path) -> tuple[Index, str]:
@@ -219,17 +254,6 @@ def index_weights(path: Path) -> Index:
     return index_safetensors(path) if path.suffix == ".safetensors" else index_torch(path)
 
 
-def _differs(folder: Path, head: Tensor | None, embedding: Tensor) -> bool:
-    """Whether two matrices of the same shape have different numbers."""
-    if head is None or head == embedding or head.shape != embedding.shape:
-        return False
-    pair = map_index(folder, {HEAD: head, EMBEDDING: embedding})
-    return any(
-        not np.array_equal(pair[HEAD][at : at + ROWS], pair[EMBEDDING][at : at + ROWS])
-        for at in range(0, head.shape[0], ROWS)
-    )
-
-
 def _their_names(num_layers: int, prefix: str) -> dict[str, tuple[str, bool]]:
     """Map our names to the names in a file and whether the parameters are transposed there."""
     config = dataclasses.replace(KOGPT2, num_layers=num_layers, tie_word_embeddings=False)
@@ -239,7 +263,7 @@ def _their_names(num_layers: int, prefix: str) -> dict[str, tuple[str, bool]]:
 def canonical_names(weights: Index, file: str) -> tuple[Index, str]:
     """Return weights by our names, Conv1D matrices transposed, and the prefix of their names."""
     wte, wpe = TABLES[EMBEDDING], TABLES[POSITIONS]
-    prefix = artifact.shared_prefix(weights, wte, wpe, f"{file} is not a GPT-2")
+    prefix = artifact.shared_prefix(weights, wte, wpe, file, "GPT-2")
     canonical: Index = {}
     for name, value in weights.items():
         own = name.removeprefix(prefix)

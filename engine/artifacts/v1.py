@@ -13,7 +13,7 @@ from engine.artifacts import artifact
 from engine.artifacts.artifact import EMBEDDING, OUTPUT, POSITIONS, Artifact, ConfigFile
 from engine.artifacts.files import read_json
 from engine.artifacts.generation_config import Generation
-from engine.artifacts.hugging_face import canonical_names
+from engine.artifacts.hugging_face import canonical_names, head_name
 from engine.artifacts.read_params import index_params
 from engine.artifacts.read_torch import index_torch, is_torch
 
@@ -25,21 +25,30 @@ def read(folder: Path, generation: Generation) -> Artifact:
     params_file, spiece_file = _only(folder, "*.params"), _only(folder, "*.spiece")
     file = params_file.name
     if is_torch(params_file):
-        weights, _ = canonical_names(index_torch(params_file), file)
+        stored = index_torch(params_file)
+        artifact.check_no_classifier(stored, file)
+        weights, prefix = canonical_names(stored, file)
+        if head := stored.get(head_name(prefix)):
+            weights[OUTPUT] = head
     else:
         weights = index_params(params_file)
+        artifact.check_no_classifier(weights, file)
         # A fine-tune that was saved from a wrapper block has a prefix in front of all keys.
-        otherwise = f"{file} is not a KoGPT2 model"
-        prefix = artifact.shared_prefix(weights, EMBEDDING, POSITIONS, otherwise)
+        prefix = artifact.shared_prefix(weights, EMBEDDING, POSITIONS, file, "KoGPT2 model")
         weights = {n.removeprefix(prefix): w for n, w in weights.items() if n.startswith(prefix)}
     sizes = artifact.sizes(weights, file)
     heads = max(sizes["units"] // DEFAULT_HEAD_SIZE, 1)
-    given = ConfigFile(read_json(folder / artifact.CONFIG_FILE))
+    given = ConfigFile(read_json(folder / artifact.CONFIG_FILE), artifact.V1_NAMES)
     config = given.config(sizes, file, heads=heads, activation="gelu", aliases={})
     # v1 files carry the tied output projection a second time.
     if OUTPUT in weights and weights[OUTPUT].shape != weights[EMBEDDING].shape:
         raise ArtifactError(
             f"{file}: {OUTPUT} does not have the shape of the embedding it is tied to"
+        )
+    if artifact.differ(folder, weights.get(OUTPUT), weights[EMBEDDING]):
+        raise ArtifactError(
+            f"{file}: {OUTPUT} differs from {EMBEDDING}, to which KoGPT2's is tied: save the model"
+            " with one, or serve it as a Hugging Face folder with tie_word_embeddings false"
         )
     artifact.check_weights(weights, config, file)
     return Artifact(folder, config, weights, artifact.check_plain(spiece_file), generation)

@@ -645,6 +645,7 @@ PassStatus run_pass(const Model *model, uint8_t *arena, const Piece *pieces, siz
 
 static float read_number(const void *source, SourceType type, size_t i) {
   if (type == SOURCE_FLOAT32) return ((const float *)source)[i];
+  if (type == SOURCE_FLOAT64) return (float)((const double *)source)[i];
   const uint32_t half = ((const uint16_t *)source)[i];
   uint32_t bits = half << 16; /* bfloat16 */
   float value;

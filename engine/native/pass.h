@@ -96,7 +96,7 @@ const char *use_kernels(const char *name);
 /* Bytes of n columns of k numbers, packed with `block` (0: fp32). */
 size_t packed_bytes(size_t n, size_t k, size_t block);
 
-typedef enum { SOURCE_FLOAT32, SOURCE_FLOAT16, SOURCE_BFLOAT16 } SourceType;
+typedef enum { SOURCE_FLOAT32, SOURCE_FLOAT16, SOURCE_BFLOAT16, SOURCE_FLOAT64 } SourceType;
 
 /* Packs the columns of groups [first, last) of a matrix: number i of column c lies at source[c *
    column_stride + i * stride], strides in numbers. Several threads may pack groups of one matrix. */

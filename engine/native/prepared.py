@@ -52,7 +52,7 @@ BLOCKS = {"int8": 64, "fp32": 0}  # numbers that share a scale
 # to 1.8%. That costs nothing at one row, and 10 to 14% of the time of eight rows and of prompts; 2
 # for all products would give 0.9 to 1.0% at half the speed.
 PLANES = {"qkv": 1, "attention_out": 1, "ffn_hidden": 2, "ffn_out": 1, "head": 1}
-SOURCE_TYPES = {"float32": 0, "float16": 1, "bfloat16": 2}  # pass.h, SourceType
+SOURCE_TYPES = {"float32": 0, "float16": 1, "bfloat16": 2, "float64": 3}  # pass.h, SourceType
 GROUPS_AT_ONCE = 256  # groups of columns that a thread packs in one task
 ALIGNMENT = 4096  # bytes, of the first tensor
 ALIGNED = 32  # bytes, of each tensor: an adapter's rows of fp16 are half a cache line

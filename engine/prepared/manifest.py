@@ -208,10 +208,16 @@ def content_of(artifact: MappedWeights) -> str:
 
 
 def _finite_chunks(weight: NDArray[Any]) -> Iterator[NDArray[np.uint8]]:
-    """Yield the bytes of a tensor in chunks. Raises `FloatingPointError` for NaN and infinity."""
+    """Yield the bytes of a tensor in chunks, of float64 those of float32, as it is computed in.
+
+    Raises `FloatingPointError` for NaN and infinity.
+    """
     rows = max(CHUNK_NUMBERS // max(weight[:1].size, 1), 1)
     for begin in range(0, len(weight), rows):
         piece = np.ascontiguousarray(weight[begin : begin + rows])
+        if piece.dtype == np.float64:
+            with np.errstate(over="ignore"):
+                piece = piece.astype(np.float32)
         if not np.isfinite(piece).all():
             raise FloatingPointError
         yield piece.reshape(-1).view(np.uint8)

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from common.model_files import ADAPTER, PARAMS
 from scripts.aws.account import Account
@@ -103,8 +103,9 @@ def of_model(files: Mapping[str, bytes], archive_bytes: int, precision: str) -> 
     from engine import backends
     from engine.artifacts.config import KOGPT2
 
-    config = _config(files.get(CONFIG, b""))
-    if config is None and (ADAPTER in files or any(name.endswith(PARAMS) for name in files)):
+    is_v1 = any(name.endswith(PARAMS) for name in files)
+    config = _config(files.get(CONFIG, b""), is_v1)
+    if config is None and (ADAPTER in files or is_v1):
         config = KOGPT2  # the release for MXNet has no config.json
     if config is None:  # tensors or a script: a worker process holds the weights as they are
         return Needs(int(archive_bytes * UNPACKED), 0)
@@ -112,16 +113,16 @@ def of_model(files: Mapping[str, bytes], archive_bytes: int, precision: str) -> 
     return Needs(weights, backends.row_bytes(config, precision))
 
 
-def _config(content: bytes) -> GPT2Config | None:
+def _config(content: bytes, is_v1: bool) -> GPT2Config | None:
     """Parse the sizes in KoGPT2's or Hugging Face's `config.json`; None if any is missing."""
     from common.errors import ArtifactError
-    from engine.artifacts.artifact import SIZE_NAMES, ConfigFile
+    from engine.artifacts.artifact import SIZES, V1_NAMES, ConfigFile
     from engine.artifacts.config import GPT2Config
+    from engine.artifacts.hugging_face import NAMES
 
     try:
-        given: Any = ConfigFile(json.loads(content))
-        sizes = {size: given.get(*names) for size, names in SIZE_NAMES.items()}
-        sizes["num_heads"] = given.get("num_heads", "n_head")
+        given = ConfigFile(json.loads(content), V1_NAMES if is_v1 else NAMES)
+        sizes = {size: given.get(size, None)[1] for size in SIZES}
         sizes["hidden_size"] = sizes["hidden_size"] or 4 * sizes["units"]
         sizes["max_length"] = sizes["max_length"] or 1024
         if not all(type(size) is int and size > 0 for size in sizes.values()):

@@ -186,7 +186,7 @@ def their_weights(config: GPT2Config, seed: int, dtype: str) -> Iterator[tuple[s
     ours = dict(random_weights(config, [seed, 0]))
     for name, theirs, transposed in names(config):
         w = ours[name].T if transposed else ours[name]
-        yield theirs, w if dtype == "float32" else rounded(w, dtype)
+        yield theirs, rounded(w, dtype) if "16" in dtype else w.astype(dtype)
 
 
 def rounded(w: NDArray[np.float32], dtype: str) -> NDArray[Any]:

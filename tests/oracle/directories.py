@@ -22,6 +22,7 @@ SCALED = {
     "reorder_and_upcast_attn": True,
 }
 UNTIED = {"tie_word_embeddings": False, "layer_norm_epsilon": 1e-4}
+OLDER = {"repetition_penalty": 1.3, "no_repeat_ngram_size": 3, "bad_words_ids": [[300], [9, 8]]}
 ENDS = {"eos_token_id": [1, *range(300, 320)], "repetition_penalty": 1.3}
 
 # What `make_hugging_face` is given, by name: every way in which such directories differ, which are
@@ -42,6 +43,10 @@ DIRECTORIES: dict[str, dict[str, Any]] = {
     "ends": {
         **{"kind": "byte-level", "begins": True, "generation_config": ENDS, "seed": 7},
         "tokenizer_config": {"add_bos_token": False},
+    },
+    "older": {  # without a generation_config.json
+        **{"kind": "byte-level", "begins": True, "seed": 8, "config": OLDER},
+        "tokenizer_config": {"split_special_tokens": True},
     },
 }
 

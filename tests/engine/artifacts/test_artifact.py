@@ -186,7 +186,31 @@ def test_another_kind_of_model_is_refused_with_some_of_its_keys(folder: Path) ->
         message = refused(folder)
         assert "not a KoGPT2 model" in message
         assert all(name in message for name in each)
-    assert "float64" in refused(make_artifact(folder, dtype="float64"))
+    assert "int32, must be float16 or" in refused(make_artifact(folder, dtype="int32"))
+
+
+def test_a_head_of_its_own_or_a_classifiers_is_refused(folder: Path) -> None:
+    rewrite(folder, **{OUTPUT: params_of(folder)[EMBEDDING] + 1})
+    assert f"{OUTPUT} differs from {EMBEDDING}, to which KoGPT2's is tied" in refused(folder)
+    rewrite(folder, **{OUTPUT: None, "classifier.0.weight": np.ones((2, 64), np.float32)})
+    assert "holds classifier.0.weight, the head of a classifier" in refused(folder)
+
+
+def test_two_models_in_one_file_are_refused(folder: Path) -> None:
+    weights = params_of(folder)
+    both = {f"student.{n}": w for n, w in weights.items()}
+    both |= {f"teacher.{n}": w + 1 for n, w in weights.items()}
+    write_params(folder / "kogpt2.params", both)
+    assert "holds two GPT-2s, student.* and teacher.*, must hold one" in refused(folder)
+
+
+def test_a_guess_of_the_number_of_heads_is_logged(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    (folder / "config.json").unlink()
+    open_artifact(folder)
+    assert "config.json does not give num_heads: 1 heads of 64 are assumed" in caplog.text
 
 
 def test_kogpt2s_release_for_pytorch_is_read_beside_its_spiece(tmp_path: Path) -> None:
@@ -200,5 +224,8 @@ def test_kogpt2s_release_for_pytorch_is_read_beside_its_spiece(tmp_path: Path) -
     state["lm_head.weight"] = state["transformer.wte.weight"]
     file = write_old(folder / "pytorch_kogpt2_676e9bcfa7.params", state)
     assert_same(open_artifact(folder), v1)
+    other = {**state, "lm_head.weight": state["lm_head.weight"] + 1}
+    write_old(file, {n: np.ascontiguousarray(w, np.float32) for n, w in other.items()})
+    assert "_logits_proj.weight differs from _embed.weight" in refused(folder)
     file.write_bytes(file.read_bytes()[:-1])
     assert "is cut short" in refused(folder)

@@ -16,9 +16,10 @@ import numpy as np
 import pytest
 
 from engine import backends
-from engine.artifacts.artifact import EMBEDDING, OUTPUT, shapes
+from engine.artifacts.artifact import EMBEDDING, OUTPUT, POSITIONS, shapes
 from engine.artifacts.config import GPT2Config
 from engine.artifacts.open import open_artifact
+from engine.prepared.manifest import content_of
 from engine.text.chat_template import find_chat_template
 from engine.text.files import read_files
 from engine.text.hugging_face import HuggingFaceTokenizer
@@ -114,6 +115,88 @@ def test_a_generations_length_is_not_the_contexts(folder: Path) -> None:
     assert open_artifact(folder).config.max_length == 128
 
 
+THEIR_NAMES = {
+    "n_head": "num_attention_heads",
+    "n_embd": "hidden_size",
+    "n_layer": "num_hidden_layers",
+    "n_positions": "max_position_embeddings",
+}
+
+
+def test_the_other_names_of_transformers_sizes_count(folder: Path) -> None:
+    expected = open_artifact(folder).config
+    fields = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    renamed = {THEIR_NAMES.get(name, name): value for name, value in fields.items()}
+    write_json(folder / "config.json", renamed)
+    assert open_artifact(folder).config == expected
+    # v1's names say nothing here, as transformers does not read them.
+    v1 = {"num_heads": 2, "units": 1, "num_layers": 1, "activation": "gelu"}
+    write_json(folder / "config.json", renamed | v1 | fields)
+    assert open_artifact(folder).config == expected
+    configure(folder, num_hidden_layers=3, n_layer=None)
+    assert "config.json says num_hidden_layers 3, but model.safetensors has 2" in refused(folder)
+
+
+def test_a_guess_of_the_number_of_heads_is_logged(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    folder = make_hugging_face(tmp_path / "m", units=96, heads=12)
+    open_artifact(folder)
+    assert "assumed" not in caplog.text
+    configure(folder, n_head=None)
+    assert open_artifact(folder).config.num_heads == 12  # as in transformers
+    assert "config.json does not give n_head: 12 heads of 8 are assumed" in caplog.text
+
+
+def two(weights: dict[str, Any], other: str) -> dict[str, Any]:
+    """A policy, and another model with other numbers."""
+    first = {f"policy.{name}": weight for name, weight in weights.items()}
+    return first | {f"{other}.{name}": weight + 1 for name, weight in weights.items()}
+
+
+@pytest.mark.parametrize("other", ["old", "policy.teacher"])
+def test_two_models_in_one_file_are_refused(folder: Path, other: str) -> None:
+    rewrite(folder, lambda w: two(w, other))
+    message = refused(folder)
+    for prefix in ("policy.transformer.*", f"{other}.transformer.*"):
+        assert prefix in message
+    assert "holds two GPT-2s" in message
+
+
+def test_one_model_under_two_names_of_the_same_tensors_is_one(folder: Path) -> None:
+    """As torch saves a module that a wrapper holds twice."""
+    expected = {n: np.array(w) for n, w in open_artifact(folder).weights.items()}
+    state = read_safetensors(folder / WEIGHTS)
+    numbers = np.concatenate([np.ravel(w) for w in state.values()])
+    saved, begin = {}, 0
+    for name, w in state.items():
+        strides = [step // 4 for step in np.empty(w.shape, np.float32).strides]
+        for prefix in ("a", "model.b"):
+            saved[f"{prefix}.{name}"] = Saved(w.shape, strides, begin, numbers.size)
+        begin += w.size
+    (folder / WEIGHTS).unlink()
+    write(folder / TORCH_FILE.name, state_dict(saved), numbers.tobytes())
+    assert_same_weights(open_artifact(folder), expected)
+
+
+@pytest.mark.parametrize("head", ["score.weight", "classifier.weight", "qa_outputs.weight"])
+def test_a_classifiers_head_without_architectures_is_refused(folder: Path, head: str) -> None:
+    rewrite(folder, lambda w: {**w, head: np.ones((2, 64), np.float32)})
+    open_artifact(folder)  # architectures says that it is a language model
+    configure(folder, architectures=None)
+    assert f"holds {head}, the head of a classifier" in refused(folder)
+    rewrite(folder, lambda w: {**w, "lm_head.weight": w["transformer.wte.weight"]})
+    open_artifact(folder)
+
+
+def test_weights_in_float64_that_float32_cannot_hold_are_refused(tmp_path: Path) -> None:
+    folder = make_hugging_face(tmp_path / "m", dtype="float64")
+    rewrite(folder, lambda w: {**w, "transformer.wpe.weight": w["transformer.wpe.weight"] * 1e200})
+    message = refused(folder, lambda path: content_of(open_artifact(path)))
+    assert message == f"{WEIGHTS}: {POSITIONS} holds NaN or infinity"
+
+
 def test_an_untied_output_projection_is_kept(tmp_path: Path) -> None:
     folder = make_hugging_face(tmp_path / "untied", config={"tie_word_embeddings": False})
     artifact = open_artifact(folder)
@@ -137,7 +220,10 @@ def test_an_untied_output_projection_is_kept(tmp_path: Path) -> None:
         ("quantization_config", {"bits": 4}, ""),
         ("pruned_heads", {"0": [1]}, ""),
         ("scale_attn_weights", "yes", ""),
-        ("n_inner", 100, "hidden_size"),  # test_artifact.py has the other sizes
+        ("n_inner", 100, "says n_inner 100, but"),  # test_artifact.py has the other sizes
+        ("n_head", 5, "n_head is 5, must divide the 64 units"),
+        ("hidden_size", 96, "says n_embd 64 and hidden_size 96: give one of them"),
+        ("num_attention_heads", 2, "says n_head 4 and num_attention_heads 2"),
         ("eos_token_id", "</s>", ""),
     ],
 )
@@ -183,6 +269,10 @@ def test_a_slow_tokenizer_alone_is_refused_with_advice(folder: Path) -> None:
     (folder / "tokenizer.json").unlink()
     (folder / "vocab.json").write_text("{}")
     assert "use_fast=True" in refused(folder)
+    for name in ("vocab.json", "kogpt2.spiece"):  # both, or KoGPT2 v1's alone
+        (folder / "kogpt2.spiece").write_bytes(b"")
+        assert 'torch.save(model.state_dict(), "kogpt2.params")' in refused(folder)
+        (folder / name).unlink()
 
 
 @pytest.mark.parametrize("equal", [True, False])
@@ -312,7 +402,7 @@ def first_logits(folder: Path, precision: str, cache: Path) -> Any:
         return logits_of(model, range(8))
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "float64"])
 @pytest.mark.parametrize("precision", ["int8", "fp32"])
 def test_logits_are_those_of_the_same_weights_as_v1(
     tmp_path: Path, dtype: str, precision: str
