@@ -214,10 +214,10 @@ class Engine:
         self._loop.call(lambda: self._free(model, last, reason))
 
     def _free(self, model: Model, last: bool, reason: EngineError) -> None:
-        batch = model.batch
-        for sequence in batch.clear() if last else batch.remove(model):
-            sequence.fail(reason)
-        self._loader.free(model, last, reason)
+        with contextlib.ExitStack() as steps:  # each is done even if another raises
+            steps.callback(self._loader.free, model, last, reason)
+            with self._changed:
+                model.batch.end(reason, None if last else model)
 
     def _find(self, name: str) -> Model:
         if name not in self._models:

@@ -234,18 +234,17 @@ class Loader:
 
     def free(self, model: Model, last: bool, reason: EngineError) -> None:
         """Close a model's texts and adapter, and its core if the model was the `last` on it."""
-        core = model.core
-        model.texts.close(reason)
-        try:
+        core, adapter = model.core, model.adapter
+        with ExitStack() as steps:  # each is done even if another raises, the last one first
+            steps.callback(return_freed_memory)
+            if adapter is not None:
+                steps.callback(self._budget.withdraw, adapter.num_bytes, core.row_bytes, model.name)
+                steps.callback(adapter.close)
             if last:
-                self._residency.close_core(core)
-        finally:
-            if last:
-                self._budget.withdraw(core.reserved_bytes, core.row_bytes, core.name)
-            if model.adapter is not None:
-                model.adapter.close()
-                self._budget.withdraw(model.adapter.num_bytes, core.row_bytes, model.name)
-            return_freed_memory()
+                weights, row = core.reserved_bytes, core.row_bytes
+                steps.callback(self._budget.withdraw, weights, row, core.name)
+                steps.callback(self._residency.close_core, core)
+            model.texts.close(reason)
 
     def close(self) -> None:
         """Close the text processes, once no model is loaded."""

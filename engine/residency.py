@@ -233,8 +233,7 @@ class Residency:
             logger.exception("%s could not be opened again", core.name)
             known = error if isinstance(error, EngineError) else None
             with self._changed:
-                for sequence in core.batch.clear():
-                    sequence.fail(known or EngineError(f"{core.name} could not be opened again"))
+                core.batch.end(known or EngineError(f"{core.name} could not be opened again"))
         else:
             self.opened += 1
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 from common.errors import DeadlineExceeded, EngineError, OutOfMemory
@@ -44,6 +45,9 @@ class Batch:
 
     A row has the keys and values of the first `row.length` ids of its sequence; the next pass
     computes more of them. The batch of a core that is not resident is closed: it has a queue only.
+
+    Other threads than the step loop's queue requests: methods that read or change the queue or the
+    running sequences are called with the engine's lock, `Loop.changed`.
     """
 
     def __init__(self, max_rows: int, budget: Budget, prefixes: Prefixes) -> None:
@@ -209,7 +213,7 @@ class Batch:
                     self._rows[sequence] = self._open_row(sequence)
                 except EngineError as error:
                     sequence.fail(error)
-                    self._close_finished_sequences()  # the pass needs the rows of labels
+                    self._remove_finished()  # the pass needs the rows of labels
                     continue
                 return sequence
             problem = self._budget.kv_problem(self._kv_bytes([sequence]), self._weight_bytes)
@@ -257,30 +261,52 @@ class Batch:
                 sequence.fail(
                     DeadlineExceeded(f"the answer was not finished within {waited:.1f} s")
                 )
-        self.waiting = deque(s for s in self.waiting if s.state is not State.FINISHED)
-        if not self.waiting:
-            self._budget.withdraw_claim(self)
         self.close_finished()
 
-    def close_finished(self) -> None:
-        """Close the rows of scored labels, and close or cache those of finished sequences."""
-        while self._label_rows:
-            self.model.close_row(self._label_rows.pop())
-        self._close_finished_sequences()
+    def end(self, reason: EngineError, model: object = None) -> None:
+        """End the sequences of `model`, or of all models, and drop their cached prefixes."""
+        for sequence in self.unfinished(model):
+            sequence.fail(reason)
+        with ExitStack() as steps:  # each is done even if another raises
+            if model is not None:
+                steps.callback(self._prefixes.drop, model)
+            elif self._model is not None:
+                steps.callback(self._prefixes.drop_rows_of, self._model)
+            self.close_finished()
 
-    def _close_finished_sequences(self) -> None:
-        unfinished = [s for s in self.running if s.state is not State.FINISHED]
-        if len(unfinished) == len(self.running):
+    def close_finished(self) -> None:
+        """Remove finished sequences, and close the rows of scored labels."""
+        with ExitStack() as steps:
+            steps.callback(self._remove_finished)
+            while self._label_rows:
+                steps.callback(self.model.close_row, self._label_rows.pop())
+
+    def _remove_finished(self) -> None:
+        """Remove finished sequences and free all that they hold, even if a row cannot be closed."""
+        if any(s.state is State.FINISHED for s in self.waiting):
+            self.waiting = deque(s for s in self.waiting if s.state is not State.FINISHED)
+        if not self.waiting:
+            self._budget.withdraw_claim(self)
+        finished = [s for s in self.running if s.state is State.FINISHED]
+        if not finished:
             return
-        for sequence in self.running:
-            if sequence.state is State.FINISHED:
-                row = self._rows.pop(sequence, None)
-                if row is not None and not self._cache_prefix(sequence, row):
-                    self.model.close_row(row)
-        freed = self._reserved_bytes - self._kv_bytes(unfinished)
+        self.running = [s for s in self.running if s.state is not State.FINISHED]
+        with ExitStack() as steps:
+            steps.callback(self._release_kv)  # last: a dense cache shrinks as rows are closed
+            for sequence in finished:
+                steps.callback(self._close_row, sequence)
+
+    def _release_kv(self) -> None:
+        """Release the reserved bytes that the running sequences do not need."""
+        freed = self._reserved_bytes - (self._kv_bytes(self.running) if self.running else 0)
         self._budget.release_kv(freed)
         self._reserved_bytes -= freed
-        self.running = unfinished  # last: without sequences, another thread may close the model
+
+    def _close_row(self, sequence: Sequence) -> None:
+        """Close the row of a finished sequence, or cache it."""
+        row = self._rows.pop(sequence, None)
+        if row is not None and not self._cache_prefix(sequence, row):
+            self.model.close_row(row)
 
     def _cache_prefix(self, sequence: Sequence, row: Row) -> bool:
         if sequence.failed or not self.model.caches_rows or not self._prefixes.limit_bytes:
@@ -295,26 +321,3 @@ class Batch:
             for s in (*self.running, *self.waiting)
             if s.state is not State.FINISHED and (model is None or s.model is model)
         ]
-
-    def remove(self, model: object) -> list[Sequence]:
-        """End the sequences of a model whose core has other models; return the unfinished ones."""
-        unfinished = self.unfinished(model)
-        for sequence in unfinished:
-            sequence.state = State.FINISHED
-        self.waiting = deque(s for s in self.waiting if s.state is not State.FINISHED)
-        self.close_finished()
-        self._prefixes.drop(model)
-        return unfinished
-
-    def clear(self) -> list[Sequence]:
-        """Drop all sequences before the core is closed; returns those that were unfinished."""
-        unfinished = self.unfinished()
-        self.running, self._rows = [], {}
-        self._label_rows.clear()
-        self.waiting.clear()
-        if self._model is not None:
-            self._prefixes.drop_rows_of(self._model)
-        self._budget.withdraw_claim(self)
-        self._budget.release_kv(self._reserved_bytes)
-        self._reserved_bytes = 0
-        return unfinished

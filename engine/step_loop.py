@@ -204,7 +204,8 @@ class Loop:
             logits = self._compute(core, compute, scheduled)
             if logits is not None:
                 self._postprocess(core, scheduled, logits)
-            batch.close_finished()
+            with self.changed:
+                batch.close_finished()
         return scheduled
 
     def _compute(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
@@ -22,6 +23,7 @@ from engine.native.adapter import LowRank, NativeAdapter, load_adapter
 from engine.native.model import NativeModel
 from engine.native.prepared import prepared
 from engine.prepared.manifest import Manifests
+from engine.sequence import Sequence, State
 from engine.text.texts import Texts
 from tests.engine.adapters import make_adapter, merged
 from tests.engine.backends.running import logits_of
@@ -228,6 +230,46 @@ def test_an_unload_ends_the_requests_of_its_adapter_alone(
         ask(loaded, "all")
     loaded.load("all", str(adapters["all"]), base=str(base))
     assert len(ask(loaded, "all").wait().ids()) == NEW
+
+
+def test_no_request_is_lost_that_is_queued_while_another_model_of_the_core_is_unloaded(
+    native: Engine, base: Path, adapters: Paths
+) -> None:
+    for kind in ("all", "biases"):
+        native.load(kind, str(adapters[kind]), base=str(base))
+    came: list[Request] = []
+
+    class Watched(Sequence):
+        @property  # type: ignore[misc]
+        def state(self) -> State:  # type: ignore[override]
+            """Queue a request wherever the queue is read and the lock is free."""
+            if threading.current_thread() is native._loop._thread and len(came) < 3:
+                queuing = threading.Thread(target=queue)
+                queuing.start()
+                queuing.join()
+            return State(self.__dict__["state"])
+
+        @state.setter
+        def state(self, value: State) -> None:
+            self.__dict__["state"] = value
+
+    def queue() -> None:
+        if native._changed.acquire(blocking=False):
+            native._changed.release()
+            came.append(ask(native, "biases"))
+
+    with ThreadPoolExecutor() as pool, Pause(native) as pause:
+        ended = ask(native, "all")
+        ended.sequences[0].__class__ = Watched
+        unloading = pool.submit(native.unload, "all")
+        eventually(lambda: native._unloading and native._loop._commands)
+        pause.go_on()
+        assert unloading.result()
+    assert isinstance(ended.wait().error, ModelNotFound)
+    came.append(ask(native, "biases"))
+    assert [len(request.wait().ids()) for request in came] == [NEW] * len(came)
+    native.unload("biases")
+    assert (native.budget.declared_bytes, native.budget.kv_bytes) == (0, 0)
 
 
 def test_a_load_that_fails_as_the_last_on_its_base_waits_for_the_step(

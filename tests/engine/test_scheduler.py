@@ -10,9 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from common.errors import DeadlineExceeded, EngineError, OutOfMemory
+from common.errors import DeadlineExceeded, EngineError, ModelNotFound, OutOfMemory
 from common.parameters import Parameters
 from engine.artifacts.open import open_artifact
+from engine.backends.interface import Row
 from engine.budget import Budget
 from engine.labels import Labels, Way
 from engine.model import Core
@@ -195,10 +196,10 @@ def test_a_sequence_waits_for_memory_or_fails_if_it_can_never_have_it(path: Path
     assert bench.budget.kv_bytes == 0
 
 
-@pytest.mark.parametrize("cancelled", [False, True])
-def test_a_large_request_is_not_overtaken_by_another_models(path: Path, cancelled: bool) -> None:
-    """Where there is memory for a later and smaller one, that waits until the large one has begun
-    or has been cancelled."""
+@pytest.mark.parametrize("end", ["begun", "cancelled", "unloaded"])
+def test_a_large_request_is_not_overtaken_by_another_models(path: Path, end: str) -> None:
+    """Where there is memory for a later and smaller one, that waits until the large one has begun,
+    has been cancelled, or its model was unloaded from a core that others share."""
     bench = Bench(path, budget_tokens=128)
     other = Batch(4, bench.budget, bench.prefixes)
     other.open(bench.model, 0)
@@ -210,13 +211,16 @@ def test_a_large_request_is_not_overtaken_by_another_models(path: Path, cancelle
     small[0].cancelled = True
     bench.batch.schedule(TURN)
     assert late.state is State.WAITING
-    if not cancelled:
+    if end == "begun":
         for sequence in small:
             sequence.cancelled = True
         bench.batch.schedule(TURN)
         assert [part.sequence for part in other.schedule(TURN)] == [large]
-    large.cancelled = True
-    other.drop_expired()
+    large.cancelled = end != "unloaded"
+    if large.cancelled:
+        other.drop_expired()
+    else:
+        other.end(ModelNotFound("m was unloaded"), bench.owner)
     assert late in [part.sequence for part in bench.batch.schedule(TURN)]
 
 
@@ -247,27 +251,28 @@ def test_a_sequence_past_its_deadline_fails_wherever_it_is(bench: Bench) -> None
     assert in_time.num_new == 50
 
 
-def test_a_batch_has_work_while_it_needs_its_model(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("alone", [True, False])
+def test_an_unloaded_model_frees_everything_even_if_its_rows_cannot_be_closed(
+    path: Path, monkeypatch: pytest.MonkeyPatch, alone: bool
 ) -> None:
-    """Another thread closes the model of a batch without work."""
-    had_work: list[bool] = []
-    for name in ("close_row", "kv_bytes_for"):
-        real = getattr(bench.model, name)
+    bench = Bench(path, cached_tokens=1000)
+    bench.queue(40, new=2)
+    bench.run()
+    assert bench.prefixes.num_bytes
+    unloaded = [bench.queue(5, new=50, seed=i) for i in range(6)]
+    bench.step()
+    close_row = bench.model.close_row
 
-        def noted(*arguments: Any, real: Any = real) -> Any:
-            had_work.append(bench.batch.has_work)
-            return real(*arguments)
+    def broken(row: Row) -> None:
+        close_row(row)
+        raise RuntimeError("a fault")
 
-        monkeypatch.setattr(bench.model, name, noted)
-    bench.queue(5, new=1)
-    bench.batch.schedule(TURN)
-    [sequence] = bench.batch.running
-    sequence.state = State.FINISHED
-    had_work.clear()
-    bench.batch.close_finished()
-    assert had_work == [True, True]
+    monkeypatch.setattr(bench.model, "close_row", broken)
+    with pytest.raises(RuntimeError):
+        bench.batch.end(ModelNotFound("m was unloaded"), None if alone else bench.owner)
+    assert [type(emitted(sequence)[-1]) for sequence in unloaded] == [ModelNotFound] * 6
     assert not bench.batch.has_work
+    assert (bench.budget.kv_bytes, bench.prefixes.num_bytes, bench.model.kv_bytes) == (0, 0, 0)
 
 
 def test_a_prompt_that_gets_no_row_leaves_those_of_the_labels_in_the_pass(

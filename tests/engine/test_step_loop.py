@@ -113,8 +113,7 @@ class Bench:
     def _lose(self, core: Core) -> None:
         del self.models[core.name]
         self.lost.append(core.name)
-        for sequence in core.batch.clear():
-            sequence.fail(EngineError("lost"))
+        core.batch.end(EngineError("lost"))
 
     def add(self, name: str = "m", max_rows: int = 8) -> Model:
         batch = Batch(max_rows, self.budget, Prefixes(0))
@@ -321,10 +320,10 @@ def test_a_model_that_was_lost_is_loaded_anew(tmp_path: Path, new_engine: NewEng
     engine = new_engine()
     model = engine.load("m", str(folder))
 
-    def broken() -> None:
+    def broken(*_: object) -> None:
         raise FAULT
 
-    model.batch.close_finished = broken  # type: ignore[method-assign]
+    model.batch._cache_prefix = broken  # type: ignore[assignment,method-assign]
     Request(engine, "m", "가", max_new_tokens=2).wait()
     eventually(lambda: not engine.models())
     with pytest.raises(ModelNotFound):
