@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import re
 import time
@@ -23,6 +24,7 @@ from serving.api.routes import MANAGEMENT, REQUESTS, is_managing
 from serving.api.routing import find_route
 from serving.api.sites import check_host, check_site
 from serving.console.routes import Console
+from serving.errors import Unavailable
 
 logger = logging.getLogger(__name__)
 
@@ -79,6 +81,9 @@ class App:
             await response(scope, receive, send_with_id)
         except Exception as error:  # raised in a stream, whose connection is then closed
             error_response(request, error)
+        except asyncio.CancelledError:  # of a stream that outlasts DRAIN_S, which is closed, too
+            if not self._gateway.draining:
+                raise
         finally:
             self._gateway.body_bytes -= scope["state"]["body_bytes"]
             if scope["state"]["token"] is not None:
@@ -97,6 +102,10 @@ class App:
             return await route.endpoint(gateway, request)
         except Exception as error:
             return error_response(request, error)
+        except asyncio.CancelledError:  # uvicorn's, of a request that outlasts DRAIN_S
+            if not gateway.draining:
+                raise
+            return error_response(request, Unavailable("the server is stopping", retry_after_s=5))
 
     @staticmethod
     def _log(scope: Scope, status: int, seconds: float) -> None:

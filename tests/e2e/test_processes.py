@@ -9,6 +9,7 @@ import os
 import signal
 import socket
 import subprocess
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import psutil
@@ -124,6 +125,30 @@ def test_nohup_keeps_a_server_from_ending_with_its_terminal(tmp_path: Path) -> N
         server.process.send_signal(signal.SIGHUP)
         assert server.stop() == 0
         assert "stopping: SIGTERM" in server.text()
+
+
+WAITS = """
+import time
+def model_fn(folder): return None
+def transform_fn(model, body, content_type, accept):
+    print("시작", flush=True)
+    time.sleep(600)
+"""
+
+
+def test_what_outlasts_a_stop_is_told_so(tmp_path: Path) -> None:
+    script = tmp_path / "store" / "글" / "code" / "inference.py"
+    script.parent.mkdir(parents=True)
+    script.write_text(WAITS, "utf-8")
+    environment = {**FAST, "DRAIN_S": "0"}
+    with Server(tmp_path, tmp_path / "store", environment) as server, ThreadPoolExecutor() as pool:
+        call = pool.submit(server.predict, "글", SHORT)
+        eventually(lambda: "시작" in server.text())
+        assert server.stop() == 0
+        answer = call.result()
+        assert (answer.status_code, answer.json()["message"]) == (503, "the server is stopping")
+        assert int(answer.headers["retry-after"]) > 0
+        assert '"traceback"' not in server.text()
 
 
 STOPS = 8  # of which one to four did not end
