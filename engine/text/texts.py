@@ -67,8 +67,9 @@ class Texts:
             self._opening.result()
         about = self._process.about
         assert about is not None
-        self.stop_ids, self._special_ids = about.stop_ids, about.special_ids
         self._table, self._vocabulary = about.table, about.vocabulary
+        self.stop_ids = about.stop_ids
+        self._special_ids = about.special_ids | about.table.silent  # with an unknown token
         form = Parameters.parse({}, self._defaults).form
         if form is not None:
             try:

@@ -102,14 +102,14 @@ class Answer(Renderer):
 
     def _choice(self, index: int, prompt: Any, completion: Mapping[str, Any]) -> dict[str, Any]:
         text, steps = completion["text"], completion.get("logprobs", [])
-        reason, offsets = completion["finish_reason"], Offsets()
+        reason, offsets, echoed = completion["finish_reason"], Offsets(), 0
         if self._parsed.only_echo:
             text, steps, reason = "", [], "length"
         if self._parsed.echo:
             prefill = completion.get("prefill", [])
             before, prefill = _echo(prompt, prefill, offsets)
-            text, steps = before + text, [*prefill, *steps]
-        logprobs = self.logprobs(steps, offsets) if self._parsed.logprobs else None
+            text, steps, echoed = before + text, [*prefill, *steps], len(prefill)
+        logprobs = self.logprobs(steps, offsets, echoed) if self._parsed.logprobs else None
         ending = {"logprobs": logprobs, "finish_reason": self.finish_reason(reason)}
         ending |= choice_logprobs(completion)
         if self._parsed.tool_choice is not None:
@@ -123,7 +123,10 @@ class Answer(Renderer):
         choice = self._parsed.tool_choice
         return choice.finish_reason if choice is not None and reason == "stop" else reason
 
-    def logprobs(self, steps: Sequence[Mapping[str, Any]], offsets: Offsets) -> dict[str, Any]:
+    def logprobs(
+        self, steps: Sequence[Mapping[str, Any]], offsets: Offsets, echoed: int = 0
+    ) -> dict[str, Any]:
+        """Return the `logprobs` of tokens, of which the first `echoed` are the prompt's."""
         if self._parsed.kind == Kind.CHAT:
             return {"content": [chat_logprobs(step) for step in steps], "refusal": None}
         return {
@@ -131,7 +134,7 @@ class Answer(Renderer):
             # The first token of a prompt has no log-probability.
             "token_logprobs": [step.get("logprob") for step in steps],
             "top_logprobs": [self.compact(step).get("top") for step in steps],
-            "text_offset": [offsets.next(step) for step in steps],
+            "text_offset": [offsets.next(step, i < echoed) for i, step in enumerate(steps)],
         }
 
     # A stream
@@ -186,7 +189,7 @@ class Choices:
         elif self._parsed.echo:
             choice["text"], prefill = _echo(self._prompt, prefill, offsets)
             if self._parsed.logprobs:
-                choice["logprobs"] = self._answer.logprobs(prefill, offsets)
+                choice["logprobs"] = self._answer.logprobs(prefill, offsets, len(prefill))
         else:
             return b""
         return self._answer.chunk([{**choice, "finish_reason": None}])
@@ -233,9 +236,11 @@ class Offsets:
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         self._at = self.unseen = 0
 
-    def next(self, token: Item) -> int:
+    def next(self, token: Item, echoed: bool) -> int:
+        """Return where a token begins. Control tokens have text in an echoed prompt only."""
         at = self._at
-        self._at += len(self._utf8.decode(bytes(_bytes(token))))
+        if echoed or not token.get("special"):
+            self._at += len(self._utf8.decode(bytes(_bytes(token))))
         return max(at - self.unseen, 0)
 
 

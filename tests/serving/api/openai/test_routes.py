@@ -247,6 +247,45 @@ async def test_scores_are_written_as_they_come_and_not_kept_as_values() -> None:
     assert len(engine.asked) == 1
 
 
+def offset_item(text: str, special: bool = False) -> dict[str, Any]:
+    item = {"token": len(text), "text": text, "logprob": -0.1, "top": []}
+    return {**item, "special": True} if special else item
+
+
+@pytest.mark.parametrize(
+    ("prompt", "prefill", "wanted"),
+    [
+        ("<usr>봄", [("<s>", True), ("<usr>", True), (" 봄", False)], [0, 4, 6, 7, 7, 8]),
+        ([0, 2, 9], [("<s>", True), ("<usr>", True), (" 봄", False)], [0, 3, 8, 10, 11, 11, 12]),
+        ("봄", [("봄", False)], [0, 1, 2, 2, 3]),
+    ],
+)
+def test_control_tokens_count_in_offsets_where_the_text_has_them(
+    prompt: Any, prefill: list[tuple[str, bool]], wanted: list[int]
+) -> None:
+    """In an echoed prompt, not in the answer, whole or as a stream."""
+    parsed = completion({**ASKED, "prompt": prompt, "echo": True, "logprobs": 0})
+    made = [offset_item("이"), offset_item("<sys>", special=True), offset_item("가")]
+    made.append(offset_item("</s>", special=True))
+    before = [offset_item(*each) for each in prefill]
+    answer = {"text": "이가", "tokens": 4, "finish_reason": "stop", "logprobs": made}
+    result = {"completions": [{**answer, "prefill": before}]}
+    body = Answer(parsed, "봄").whole([{**result, "prompt_tokens": 3, "cached_tokens": 0}])
+    [choice] = orjson.loads(body)["choices"]
+    assert choice["logprobs"]["text_offset"] == wanted
+    ends = choice["text"].removesuffix("이가")
+    assert choice["logprobs"]["text_offset"][-4:] == [len(ends) + at for at in (0, 1, 1, 2)]
+    choices = Answer(parsed, "봄").choices(parsed.prompts[0], 0)
+    offsets: list[int] = []
+    for i, step in enumerate(made):
+        item = {"index": 0, "text": "", "token": 1, "logprobs": step}
+        head = {"prefill": before, "prompt_tokens": 3, "cached_tokens": 0} if i == 0 else {}
+        for event in choices.write({**item, **head}).decode().split("data: ")[1:]:
+            [chunk] = json.loads(event)["choices"]
+            offsets += chunk["logprobs"]["text_offset"]
+    assert offsets == wanted
+
+
 def test_an_answer_has_a_bound_beyond_what_is_asked_for_in_earnest() -> None:
     drawn: dict[str, Any] = {**ASKED, "temperature": 1}
     for asked in (
