@@ -70,20 +70,32 @@ def docstrings(tree: ast.AST) -> Iterator[str]:
             yield from filter(None, [ast.get_docstring(node)])
 
 
+def persons(text: str) -> list[str]:
+    """The words of a text that break the rule for persons, with what would pass."""
+    return [
+        f"persons: {word!r} in a comment or docstring; name the request, model, process or client"
+        for word in PROSE.findall(text)
+    ]
+
+
 def faults(source: str) -> list[str]:
-    """The names, summaries, and words of docstrings and comments that break a rule."""
+    """What breaks a rule: the rule, the name or text, and what would pass."""
     tree = ast.parse(source)
     tokens = tokenize.generate_tokens(io.StringIO(source).readline)
     comments = [token.string for token in tokens if token.type == tokenize.COMMENT]
     texts = list(docstrings(tree))
     return [
         *(
-            name
+            f"names: {name} has {word[1]!r}; use the field's term, or what the thing is"
             for name in sorted(set(names(tree)) - ALLOWED)
-            if re.search(rf"_({NAMES.pattern})_", words(name))
+            if (word := re.search(rf"_({NAMES.pattern})_", words(name)))
         ),
-        *(match[0] for text in (*texts, *comments) if (match := PROSE.search(text))),
-        *(line for text in texts if not (line := text.splitlines()[0]).endswith((".", ":"))),
+        *(fault for text in (*texts, *comments) for fault in persons(text)),
+        *(
+            f"summaries: {line!r}; the first line of a docstring is a sentence and ends with . or :"
+            for text in texts
+            if not (line := text.splitlines()[0]).endswith((".", ":"))
+        ),
     ]
 
 
@@ -94,10 +106,10 @@ def test_names_and_docstrings_use_the_terms_of_the_field(file: str) -> None:
 
 @pytest.mark.parametrize("file", OTHERS)
 def test_other_files_have_no_persons_either(file: str) -> None:
-    assert PROSE.findall((ROOT / file).read_text("utf-8")) == []
+    assert persons((ROOT / file).read_text("utf-8")) == []
 
 
-def test_the_test_sees_what_it_forbids() -> None:
+def test_a_fault_names_its_rule_and_what_would_pass() -> None:
     source = '''"""A summary that goes on
 in a second line."""
 def ask(told, plain):
@@ -106,8 +118,14 @@ def ask(told, plain):
 class RoomAsked: ...
 class ModelNotFound: ...
 '''
+    named = "; use the field's term, or what the thing is"
+    person = "in a comment or docstring; name the request, model, process or client"
     assert faults(source) == [
-        *("RoomAsked", "given_up", "told"),
-        *("somebody", "nobody"),
-        "A summary that goes on",
+        f"names: RoomAsked has 'room'{named}",
+        f"names: given_up has 'given_up'{named}",
+        f"names: told has 'told'{named}",
+        f"persons: 'somebody' {person}",
+        f"persons: 'nobody' {person}",
+        "summaries: 'A summary that goes on'; the first line of a docstring is a sentence and ends"
+        " with . or :",
     ]
