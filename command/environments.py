@@ -21,7 +21,7 @@ def use_load_environment() -> None:
     sys.stdout.flush()
     python = LOAD_VENV / "bin" / "python"
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    os.execve(python, [str(python), "-m", "scripts.cli", *sys.argv[1:]], environment)  # noqa: S606
+    os.execve(python, [str(python), "-m", "scripts.start", *sys.argv[1:]], environment)  # noqa: S606
 
 
 def ensure_environment(folder: Path, group: str) -> None:

@@ -19,6 +19,7 @@ from collections.abc import Callable
 from copy import copy
 from dataclasses import MISSING, fields
 from typing import Annotated, Any, get_type_hints
+from urllib.parse import urlsplit
 
 import typer
 from rich.markup import escape
@@ -84,6 +85,21 @@ def seconds(text: str) -> float:
     if not 0 < value < math.inf:
         raise typer.BadParameter(f"{text} is not a number above 0")
     return value
+
+
+def server_url(text: str) -> str:
+    """Parses the URL of a server."""
+    try:
+        parts = urlsplit(text)
+        valid = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+    except ValueError:  # an incomplete IPv6 address, a port that is no number
+        valid = False
+    if not valid:
+        raise typer.BadParameter(
+            f"{text!r} must begin with http:// or https:// and name a host, such as"
+            " http://localhost:8080"
+        )
+    return text.rstrip("/")
 
 
 def pair(text: str) -> tuple[str, str]:

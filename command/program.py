@@ -61,6 +61,18 @@ def explain(error: Exception) -> tuple[int, str]:
     raise error
 
 
+def check_unicode(arguments: list[str]) -> None:
+    """Raise `Problem` for an argument that is not UTF-8, which no request or file can hold."""
+    for argument in arguments:
+        try:
+            argument.encode("utf-8")
+        except UnicodeEncodeError:
+            shown = argument.encode("utf-8", "surrogateescape")
+            raise Problem(
+                f"{shown!r} is not UTF-8: use a terminal and names of files in UTF-8"
+            ) from None
+
+
 def run(
     app: typer.Typer,
     program: str,
@@ -75,8 +87,10 @@ def run(
     name = arguments[0] if arguments and arguments[0] in names else program
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
-            stream.reconfigure(encoding="utf-8")
+            # A message may show what is no UTF-8, such as a file's name.
+            stream.reconfigure(encoding="utf-8", errors="backslashreplace")
     try:
+        check_unicode(arguments)
         status = command.main(arguments, prog_name=program, standalone_mode=False) or 0
         if status == INTERRUPTED:  # by Ctrl-C, of which Typer prints nothing
             print(f"{name}: interrupted", file=sys.stderr)

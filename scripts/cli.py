@@ -123,7 +123,3 @@ def explain(error: Exception) -> tuple[int, str]:
 
 def main(arguments: list[str] | None = None) -> int:
     return program.run(app, "kogpt2", arguments, explain)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

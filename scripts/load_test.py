@@ -113,6 +113,8 @@ def measure(options: LoadTest, models: tuple[str, ...] | None, prompts: tuple[st
 
     target = open_target(options)
     if options.url is not None:
+        if not options.dry_run or models is None:
+            loads.check_answers(options.url)
         models = models or loads.models_of(options.url)
         count_loads: loads.Loads = loads.Prometheus(options.url).end
     elif options.cloudwatch and options.endpoint:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from urllib.parse import quote
 
 from command.options import argument
 from scripts.client.management import Management, call
+from scripts.client.names import model_path
 
 
 @dataclass(kw_only=True)
@@ -20,4 +20,4 @@ def run(options: Unload) -> None:
     Examples:
     kogpt2 unload sowol
     """
-    print(call(options, "DELETE", f"/models/{quote(options.name, safe='/')}")["status"])
+    print(call(options, "DELETE", f"/models/{model_path(options.name)}")["status"])

@@ -103,7 +103,9 @@ def export(name: str, artifact: Path, folder: Path, log: Path) -> Path:
     building = target.with_name(f".{target.name}")
     shutil.rmtree(building, ignore_errors=True)
     if name == "transformers":
-        _run(log, sys.executable, "-m", "scripts.cli", "convert", artifact, building, "--to", "hf")
+        _run(
+            log, sys.executable, "-m", "scripts.start", "convert", artifact, building, "--to", "hf"
+        )
         file = building / "tokenizer_config.json"  # CTranslate2 needs an unk_token
         config = {**json.loads(file.read_text("utf-8")), "unk_token": random_model.SPECIAL[0]}
         file.write_text(json.dumps(config), encoding="utf-8")

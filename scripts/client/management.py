@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from command.errors import Failed
-from command.options import option
+from command.options import option, server_url
 
 TIMEOUT_S = 600.0  # above the server's LOAD_TIMEOUT_S, after which it answers 504
 
@@ -16,7 +16,10 @@ TIMEOUT_S = 600.0  # above the server's LOAD_TIMEOUT_S, after which it answers 5
 @dataclass(kw_only=True)
 class Management:
     url: str = option(
-        "http://localhost:8081", "the server's management port; its token: MANAGEMENT_TOKEN"
+        "http://localhost:8081",
+        "the server's management port; its token: MANAGEMENT_TOKEN",
+        parser=server_url,
+        metavar="URL",
     )
 
 
@@ -29,7 +32,7 @@ def call(
     from scripts.client.targets import message_of, session
 
     token = os.environ.get("MANAGEMENT_TOKEN") or os.environ.get("INFERENCE_TOKEN")
-    url = options.url.rstrip("/")
+    url = options.url
     try:
         with session(url, token) as calls:
             answer = calls.request(method, url + path, params=query, timeout=TIMEOUT_S)

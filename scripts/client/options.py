@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from command.errors import Problem
-from command.options import option, seconds
+from command.options import option, seconds, server_url
 
 DEFAULT_URL = "http://localhost:8080"
 _target = partial(option, rich_help_panel="Where")
@@ -20,7 +20,10 @@ class Target:
     """A server or an endpoint. Raises `Problem` for options that exclude each other."""
 
     url: str | None = _target(
-        None, f"your own server ({DEFAULT_URL}); its token, if any: INFERENCE_TOKEN"
+        None,
+        f"your own server ({DEFAULT_URL}); its token, if any: INFERENCE_TOKEN",
+        parser=server_url,
+        metavar="URL",
     )
     endpoint: str | None = _target(None, "a SageMaker endpoint instead", metavar="NAME")
     region: str | None = _target(None, "the endpoint's region (default: the AWS CLI's)")
@@ -33,8 +36,6 @@ class Target:
                 if getattr(self, name) is not None:
                     raise Problem(f"--{name} is for --endpoint")
             self.url = self.url or DEFAULT_URL
-            if not self.url.startswith(("http://", "https://")):
-                raise Problem(f"--url is {self.url!r}, must begin with http:// or https://")
         elif self.url is not None:
             raise Problem("give --url or --endpoint, not both")
 

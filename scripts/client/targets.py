@@ -8,7 +8,7 @@ import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
-from urllib.parse import quote, urlsplit
+from urllib.parse import urlsplit
 
 import botocore.exceptions
 import requests
@@ -18,7 +18,8 @@ from urllib3.exceptions import ReadTimeoutError
 
 from command.errors import Problem
 from scripts.aws.account import Account
-from scripts.client.errors import CallFailed, NotReady
+from scripts.client.errors import UNREACHABLE, CallFailed, NotReady
+from scripts.client.names import model_path
 from scripts.client.options import Target as Options
 
 SUFFIX = ".tar.gz"
@@ -86,7 +87,7 @@ class Local:
     def _request(self, call: Call) -> tuple[str, dict[str, str]]:
         path = "/invocations"
         if call.model is not None:
-            path = "/predictions/" + quote(call.model.removesuffix(SUFFIX), safe="/")
+            path = f"/predictions/{model_path(call.model)}"
         return self._url + path, {"Content-Type": JSON, "Accept": call.accept}
 
     def describe(self, call: Call) -> str:
@@ -120,7 +121,7 @@ class Local:
                     f"{self._url} stopped in its answer for {self._timeouts[1]:g} s", kind="timeout"
                 ) from None
             raise CallFailed(
-                f"{self._url} cannot be reached: {_root(error)}", kind="no answer"
+                f"{self._url} cannot be reached: {_root(error)}", kind=UNREACHABLE
             ) from None
         except requests.exceptions.ChunkedEncodingError:
             raise CallFailed(f"{self._url} broke off its answer", kind="broken answer") from None

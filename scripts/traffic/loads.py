@@ -124,6 +124,17 @@ def not_counted() -> dict[str, Any]:
     return {"source": None, "unknown": "--cloudwatch reads them"}
 
 
+def check_answers(url: str) -> None:
+    """Raise `Problem` unless something listens at a server's URL."""
+    try:
+        with session(url) as calls:
+            calls.head(url, timeout=METRICS_S)
+    except requests.ReadTimeout:
+        pass  # a slow answer is one
+    except requests.ConnectionError:
+        raise Problem(f"{url} does not answer: start the server with ./scripts/serve") from None
+
+
 def models_of(url: str) -> tuple[str, ...]:
     """Return the names of the models in a server's store. Raises `Problem`."""
     try:
@@ -133,8 +144,6 @@ def models_of(url: str) -> tuple[str, ...]:
             raise Problem(f"{url} requires a token: set INFERENCE_TOKEN")
         answer.raise_for_status()
         names = tuple(model["modelName"] for model in answer.json()["models"])
-    except requests.ConnectionError:
-        raise Problem(f"{url} does not answer: start the server with ./scripts/serve") from None
     except (requests.RequestException, ValueError, KeyError, TypeError):
         raise Problem(f"{url} does not list its models: give --models") from None
     if not names:

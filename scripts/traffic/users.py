@@ -12,12 +12,15 @@ from locust.env import Environment
 
 from command.errors import Problem
 from scripts.client import answers
-from scripts.client.errors import CallFailed
+from scripts.client.errors import UNREACHABLE, CallFailed
 from scripts.client.targets import Call, Target
 from scripts.traffic.plan import Chooser, Plan
 from scripts.traffic.samples import Sample
 
 MAX_IN_FLIGHT = 1000
+RETRY_S = (
+    1.0  # of a client without a server; without a pause each would fail a thousand times a second
+)
 
 
 @dataclass
@@ -42,8 +45,11 @@ class Load:
         self.users += 1
         return Chooser(self.plan, self.users)
 
-    def send(self, environment: Environment, model: str, body: bytes, due: float) -> None:
-        """Sends one request and measures it from when it was due, not from when it was sent."""
+    def send(self, environment: Environment, model: str, body: bytes, due: float) -> bool:
+        """Sends one request and measures it from when it was due, not from when it was sent.
+
+        Returns whether the server could be reached.
+        """
         call = Call(model or None, body, self.plan.stream)
         completion = answers.Completion()
         error: CallFailed | None = None
@@ -58,7 +64,7 @@ class Load:
         except Problem as problem:  # every request of this run would fail
             self.problem = self.problem or problem
             self.end()
-            return
+            return False
         finally:
             self.running.pop(key, None)
         now = time.monotonic()
@@ -82,6 +88,7 @@ class Load:
             exception=error,
             context={},
         )
+        return error is None or error.kind != UNREACHABLE
 
     def give_up(self, reason: str) -> None:
         """Counts the requests in flight as errors."""
@@ -109,7 +116,8 @@ def user_class(load: Load) -> type[User]:
                 gevent.sleep(0.1)
                 return
             model, body = self.chooser.next()
-            load.send(self.environment, model, body, time.monotonic())
+            if not load.send(self.environment, model, body, time.monotonic()):
+                gevent.sleep(RETRY_S)
 
     class Arrivals(User):  # type: ignore[misc]
         """A single user that sends requests at a rate, independent of answers."""

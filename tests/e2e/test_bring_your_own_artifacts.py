@@ -29,7 +29,7 @@ def workplace(clean: Server, tmp_path: Path) -> Path:
         (tmp_path / name).symlink_to(REPOSITORY / name)
     (tmp_path / "my-models").symlink_to(clean.store)
     # The checkout's would make an environment of its own here.
-    command = f'#!/bin/sh\nPYTHONPATH={REPOSITORY} exec {sys.executable} -m scripts.cli "$@"\n'
+    command = f'#!/bin/sh\nPYTHONPATH={REPOSITORY} exec {sys.executable} -m scripts.start "$@"\n'
     (tmp_path / "kogpt2").write_text(command, encoding="utf-8")
     (tmp_path / "kogpt2").chmod(0o755)
     return tmp_path

@@ -46,7 +46,7 @@ def run() -> Run:
         if "LC_ALL" not in environment and name != "load-test":
             return command.run(name, *args, stdin=given, environment=variables)
         done = subprocess.run(
-            [sys.executable, "-m", "scripts.cli", name, *args],
+            [sys.executable, "-m", "scripts.start", name, *args],
             input=given,
             capture_output=True,
             timeout=120,

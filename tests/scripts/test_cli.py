@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import click
@@ -88,6 +92,15 @@ def test_the_commands_of_a_page_parse(page: Path) -> None:
         (["load-test", "--web", "70000"], "load-test: Invalid value for '--web': 70000 is not in"),
         (["ask", "소월", "가", "--온도", "1"], "ask: No such option: --온도"),
         (["소월"], "kogpt2: No such command '소월'."),
+        (["package", "\udcff"], "package: b'\\xff' is not UTF-8: use a terminal"),
+        (["unload", "시\udced"], "unload: b'\\xec\\x8b\\x9c\\xed' is not UTF-8"),
+        (["load", "m", "--setting", "a=\udcff"], "load: b'a=\\xff' is not UTF-8"),
+        (["models", "--url", "foo"], "models: Invalid value for '--url': 'foo' must begin with"),
+        (["models", "--url", "http://[::1"], "models: Invalid value for '--url': 'http://[::1'"),
+        (["ask", "a", "b", "--url", "http://h:x"], "ask: Invalid value for '--url': 'http://h:x'"),
+        (["load-test", "--url", "http://"], "load-test: Invalid value for '--url': 'http://' must"),
+        (["ask", "../models", "hi"], "ask: '../models' is no model name"),
+        (["unload", "../../x"], "unload: '../../x' is no model name"),
     ],
 )
 def test_a_wrong_call_is_refused_in_one_sentence(
@@ -95,6 +108,41 @@ def test_a_wrong_call_is_refused_in_one_sentence(
 ) -> None:
     assert cli.main(given) == 2
     assert capsys.readouterr().err.splitlines()[0].startswith(message)
+
+
+def test_an_error_may_show_a_name_that_is_no_utf8(tmp_path: Path) -> None:
+    """stderr takes what it cannot encode, as a real stream does."""
+    os.mkdir(os.fsencode(tmp_path / "모델") + b"\xff")
+    process = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "scripts.start",
+            "package",
+            os.fsencode(tmp_path / "모델") + b"\xff",
+        ],
+        capture_output=True,
+        cwd=REPOSITORY,
+        timeout=60,
+        check=False,
+    )
+    assert process.returncode == 2
+    assert process.stderr.count(b"\n") == 1
+    assert b"is not UTF-8" in process.stderr
+
+
+def test_ctrl_c_while_modules_are_imported_leaves_no_traceback(tmp_path: Path) -> None:
+    interrupt = "import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n"
+    (tmp_path / "typer.py").write_text(interrupt)  # found before the installed one
+    process = subprocess.run(
+        [sys.executable, "-m", "scripts.start", "--help"],
+        capture_output=True,
+        cwd=REPOSITORY,
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        timeout=60,
+        check=False,
+    )
+    assert (process.returncode, process.stdout, process.stderr) == (-signal.SIGINT, b"", b"")
 
 
 def test_without_a_command_all_are_listed(run: Run) -> None:

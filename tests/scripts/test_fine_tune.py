@@ -96,7 +96,7 @@ def test_the_same_seed_gives_the_same_bytes(
 ) -> None:
     again = tmp_path / "model.tar.gz"
     options = ["--text", text, "--out", again, "--base-text", text, *TINY]
-    program = [sys.executable, "-m", "scripts.cli", "fine-tune", *options]  # with its own hashes
+    program = [sys.executable, "-m", "scripts.start", "fine-tune", *options]  # with its own hashes
     subprocess.run(program, check=True, capture_output=True, timeout=120, cwd=ROOT)
     assert again.read_bytes() == trained[0].read_bytes()
 

@@ -149,7 +149,7 @@ def streaming() -> Iterator[Streaming]:
 def test_a_token_is_printed_before_the_next_one_comes(streaming: Streaming) -> None:
     streaming.rest = chunk(LAST) + b"0\r\n\r\n"
     call = ["--url", streaming.url, "--model", "m0", "--text", "가", "--return-full-text"]
-    command = [sys.executable, "-m", "scripts.cli", "invoke", *call, "--stream"]
+    command = [sys.executable, "-m", "scripts.start", "invoke", *call, "--stream"]
     environment = {k: v for k, v in os.environ.items() if k != "PYTHONUNBUFFERED"}
     with subprocess.Popen(command, stdout=subprocess.PIPE, env=environment) as process:
         assert process.stdout is not None

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime, timedelta, timezone
 from functools import partial
 from pathlib import Path
@@ -187,7 +188,7 @@ def test_an_interrupted_test_with_locusts_page_reports_what_it_has(served: Serve
         return []
 
     with subprocess.Popen(
-        [sys.executable, "-m", "scripts.cli", "load-test", *target, "--web", str(port)],
+        [sys.executable, "-m", "scripts.start", "load-test", *target, "--web", str(port)],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
     ) as process:
@@ -225,7 +226,30 @@ def test_a_file_without_models_is_refused_as_such(alone: Run, tmp_path: Path) ->
 
 def test_a_server_that_is_not_there_is_one_line(run: Run) -> None:
     message = "does not answer: start the server with ./scripts/serve"
-    assert message in refusal(run("load-test", "--url", "http://127.0.0.1:9"), 2)
+    for models in ((), ("--models", "m0")):
+        assert message in refusal(run("load-test", "--url", "http://127.0.0.1:9", *models), 2)
+
+
+def test_clients_pause_while_a_server_is_gone(run: Run, tmp_path: Path) -> None:
+    """It answers once, when the test begins, and then refuses connections."""
+    path, listener = tmp_path / "a.json", socket.create_server(("127.0.0.1", 0))
+
+    def answer_once() -> None:
+        connection, _ = listener.accept()
+        listener.close()
+        connection.recv(4096)
+        connection.sendall(b"HTTP/1.1 404 Not Found\r\nContent-Length: 0\r\n\r\n")
+        connection.close()
+
+    url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+    with ThreadPoolExecutor(1) as threads:
+        answered = threads.submit(answer_once)
+        limits = ("--users", "2", "--seconds", "2", "--json", str(path))
+        done = run("load-test", "--url", url, "--models", "m0", *limits)
+        answered.result()
+    assert done.returncode == 1
+    found = json.loads(path.read_text(encoding="utf-8"))
+    assert 2 <= found["all"]["errors"] <= 2 * 3  # each client once a second
 
 
 # Numbers

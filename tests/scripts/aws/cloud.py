@@ -94,7 +94,7 @@ class Cloud:
         self, command: str, *args: str, stdin: int = subprocess.DEVNULL
     ) -> subprocess.Popen[str]:
         return subprocess.Popen(
-            [sys.executable, "-m", "scripts.cli", command, *args],
+            [sys.executable, "-m", "scripts.start", command, *args],
             env=self.environment,
             stdin=stdin,
             stdout=subprocess.PIPE,
