@@ -6,6 +6,7 @@ import functools
 import hashlib
 import json
 import re
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ from tests.e2e.stores import (
     text,
 )
 from tests.e2e.test_triton import prompt, refused
+from tests.engine.adapters import make_adapter
 
 A, B, STREAMS, MANAGE = "tok-a", "tok-나", "tok-다", "manage-all"
 # `a` may load and `b` may not.
@@ -251,6 +253,39 @@ def test_loading_needs_the_right_and_a_name_that_matches(setup: Setup) -> None:
     body = {"url": "가팀/봄", "model_name": "가팀/새"}
     assert setup.ask("post", "/models", A, body).status_code == 200
     assert setup.ask("delete", "/models/가팀/새", A).status_code == 200
+
+
+def test_an_adapter_lets_no_team_use_anothers_model(setup: Setup) -> None:
+    """Its files, which the team writes, name the base."""
+    store, name = setup.server.store, "가팀/말투"
+    config = {"base_model_name_or_path": OTHERS}
+    adapter = make_adapter(store / name, store / OTHERS, config=config)
+    reason = "가팀 may not use the base of this adapter"
+
+    def check() -> None:
+        for path, body in (
+            (f"/predictions/{name}", SHORT),
+            ("/v1/completions", {"model": name, "prompt": "나는"}),
+            ("/generate", {"inputs": "나는", "parameters": {"adapter_id": name}}),
+        ):
+            answer = setup.ask("post", path, A, body)
+            assert (answer.status_code, reason in answer.text) == (403, True), answer.text
+        with triton.InferenceServerClient(setup.server.grpc_address) as client:
+            headers = {"authorization": f"Bearer {A}"}
+            status, message = refused(lambda: client.infer(name, [prompt()], headers=headers))
+            assert (status, reason in message) == ("PERMISSION_DENIED", True)
+
+    check()
+    assert reason in setup.ask("post", "/models", A, {"url": name}).text
+    assert reason in setup.ask("post", f"/v2/repository/models/{name}/load", A).text
+    assert name not in setup.loaded()
+    assert setup.ask("post", "/models", MANAGE, {"url": name}).status_code == 200
+    check()  # loaded by another
+    assert setup.ask("get", f"/models/{name}", A).status_code == 403
+    assert name not in setup.ask("get", "/models", A).text
+    assert OTHERS not in str(watched(setup, A))
+    assert setup.ask("delete", f"/models/{name}", MANAGE).status_code == 200
+    shutil.rmtree(adapter)
 
 
 def test_a_stream_holds_its_place_until_its_end(setup: Setup) -> None:
