@@ -63,7 +63,8 @@ def run(options: Deploy) -> None:
     """Creates an endpoint, or updates the one of this name.
 
     It is one CloudFormation stack, deploy/sagemaker/endpoint.yaml, with an option for each
-    parameter. Shows the changes and their cost, asks, and makes them. The same command again
+    parameter. Shows the changes and their cost, asks, and makes them; without a yes, a new stack
+    stays, without resources, for the next run or `kogpt2 teardown`. The same command again
     changes nothing; with other options it updates the endpoint, which keeps answering. In the end
     one model is called. `kogpt2 teardown NAME` removes everything.
 
