@@ -38,6 +38,7 @@ LIMITS = (
     "bad_words_ids",
 )  # fmt: skip
 SAMPLING = ("do_sample", "temperature", "top_k", "top_p", "min_p", "typical_p")
+TOP_K = 50  # transformers' default where it samples, which files therefore leave out
 MAX_STRIPS = 16
 MAX_STRIP_CHARACTERS = 64
 # Settings that change transformers' text and are not supported, with values that have no effect.
@@ -231,6 +232,8 @@ def read_generation_config(folder: Path, config: Mapping[str, Any]) -> Generatio
             logger.warning("%s: %s is not supported and is ignored", file, name[:100])
     names = LIMITS + SAMPLING if given.get("do_sample") else LIMITS
     parameters = {name: given[name] for name in names if given.get(name) is not None}
+    if given.get("do_sample"):
+        parameters.setdefault("top_k", TOP_K)
     if given.get("stop_strings"):
         parameters["stop"] = given["stop_strings"]
     try:

@@ -208,6 +208,15 @@ def test_hugging_faces_defaults_are_below_generation_json(
     assert "epsilon_cutoff" not in caplog.text
 
 
+def test_a_file_that_samples_without_top_k_means_transformers_default(tmp_path: Path) -> None:
+    cases: list[tuple[dict[str, Any], int]] = [({}, 50), ({"top_k": None}, 50), ({"top_k": 0}, 0)]
+    for i, (theirs, top_k) in enumerate(cases):
+        folder = make_hugging_face(
+            tmp_path / str(i), generation_config={"do_sample": True, **theirs}
+        )
+        assert parameters(folder, None) == Parameters(do_sample=True, top_k=top_k)
+
+
 def test_hugging_faces_sampling_counts_only_where_it_samples(tmp_path: Path) -> None:
     theirs = {"do_sample": False, "temperature": 0.7, "top_k": 40, "typical_p": 0.9}
     theirs |= {"max_new_tokens": 9, "min_new_tokens": 20}
