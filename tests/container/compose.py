@@ -17,7 +17,7 @@ STORE_IMAGE = "kogpt2-store:test"
 class Compose(Client):
     def __init__(self, file: str, image: str, **environment: str) -> None:
         """`image` is the server's."""
-        self._command = [*_program(), "-p", f"kogpt2-{secrets.token_hex(4)}", "-f", file]
+        self._command = [*compose_program(), "-p", f"kogpt2-{secrets.token_hex(4)}", "-f", file]
         # Not on the server's, which has another name each time that it is built.
         store = ["-f", "tests/container/store/Dockerfile", "-t", STORE_IMAGE]
         docker("build", *store, "requirements", timeout_s=BUILD_S)
@@ -45,7 +45,7 @@ class Compose(Client):
         self.run("down", "--volumes")
 
 
-def _program() -> list[str]:
+def compose_program() -> list[str]:
     if program("docker", "compose", "version", timeout_s=30).returncode == 0:
         return ["docker", "compose"]
     if shutil.which("docker-compose"):

@@ -42,12 +42,12 @@ print(len(found))
 
 
 def program(
-    *command: str, timeout_s: float, env: Mapping[str, str] | None = None
+    *command: str, timeout_s: float, env: Mapping[str, str] | None = None, cwd: Path = REPOSITORY
 ) -> subprocess.CompletedProcess[str]:
     """Runs a program of the checkout; its `stdout` has what it prints on either stream."""
     return subprocess.run(
         command,
-        cwd=REPOSITORY,
+        cwd=cwd,
         env=env,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
