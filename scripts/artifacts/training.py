@@ -10,6 +10,7 @@ import io
 import itertools
 import math
 import re
+import string
 import sys
 import tempfile
 import time
@@ -38,7 +39,11 @@ import gluonnlp  # isort: skip
 
 
 def train_tokenizer(documents: Documents, vocab_size: int) -> bytes:
-    """Trains a sentencepiece BPE model that has every character of the documents."""
+    """Trains a sentencepiece BPE model that can write every text.
+
+    It has the documents' characters, printable ASCII (what JSON is made of), and a piece for each
+    byte of any other character.
+    """
     model = io.BytesIO()
     try:
         sentencepiece.SentencePieceTrainer.train(
@@ -47,6 +52,8 @@ def train_tokenizer(documents: Documents, vocab_size: int) -> bytes:
             model_type="bpe",
             vocab_size=vocab_size,
             character_coverage=1.0,
+            required_chars=string.ascii_letters + string.digits + string.punctuation,
+            byte_fallback=True,
             max_sentence_length=1 << 20,
             unk_id=0,
             pad_id=1,

@@ -31,4 +31,4 @@ class FineTune:
     units: int = _size(128, "hidden size")
     layers: int = _size(4, "transformer layers")
     heads: int = _size(4, "attention heads of each layer")
-    vocab_size: int = _size(2000, "tokens of the tokenizer")
+    vocab_size: int = _size(2400, "tokens of the tokenizer")

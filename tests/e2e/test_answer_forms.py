@@ -17,6 +17,7 @@ from tests.e2e.console import blocks, ran
 from tests.e2e.server import REPOSITORY, Server
 from tests.e2e.test_openai import TEMPLATE, checked, connected
 from tests.engine.hugging_face import make_hugging_face
+from tests.serving.store.archives import unpack
 
 MODEL, LABELS = "my-chat", "감정"  # the first as docs/api/openai.md calls it
 MESSAGES: list[Any] = [{"role": "user", "content": "오늘은 날씨가 좋다."}]
@@ -59,10 +60,10 @@ CALL: dict[str, Any] = {"model": MODEL, "messages": MESSAGES, "max_tokens": 200,
 
 @pytest.fixture(scope="module")
 def server(clean: Server) -> Server:
-    for name in (MODEL, LABELS):
-        config = {"chat_template": TEMPLATE}
-        path = clean.store / name
-        make_hugging_face(path, kind="byte-level", max_length=512, tokenizer_config=config)
+    unpack(REPOSITORY / "model_store" / "sowol.tar.gz", clean.store / MODEL)
+    (clean.store / MODEL / "chat_template.jinja").write_text("{{ messages[-1].content }}")
+    path, config = clean.store / LABELS, {"chat_template": TEMPLATE}
+    make_hugging_face(path, kind="byte-level", max_length=512, tokenizer_config=config)
     (labels,) = blocks(REPOSITORY / "docs" / "models" / "model-settings.md", "json")
     (path / "generation.json").write_text(labels, encoding="utf-8")
     return clean

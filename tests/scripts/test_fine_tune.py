@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
@@ -44,7 +45,7 @@ POEMS = """# 메아리
 """
 TINY = (
     *("--steps=15", "--base-steps=15", "--units=16", "--layers=1", "--heads=2"),
-    *("--vocab-size=70", "--max-length=32"),
+    *("--vocab-size=420", "--max-length=32"),
 )
 run = partial(command.run, "fine-tune")
 
@@ -81,7 +82,7 @@ def test_a_model_is_trained_that_the_engine_opens(
     assert names == ["config.json", "model.params", "model.spiece"]
     config = artifact.config
     assert (config.units, config.num_layers, config.num_heads) == (16, 1, 2)
-    assert (config.vocab_size, config.max_length, config.activation) == (70, 32, "gelu")
+    assert (config.vocab_size, config.max_length, config.activation) == (420, 32, "gelu")
     tokenizer = sentencepiece.SentencePieceProcessor(model_file=str(artifact.tokenizer_file))
     pieces = [tokenizer.id_to_piece(i) for i in range(4)]
     assert pieces == ["<unk>", "<pad>", "<s>", "</s>"]
@@ -184,6 +185,15 @@ def continuation(engine: Engine, name: str, prompt: str) -> str:
 )
 def test_a_demo_continues_its_poems(demos: Engine, name: str, line: str, rest: str) -> None:
     assert continuation(demos, name, line).startswith(rest)
+
+
+@pytest.mark.parametrize("name", DEMO)
+def test_a_demo_writes_json_and_any_character(demos: Engine, name: str) -> None:
+    record = {"title": {"enum": ['꽃 / "봄"', "뷁😀"]}, "short": {"type": "boolean"}}
+    form = {"type": "object", "properties": record, "required": list(record)}
+    text = Request(demos, name, "나 보기가 역겨워", json_schema=form).wait().text()
+    assert json.loads(text)["title"] in record["title"]["enum"]
+    assert Request(demos, name, "하늘", choice=["{[#\n\t뷁]}"]).wait().text() == "{[#\n\t뷁]}"
 
 
 def test_the_demos_are_small_differ_and_end_where_a_poem_ends(demos: Engine) -> None:

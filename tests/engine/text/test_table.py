@@ -100,7 +100,8 @@ def test_the_demo_models_texts_are_those_of_the_guides_loop(tmp_path: Path, name
     tokenizer = SentencePieceTokenizer(spiece)
     model = tokenizer._model
     table = Table.from_json(json.loads(json.dumps(tokenizer.table(60_000).to_json())))
-    ids = list(range(tokenizer.vocab_size))
+    # The guides' loop writes a byte as <0xE8>.
+    ids = [i for i in range(tokenizer.vocab_size) if not model.is_byte(i)]
     random.Random(3).shuffle(ids)  # noqa: S311
     loop = ["" if model.is_control(i) else model.id_to_piece(i).replace("▁", " ") for i in ids]
     assert len(loop) > 1000
