@@ -2,9 +2,9 @@
 
 POST /models/{name}/invoke            SageMaker multi-model
 POST /invocations                     X-Amzn-SageMaker-Adapter-Identifier or -Target-Model,
-                                      ?model_name=, the one model of
-                                      a single-model endpoint, model=NAME in the custom attributes,
-                                      or `model` in a body of OpenAI's;
+                                      ?model_name=, model=NAME in the custom attributes, or `model`
+                                      in a body of OpenAI's; else the one model of a single-model
+                                      endpoint;
                                       no model for a body that opens or closes a session
 POST /predictions/{name}              Multi Model Server; OPTIONS describes it
 POST /generate, /generate_stream      TGI's; `parameters.adapter_id`, or what /invocations has
@@ -56,7 +56,7 @@ async def named(gateway: Gateway, request: Request) -> Response:
 
 async def invocations(gateway: Gateway, request: Request) -> Response:
     """Continues a prompt, or opens or closes a session (SageMaker)."""
-    target = _target(gateway, request)
+    target = _target(request)
     return await invoke(gateway, request, target, read, intercept=_session)
 
 
@@ -64,7 +64,7 @@ async def generate(gateway: Gateway, request: Request) -> Response:
     """Continues a text, as Hugging Face's TGI does."""
     stream = request.url.path.endswith("_stream")
     read = functools.partial(read_tgi, stream=stream)
-    return await invoke(gateway, request, _target(gateway, request), read)
+    return await invoke(gateway, request, _target(request), read)
 
 
 async def _session(
@@ -77,14 +77,12 @@ async def _session(
     return await sessions.answer(gateway.sessions, fields, id)
 
 
-def _target(gateway: Gateway, request: Request) -> str | None:
-    """Return the model that headers, query or settings name; None if only the body can."""
+def _target(request: Request) -> str | None:
+    """Return the model that headers or query name; None if only the body can."""
     fields = (request.headers.get(name) for name in NAMING)
     target = next(filter(None, fields), request.query_params.get("model_name"))
     if target:
         return normal_name(header_text(target)).lstrip("/")
-    if gateway.single_model is not None:
-        return gateway.single_model
     attribute = MODEL_ATTRIBUTE.search(request.headers.get(CUSTOM_ATTRIBUTES, ""))
     return normal_name(unquote(attribute[1])).lstrip("/") if attribute else None
 

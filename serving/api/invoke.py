@@ -68,9 +68,10 @@ async def invoke(
 ) -> Response:
     """Answer a request with a model, which is loaded first where loading on demand is allowed.
 
-    `name` is None if only the body may name the model. `headers` replace the client's headers for
-    the worker; `intercept` answers a body that is for no model. The deadline is the model's,
-    counted from the request's head, or the body's own if that is earlier.
+    `name` is None if only the body may name the model; if it does not either, the model of a
+    single-model server answers. `headers` replace the client's headers for the worker; `intercept`
+    answers a body that is for no model. The deadline is the model's, counted from the request's
+    head, or the body's own if that is earlier.
     """
     gateway.check_ready()
     if name is not None:
@@ -87,9 +88,10 @@ async def invoke(
         if intercept and (answered := await intercept(gateway, request, body, headers)) is not None:
             return answered
         if name is None:
-            if not direct.model:
+            named = direct.model or gateway.single_model
+            if not named:
                 raise BadRequest(NO_MODEL)
-            name = normal_name(direct.model).lstrip("/")
+            name = normal_name(named).lstrip("/")
             name_model(gateway, request, name)
         name = choose_model(gateway, request, name, direct.user)
         used = await resources.enter_async_context(AsyncExitStack())

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import pytest
 import requests
@@ -83,6 +84,27 @@ def test_adapters_are_loaded_listed_answer_and_are_unloaded(server: Server, root
     assert register(server, "later", src, preload=False).status_code == 200
     eventually(lambda: invoke(server, COMPLETION, **{ADAPTER_ID: "later"}).status_code == 200)
     assert unregister(server, "later").status_code == 200
+
+
+def test_a_name_that_a_request_gives_outranks_the_one_model(server: Server, root: Path) -> None:
+    assert register(server, "가락", root / "models" / "어댑터").status_code == 200
+    [base] = invoke(server, COMPLETION).json()["choices"]
+    attribute = {"X-Amzn-SageMaker-Custom-Attributes": f"a=1;model={quote('가락')}"}
+    for body, headers in (({"model": "가락"}, {}), ({}, attribute)):
+        [choice] = invoke(server, {**COMPLETION, **body}, **headers).json()["choices"]
+        assert choice["text"] != base["text"]
+    by_name = invoke(server, {**COMPLETION, "model": "model"}).json()["choices"]
+    assert by_name[0]["text"] == base["text"]
+    assert unregister(server, "가락").status_code == 200
+    assert invoke(server, {**COMPLETION, "model": "가락"}).status_code == 404
+    attribute = {"X-Amzn-SageMaker-Custom-Attributes": "model=nonsense"}
+    generate = {"inputs": "나는 오늘", "parameters": {"adapter_id": "nonsense"}}
+    for path in ("/generate", "/generate_stream", "/invocations"):
+        assert server.post(path, json=generate).status_code == 404, path
+        sent = {"inputs": "나는 오늘"}
+        assert server.post(path, json=sent, headers=attribute).status_code == 404, path
+        assert server.post(f"{path}?model_name=nonsense", json=sent).status_code == 404, path
+        assert server.post(path, json=sent).status_code == 200, path
 
 
 @pytest.mark.parametrize(
