@@ -170,7 +170,7 @@ class Batch:
             if parts:
                 try:
                     self._label_rows.append(self.model.open_row(row, row.length))
-                except OutOfMemory:  # score fewer at once
+                except (OutOfMemory, MemoryError):  # score fewer at once
                     break
             target = self._label_rows[-1] if parts else row
             piece = Piece(target, last + path, len(path) + 1, sequence.adapter)
@@ -211,8 +211,9 @@ class Batch:
                 sequence.state = State.PREFILL
                 try:
                     self._rows[sequence] = self._open_row(sequence)
-                except EngineError as error:
-                    sequence.fail(error)
+                except (EngineError, MemoryError) as error:
+                    known = error if isinstance(error, EngineError) else None
+                    sequence.fail(known or OutOfMemory("there is no memory for another row"))
                     self._remove_finished()  # the pass needs the rows of labels
                     continue
                 return sequence

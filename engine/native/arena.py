@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import threading
 from collections.abc import Sequence
@@ -55,10 +56,9 @@ class Arena:
 
     def copy(self, page: int) -> int:
         """Take a free page and copy another into it."""
-        size = self.page_bytes
-        content = self._memory[page * size : (page + 1) * size]  # may raise MemoryError
         [new] = self.take(1)
-        self._memory[new * size : (new + 1) * size] = content
+        size = self.page_bytes
+        ctypes.memmove(self.address + new * size, self.address + page * size, size)
         return new
 
     def trim(self) -> None:

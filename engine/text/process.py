@@ -37,9 +37,12 @@ class About:
     vocabulary: Vocabulary  # of that table, for constraints
 
     @classmethod
-    def from_json(cls, value: Any, file: str) -> About:
+    def from_json(cls, value: Any, file: str, vocab_size: int) -> About:
+        """Check what a process has sent. Raises `ArtifactError`."""
         try:
             table = Table.from_json(value["table"])
+            if not 0 < len(table) <= vocab_size:  # masks have a bit for each piece
+                raise ValueError(f"{len(table)} pieces")
             # An artifact may name end tokens that its model lacks, such as GPT-2's 50256.
             stop_ids = frozenset(i for i in map(int, value["stop_ids"]) if 0 <= i < len(table))
             special_ids = stop_ids.union(map(int, value["special_ids"]))
@@ -148,7 +151,8 @@ class TextProcess:
                 raise EngineUnavailable(f"the process of {file} is closed: its model was unloaded")
             child.ready(LOAD_S)
             if self.about is None:
-                self.about = About.from_json(child.call("about", timeout_s=LOAD_S), file)
+                value = child.call("about", timeout_s=LOAD_S)
+                self.about = About.from_json(value, file, source[2]["vocab_size"])
         except BaseException:
             child.kill()
             raise

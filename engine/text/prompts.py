@@ -115,10 +115,11 @@ class Prompts:
         `InvalidRequest`, `PromptTooLong`.
         """
         if not isinstance(inputs, str):
-            return self._chat_ids(inputs)
+            return self._known("messages", self._chat_ids(inputs))
         self._check_length("prompt", [inputs])
         encode = self.tokenizer.encode
-        return encode(inputs) if special else self.tokenizer.encode_parts([Part(inputs)])
+        ids = encode(inputs) if special else self.tokenizer.encode_parts([Part(inputs)])
+        return self._known("prompt", ids)
 
     def _chat_ids(self, messages: list[dict[str, str]]) -> list[int]:
         texts = [message["content"] for message in messages]
@@ -167,7 +168,10 @@ class Prompts:
             raise InvalidRequest(
                 f"{name} holds nothing that this model's tokenizer makes tokens of"
             )
-        if max(ids) >= self._vocab_size:
+        return self._known(name, ids)
+
+    def _known(self, name: str, ids: list[int]) -> list[int]:
+        if max(ids, default=0) >= self._vocab_size:
             raise InvalidRequest(
                 f"{name} makes the token {max(ids)}, but the model's vocabulary ends at"
                 f" {self._vocab_size - 1}"

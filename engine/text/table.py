@@ -12,7 +12,7 @@ from array import array
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import accumulate, pairwise
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeGuard
 
 import numpy as np
 from numpy.typing import NDArray
@@ -137,11 +137,19 @@ class Table:
     def from_json(cls, value: Any) -> Table:
         """The inverse of `to_json`. Raises `KeyError`, `TypeError`, `ValueError`."""
         blob = base64.b64decode(value["pieces"], validate=True)
-        pieces = [blob[a:b] for a, b in pairwise(accumulate(value["lengths"], initial=0))]
-        if value["kind"] not in KINDS or sum(value["lengths"]) != len(blob) or value["lead"] < 0:
+        lengths, lead = value["lengths"], value["lead"]
+        if not are_ids([*lengths, lead], len(blob) + ALL_SPACES) or sum(lengths) != len(blob):
+            raise ValueError("no pieces")
+        pieces = [blob[a:b] for a, b in pairwise(accumulate(lengths, initial=0))]
+        silent, byte_ids = value["silent"], value["byte_ids"]
+        if value["kind"] not in KINDS or not are_ids([*silent, *byte_ids], len(pieces)):
             raise ValueError("no table")
-        silent, byte_ids = map(int, value["silent"]), map(int, value["byte_ids"])
-        return cls(value["kind"], pieces, silent, byte_ids, value["lead"])
+        return cls(value["kind"], pieces, silent, byte_ids, lead)
+
+
+def are_ids(values: Any, end: int) -> TypeGuard[list[int]]:
+    """Return whether a value from a text process is a list of integers from 0 to `end - 1`."""
+    return isinstance(values, list) and all(type(i) is int and 0 <= i < end for i in values)
 
 
 class SeparateDetokenizer:

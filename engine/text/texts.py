@@ -25,7 +25,7 @@ from engine.text.constraint import Constraint, Vocabulary, begins_with_space
 from engine.text.phrases import Phrases
 from engine.text.process import TextProcesses
 from engine.text.prompts import Chat, Inputs, Raw
-from engine.text.table import PROCESS, Table
+from engine.text.table import PROCESS, Table, are_ids
 
 ENCODE_S = 5.0  # a wide limit for a text process to encode a prompt of the greatest length
 DECODE_S = 5.0  # a wide limit for a text process to decode some tokens
@@ -132,11 +132,16 @@ class Texts:
 
     def encode(self, inputs: Inputs) -> list[int]:
         """Return the ids of a prompt. Run it with `soon`. Raises as `TextProcess.call` does."""
-        if isinstance(inputs, Raw):
-            return self._ids("encode_raw", inputs.prompt)
-        if isinstance(inputs, Chat):
-            return self._ids("encode_chat", inputs.messages)
-        return self._ids("encode", inputs)
+        match inputs:
+            case Raw(prompt):
+                ids = self._ids("encode_raw", prompt)
+            case Chat(messages):
+                ids = self._ids("encode_chat", messages)
+            case _:
+                ids = self._ids("encode", inputs)
+        if not 0 < len(ids) < self.max_length:
+            raise self._process.fail(f"it gave {len(ids)} ids for a context of {self.max_length}")
+        return ids
 
     def tokenize(
         self, inputs: str | list[dict[str, str]], special: bool
@@ -174,8 +179,8 @@ class Texts:
 
     def _ids(self, *arguments: Any) -> list[int]:
         ids = self._call(ENCODE_S, *arguments)
-        if not isinstance(ids, list) or not all(type(i) is int for i in ids):
-            raise self._process.fail("it gave no ids")
+        if not are_ids(ids, self._vocab_size):
+            raise self._process.fail("it gave no ids of the model's vocabulary")
         return ids
 
     def _call(self, timeout_s: float, *arguments: Any) -> Any:
@@ -259,6 +264,7 @@ class Texts:
         decoded = self._call(DECODE_S, "decode", ids)
         if isinstance(decoded, list) and list(map(type, decoded)) == [str, int, str]:
             text, begin, last = decoded
-            texts = (t.encode("utf-8", "replace").decode() for t in (text, last))
-            return next(texts), begin, next(texts)
+            if 0 <= begin <= len(ids):
+                texts = (t.encode("utf-8", "replace").decode() for t in (text, last))
+                return next(texts), begin, next(texts)
         raise self._process.fail("it gave no text")

@@ -256,6 +256,7 @@ MEMORY, FAULT = OutOfMemory("all pages are in use"), RuntimeError("a fault")
         # The prompt of several answers is computed for the next.
         ("prompt", MEMORY, 3, [OutOfMemory, None, None, None], share_prompt),
         ("open_row", MEMORY, 8, [OutOfMemory, None, None, None], len),
+        ("open_row", MemoryError(), 8, [OutOfMemory, None, None, None], len),
         ("run", FAULT, 2, [EngineError, EngineError, None, None], len),  # its rows, not the queue
     ],
 )

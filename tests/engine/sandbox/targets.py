@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import fcntl
+import json
 import logging
 import mmap
 import os
@@ -23,6 +24,20 @@ from common.landlock import call
 
 def echo(value: Any) -> Any:
     return value
+
+
+def hostile_tokenizer(*source: Any) -> Callable[..., Any]:
+    """A text process that returns whatever the field `ids` of a prompt has as JSON."""
+    from engine.text.child import serve
+
+    child = serve(*source)
+
+    def answer(method: str, *arguments: Any) -> Any:
+        if method == "encode" and isinstance(arguments[0], dict):
+            return json.loads(arguments[0]["ids"])
+        return child(method, *arguments)
+
+    return answer
 
 
 def servant(prefix: str) -> Callable[[str], str]:

@@ -37,6 +37,7 @@ from engine.text.texts import Texts
 from tests.engine.conftest import NewEngine
 from tests.engine.engines import WAIT_S, Gate, Pause, Request, make_talkative
 from tests.engine.hugging_face import EOS, make_hugging_face, write_json
+from tests.engine.sandbox import targets
 from tests.engine.text.opened import texts_of
 from tests.processes import eventually, has_ended
 
@@ -239,26 +240,46 @@ def test_too_many_waiting_prompts_are_refused(good: Path) -> None:
 def test_a_process_that_gives_no_table_is_refused() -> None:
     table = Table(RUNS, ["가".encode(), b" a"], {0}).to_json()
     about = {"stop_ids": [1], "special_ids": [0], "table": table}
-    found = About.from_json(about, "t").table
+    found = About.from_json(about, "t", 2).table
     assert [found.piece(i) for i in range(3)] == ["가".encode(), b" a", b""]
     changes: list[dict[str, Any]] = [{"kind": "other"}, {"pieces": "!"}, {"pieces": ""}]
     changes += [{"lengths": lengths} for lengths in ([3, 1], [3, 4], ["3", 2])]
-    changes += [{"silent": ["a"]}, {"silent": [float("inf")]}, {"byte_ids": None}, {"lead": -1}]
+    changes += [{"lengths": [9, -4]}, {"lengths": []}, {"pieces": "", "lengths": []}]
+    changes += [{"silent": ["a"]}, {"silent": [float("inf")]}, {"silent": [2]}, {"silent": [-1]}]
+    changes += [{"byte_ids": None}, {"byte_ids": [2**70]}, {"lead": -1}, {"lead": 0.5}]
     for change in changes:
         with pytest.raises(ArtifactError, match="t cannot be used: its process gave no table"):
-            About.from_json({**about, "table": table | change}, "t")
+            About.from_json({**about, "table": table | change}, "t", 2)
+    with pytest.raises(ArtifactError, match="gave no table"):  # masks would end beyond the logits
+        About.from_json(about, "t", 1)
 
 
 def test_end_tokens_that_a_table_lacks_are_left_out() -> None:
     """transformers writes GPT-2's 50256 for smaller vocabularies, too."""
     table = Table(RUNS, [b"<s>", b"</s>", "가".encode()], {0, 1}).to_json()
     value = {"stop_ids": [-1, 1, 3, 50256], "special_ids": [0], "table": table}
-    about = About.from_json(value, "t")
+    about = About.from_json(value, "t", 3)
     assert about.stop_ids == {1}
     assert about.vocabulary.constrain(Form("choice", ("가",))).forced == 2
 
 
 # Faults cost one model
+
+
+@pytest.mark.parametrize(
+    "ids", [[-1], [], [5000], [2**70], [True], ["1"], [5] * 256, "가", {"1": 2}], ids=str
+)
+def test_ids_from_a_process_that_no_prompt_has_end_one_request(
+    engine_: Engine, good: Path, monkeypatch: pytest.MonkeyPatch, ids: Any
+) -> None:
+    monkeypatch.setattr(engine.text.process.text_child, "serve", targets.hostile_tokenizer)
+    engine_.load("m", str(good))
+    with Pause(engine_):
+        before = ask(engine_, 20)
+        with pytest.raises(EngineError, match="ended: it gave"):
+            Request(engine_, "m", {"ids": json.dumps(ids)})
+    assert len(before.wait().ids()) == 20
+    assert len(ask(engine_).wait().ids()) == 5
 
 
 def test_a_tokenizer_that_stalls_holds_up_no_other_model(
