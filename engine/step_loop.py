@@ -112,7 +112,9 @@ class Loop:
         released = False
         while True:
             with self.changed:
-                if not self.changed.wait_for(self._has_work, self._wait_s(released)):
+                idle = False
+                if not self._has_work():  # a new request may have an earlier deadline
+                    idle = not self.changed.wait(self._wait_s(released))
                     self._drop_late()
                 commands, self._commands = self._commands, deque()
                 busy = bool(self._busy())
@@ -127,7 +129,7 @@ class Loop:
                 self._after_turn()
                 if not worked:  # all wait for memory that another thread or sequence holds
                     time.sleep(MEMORY_POLL_INTERVAL_S)
-            elif not commands and not released and not self._active:
+            elif idle and not released and not self._active:
                 released = True
                 self._on_idle()
 

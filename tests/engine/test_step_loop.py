@@ -33,7 +33,7 @@ from engine.scheduler import Batch
 from engine.sequence import Sequence
 from engine.step_loop import PREFILL_TOKENS, Loop
 from tests.engine.conftest import NewEngine
-from tests.engine.engines import Gate, Request, Result, make_talkative, model_on
+from tests.engine.engines import WAIT_S, Gate, Request, Result, make_talkative, model_on
 from tests.processes import eventually
 
 VOCAB = 40
@@ -91,10 +91,14 @@ class Fake:
 class Answer(Result):
     """A sequence in a model's queue, and what became of it."""
 
-    def __init__(self, loop: Loop, model: Model, length: int, new: int) -> None:
+    def __init__(
+        self, loop: Loop, model: Model, length: int, new: int, deadline: float | None = None
+    ) -> None:
         super().__init__()
         parameters, ids = Parameters(max_new_tokens=new), [5] * length
-        self.sequence = Sequence(ids, parameters, 1024, frozenset(), self.emit, model=model)
+        self.sequence = Sequence(
+            ids, parameters, 1024, frozenset(), self.emit, model=model, deadline=deadline
+        )
         with loop.changed:
             model.batch.waiting.append(self.sequence)
             loop.add(model.core)
@@ -213,6 +217,18 @@ def test_a_model_that_cannot_compute_yet_still_ends_late_requests(bench: Bench) 
         bench.loop.changed.notify_all()
     assert errors([answer]) == [DeadlineExceeded]
     assert not bench.done
+
+
+def test_a_deadline_wakes_a_loop_that_has_been_idle(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine.step_loop, "IDLE_BEFORE_RELEASE_S", 0.0)
+    model, idle = bench.add(), threading.Event()
+    bench.loop._on_idle = idle.set
+    assert errors(bench.queue((model, 3, 1))) == [None]
+    model.core.residence = Residence.OPENING
+    assert idle.wait(WAIT_S)
+    assert errors([Answer(bench.loop, model, 3, 5, time.monotonic() + 0.01)]) == [DeadlineExceeded]
 
 
 # Faults
