@@ -125,6 +125,11 @@ class Residency:
                 core, start, since = self._queue[0]
                 if core.moving:
                     return
+                if self._cores.get(core.name) is core:  # opened again, if any request needs it
+                    core.batch.drop_expired()
+                    if core.idle:
+                        self._queue.popleft()
+                        continue
                 missing = self._missing_bytes(core)
                 if missing > 0 and self._closing_bytes() > 0:
                     return  # the end of the close calls this method again

@@ -14,7 +14,7 @@ from common.errors import ArtifactError, Cancelled, OutOfMemory
 from common.memory import Memory
 from engine import residency
 from engine.engine import Engine
-from engine.model import Core
+from engine.model import Core, Residence
 from engine.native.model import NativeModel
 from engine.sandbox.reading import Reading
 from tests.engine.conftest import NewEngine
@@ -204,6 +204,20 @@ def test_a_model_that_cannot_be_opened_again_fails_its_requests(engine: Engine) 
     ask(engine, "m0")  # the next one opens it
 
 
+def test_a_cancelled_request_opens_no_evicted_model(engine: Engine) -> None:
+    for name in ("m0", "m1"):
+        ask(engine, name)
+    names, opened = resident(engine), engine.statistics()["opened"]
+    evicted = next(model for name, model in engine._models.items() if name not in names)
+    with Pause(engine):
+        running = [Request(engine, name, PROMPT, max_new_tokens=12) for name in names]
+        engine.cancel(Request(engine, evicted.name, PROMPT).sequences)
+    assert [len(request.wait().ids()) for request in running] == [12] * len(names)
+    eventually(lambda: not engine._residency._queue)
+    assert evicted.core.residence is Residence.EVICTED
+    assert (resident(engine), engine.statistics()["opened"]) == (names, opened)
+
+
 def test_a_cancelled_load_leaves_the_queue(engine: Engine) -> None:
     ask(engine, "m5")
     for name in resident(engine):
@@ -232,9 +246,9 @@ def test_memory_that_a_close_will_free_is_not_freed_once_more(
             engine._residency._evict_for_kv(1)
             gate.reached()
         assert len(resident(engine)) == 2
-        engine._residency.request(core)
+        request = Request(engine, "m3", PROMPT, max_new_tokens=2)
         assert (len(resident(engine)), core.moving) == (2, False)
     finally:
         gate.open()
-    eventually(lambda: core.resident)
+    assert len(request.wait().ids()) == 2
     assert len(resident(engine)) == 3
