@@ -57,8 +57,7 @@ def weight_bytes(config: GPT2Config, precision: str, device: str) -> int:
 def row_bytes(config: GPT2Config, precision: str) -> int:
     """Return the K/V bytes of a row of full context: fp32 if `precision` is, else fp16."""
     pages = -(-config.max_length // library.PAGE_TOKENS)
-    fp32 = pages * library.PAGE_TOKENS * config.kv_bytes_per_token
-    return fp32 if precision == "fp32" else fp32 // 2
+    return pages * library.page_bytes(config, fp32=precision == "fp32")
 
 
 def import_backend(backend: str, device: str) -> Any:

@@ -14,6 +14,7 @@ from typing import Any
 
 from common.cpus import cpu_count
 from common.errors import InvalidRequest, OutOfMemory
+from engine.artifacts.config import GPT2Config
 
 LINE = 16  # rows and vectors are padded to multiples of so many numbers
 PAGE_TOKENS = 16  # tokens of a K/V page
@@ -99,9 +100,15 @@ only_allowed = _function("only_allowed", c_int32, Pointer, _size)
 _STATUS = ("ok", "the model's sizes", "a piece's tokens or positions", "memory")
 
 
-def page_bytes(model: Model) -> int:
-    """Return the bytes of a K/V page: `PAGE_TOKENS` tokens of all layers."""
-    return int(_page_bytes(byref(model)))
+def page_bytes(config: GPT2Config, *, fp32: bool) -> int:
+    """Return the bytes of a K/V page, fp32 or fp16: `PAGE_TOKENS` tokens of all layers."""
+    sizes = Model(
+        num_layers=config.num_layers,
+        units=config.units,
+        heads=config.num_heads,
+        block=not fp32,
+    )
+    return int(_page_bytes(byref(sizes)))
 
 
 def use_kernels(name: str | None = None) -> str:

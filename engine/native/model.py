@@ -67,7 +67,7 @@ class NativeModel(BackendModel):
         self.config, self._prepared, self._run_pass = config, prepared, run_pass
         self.weight_bytes, self.mapped = file.num_bytes, [file.span]
         self._model, self._layers = _struct(prepared)
-        self._page_bytes = library.page_bytes(self._model)
+        self._page_bytes = library.page_bytes(config, fp32=not prepared.block)
         self._arena = _open_arena(self._page_bytes)
         self._rows: set[NativeRow] = set()
         self._width = -(-config.vocab_size // library.LINE) * library.LINE

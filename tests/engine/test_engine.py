@@ -219,6 +219,17 @@ def test_memory_promised_to_a_load_is_its_own_before_the_load_has_taken_it(
     engine.check("여름", str(folder), promised=promised)
 
 
+@pytest.mark.parametrize("heads", [4, 8])  # of 16 numbers and, padded to as many, of 8
+def test_a_loaded_model_has_memory_for_a_request_of_its_whole_context(
+    new_engine: NewEngine, tmp_path: Path, heads: int
+) -> None:
+    engine = new_engine()
+    model = engine.load("m", str(make_talkative(tmp_path / "m", heads=heads)))
+    engine.budget.total_bytes = model.core.reserved_bytes + model.core.row_bytes
+    request = ask(engine, 127, text="가").wait()
+    assert (request.error, len(request.prompt) + len(request.ids())) == (None, 128)
+
+
 def test_models_wait_for_memory_that_another_model_uses(engine: Engine, model: Model) -> None:
     engine.load("other", str(model.path))
     budget, free = engine.budget, list[int]()

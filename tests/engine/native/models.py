@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from scipy.special import erf
 
 from common.errors import InvalidRequest
+from engine.artifacts.config import GPT2Config
 from engine.native import library
 
 Floats = NDArray[Any]
@@ -187,7 +188,11 @@ class NativeModel:
             library.Matrix(embedding, None, planes),
         )
         # Not zeros: a pass must not depend on what was on a page.
-        self.arena = np.full(pages * library.page_bytes(self.struct), 0xFF, np.uint8)
+        config = GPT2Config(
+            shape.vocab, shape.units, shape.layers, shape.heads, shape.hidden, shape.max_length
+        )
+        self.page_bytes = library.page_bytes(config, fp32=not block)
+        self.arena = np.full(pages * self.page_bytes, 0xFF, np.uint8)
 
     def run(self, parts: Sequence[Part]) -> Floats:
         """Logits (wanted, vocab) of a pass."""

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from common.errors import InvalidRequest
-from engine.native import library, mxnet_operator
+from engine.native import mxnet_operator
 from tests.engine.native.models import SHAPES, NativeModel, random_weights
 
 IDS = np.random.default_rng(0).integers(0, SHAPES[0].vocab, 60).tolist()
@@ -22,7 +22,7 @@ def test_the_operator_gives_the_same_bits_as_the_library() -> None:
         [],
         [([i], [8 + i], 0, 1) for i in range(200)],  # more pieces than there is space for at first
     ]
-    direct.arena = np.zeros(208 * library.page_bytes(direct.struct), np.uint8)
+    direct.arena = np.zeros(208 * direct.page_bytes, np.uint8)
     by_operator.arena = np.ones_like(direct.arena)
     for parts in passes:
         assert direct.run(parts).tobytes() == by_operator.run(parts).tobytes()
