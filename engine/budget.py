@@ -60,7 +60,7 @@ class Budget:
         """
         if size + row > self.total_bytes:
             raise NeverFits(
-                f"model {model} needs {size / MIB:.0f} MiB and {row / MIB:.0f} for one request of"
+                f"the model needs {size / MIB:.0f} MiB and {row / MIB:.0f} for one request of"
                 f" its whole context, the engine has {self.total_bytes / MIB:.0f} MiB in all"
                 " (ENGINE_MEMORY_MIB sets it)"
             )
@@ -73,7 +73,7 @@ class Budget:
         if missing > 0:
             times = f"{self.overcommit} times " if self.overcommit > 1 else ""
             raise OutOfMemory(
-                f"model {model} needs {size / MIB:.0f} MiB, but of the engine's"
+                f"the model needs {size / MIB:.0f} MiB, but of the engine's"
                 f" {times}{self.total_bytes / MIB:.0f} MiB"
                 f" {self.declared_bytes / MIB:.0f} are taken by models and"
                 f" {reserve / MIB:.0f} by requests",

@@ -49,7 +49,10 @@ Result = TypeVar("Result")
 
 
 class Engine:
-    """All loaded models and their step loop. Thread-safe."""
+    """All loaded models and their step loop. Thread-safe.
+
+    Messages of errors do not name the model: its name here is the gateway's, for one load.
+    """
 
     def __init__(self, settings: Settings | None = None) -> None:
         self.settings = settings or Settings()
@@ -119,7 +122,7 @@ class Engine:
             if not lost:
                 self._models[name] = model
         if lost:
-            fault = EngineError(f"a step failed while {name} was loaded")
+            fault = EngineError("a step failed while the model was loaded")
             try:
                 self._discard(model, fault)
             finally:
@@ -155,7 +158,7 @@ class Engine:
         loaded = (model.path, model.base, core.backend, core.precision)
         if loaded != (wanted.path, wanted.base, wanted.backend, wanted.precision):
             raise ModelAlreadyLoaded(
-                f"{model.name} is loaded already, from {model.path}"
+                f"a model of this name is loaded already, from {model.path}"
                 f" ({core.backend}, {core.precision}); unload it first"
             )
         return model
@@ -178,9 +181,9 @@ class Engine:
                 done = self._unloading[name] = threading.Event()
         if freed is not None:
             freed.wait()
-            raise ModelNotFound(f"model {name} is not loaded")
+            raise ModelNotFound("the model is not loaded")
         try:
-            self._free_between_turns(model, last, ModelNotFound(f"{name} was unloaded"))
+            self._free_between_turns(model, last, ModelNotFound("the model was unloaded"))
         finally:
             with self._changed:
                 if self._unloading.get(name) is done:
@@ -199,7 +202,7 @@ class Engine:
             last = {model: self._cores.remove(model) for model in lost}
         for model in lost:
             try:
-                self._free(model, last[model], EngineError(f"a step of {model.name} failed"))
+                self._free(model, last[model], EngineError("a step of the model failed"))
             except Exception:
                 logger.exception("%s could not be freed", model.name)
 
@@ -221,14 +224,14 @@ class Engine:
 
     def _find(self, name: str) -> Model:
         if name not in self._models:
-            raise ModelNotFound(f"model {name} is not loaded")
+            raise ModelNotFound("the model is not loaded")
         return self._models[name]
 
     def describe(self, model: Model) -> dict[str, Any]:
         """Status and counters of a model. Raises `ModelNotFound` if it was unloaded meanwhile."""
         with self._changed:
             if self._models.get(model.name) is not model:
-                raise ModelNotFound(f"model {model.name} is not loaded")
+                raise ModelNotFound("the model is not loaded")
             return model.describe()
 
     def models(self) -> list[dict[str, Any]]:
@@ -340,7 +343,7 @@ class Engine:
         with self._changed:
             self._loop.check()
             if self._closed or self._models.get(model.name) is not model:
-                raise ModelNotFound(f"model {model.name} is not loaded")
+                raise ModelNotFound("the model is not loaded")
             waiting = model.batch.num_waiting(model)
             if len(sequences) > self.settings.max_queue:
                 raise InvalidRequest(
@@ -350,7 +353,7 @@ class Engine:
             if waiting + len(sequences) > self.settings.max_queue:
                 pace = model.statistics.seconds_per_request / model.batch.row_limit
                 raise Overloaded(
-                    f"{waiting} requests wait for {model.name} already",
+                    f"{waiting} requests wait for this model already",
                     retry_after_s=max(1.0, round(waiting * pace)),
                 )
             model.statistics.requests += 1

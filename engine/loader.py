@@ -163,7 +163,7 @@ class Loader:
                 """Create the model's texts once; their process starts while weights are opened."""
                 queue = self._settings.max_queue
                 made = Texts(described, statistics, queue, self._text_processes)
-                undo.callback(made.close, ModelNotFound(f"{request.name} was not loaded"))
+                undo.callback(made.close, ModelNotFound("the model was not loaded"))
                 return made
 
             model = self._cores.load(
@@ -182,7 +182,7 @@ class Loader:
             if self._cache_dir is not None:
                 prune(self._cache_dir, self._settings.cache_max_mib * MIB)
         except BaseException:
-            discard(model, ModelNotFound(f"{request.name} was not loaded"))
+            discard(model, ModelNotFound("the model was not loaded"))
             raise
         model.load_s = time.monotonic() - started
         return model

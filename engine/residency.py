@@ -238,7 +238,7 @@ class Residency:
             logger.exception("%s could not be opened again", core.name)
             known = error if isinstance(error, EngineError) else None
             with self._changed:
-                core.batch.end(known or EngineError(f"{core.name} could not be opened again"))
+                core.batch.end(known or EngineError("the model could not be opened again"))
         else:
             self.opened += 1
 

@@ -22,4 +22,5 @@ class Statistics:
     seconds_per_request: float = 0.0  # moving average
 
     def finished(self, seconds: float) -> None:
-        self.seconds_per_request += (seconds - self.seconds_per_request) / 8
+        average = self.seconds_per_request or seconds  # begins with the first request's
+        self.seconds_per_request = average + (seconds - average) / 8

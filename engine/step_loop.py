@@ -323,7 +323,7 @@ class Loop:
             os._exit(GPU_LOST)
         if isinstance(error, EngineError):
             return error
-        return EngineError(f"a step of {core.name} failed")
+        return EngineError("a step of the model failed")
 
 
 def _order(core: Core) -> tuple[bool, int]:

@@ -223,7 +223,7 @@ class ModelHandle:
         """Load the model again, once for all threads that lost it."""
         with self._lock:
             if self._uses.ended:
-                raise ModelNotFound(f"model {self._name} is not loaded")
+                raise ModelNotFound("the model is not loaded")
             if self._lease is not old:
                 return
             while True:

@@ -142,14 +142,22 @@ def test_a_model_is_described_with_what_it_is_and_has_done(engine: Engine, model
 
 
 def test_a_full_queue_says_when_to_retry(folder: Path, new_engine: NewEngine) -> None:
-    engine = new_engine({"m": folder}, max_rows=1, max_queue=2)
-    with Pause(engine):
-        waiting = [ask(engine) for _ in range(2)]
-        with pytest.raises(Overloaded, match="2 requests wait") as caught:
-            ask(engine)
-        assert (caught.value.retry_after_s or 0) >= 1
-    assert [len(request.wait().ids()) for request in waiting] == [3, 3]
-    ask(engine, 1).wait()
+    """By the time that requests took, from the first one on, and without the load's name."""
+    name = "봄#4a814a-1"
+    engine = new_engine({name: folder}, max_rows=1, max_queue=2)
+    statistics = engine._models[name].statistics
+    for seconds in (None, 60.0):
+        if seconds is not None:
+            statistics.seconds_per_request = 0.0
+            statistics.finished(seconds)
+        with Pause(engine):
+            waiting = [ask(engine, name=name) for _ in range(2)]
+            with pytest.raises(Overloaded) as caught:
+                ask(engine, name=name)
+        assert caught.value.message == "2 requests wait for this model already"
+        assert caught.value.retry_after_s == (1.0 if seconds is None else 2 * seconds)
+        assert [len(request.wait().ids()) for request in waiting] == [3, 3]
+    ask(engine, 1, name).wait()
 
 
 # Memory
@@ -164,7 +172,7 @@ def test_a_model_that_does_not_fit_is_refused_with_numbers(
 
     def check_refused(name: str, path: Path, error: type[OutOfMemory], why: str) -> None:
         for load in (engine.check, engine.load):
-            with pytest.raises(error, match=rf"{name} needs \d+ MiB.*{why}") as refused:
+            with pytest.raises(error, match=rf"the model needs \d+ MiB.*{why}") as refused:
                 load(name, str(path))
         if error is OutOfMemory:
             assert refused.value.missing_bytes == 7

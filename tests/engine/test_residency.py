@@ -197,7 +197,7 @@ def test_a_model_that_cannot_be_opened_again_fails_its_requests(engine: Engine) 
     core.open = broken
     error = Request(engine, "m0", PROMPT).wait().error
     assert error is not None
-    assert error.message == "m0 could not be opened again"
+    assert error.message == "the model could not be opened again"
     # It may be opened twice: when the request comes, and when its prompt is tokenized.
     eventually(lambda: (core.held_bytes, core.moving) == (0, False))
     core.open = real

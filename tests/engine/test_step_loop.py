@@ -249,7 +249,7 @@ def test_a_row_that_cannot_go_on_ends_alone(bench: Bench, after: int) -> None:
     answers = bench.queue(*[(bench.add(max_rows=3), 5, 8)] * 5, change=break_sampling)
     error = answers.pop(1).wait().error
     assert error is not None
-    assert (error.status, error.message) == (500, "a step of m failed")
+    assert (error.status, error.message) == (500, "a step of the model failed")
     assert [one.wait().ids() for one in answers] == [right(8)] * 4
     assert not bench.lost
 

@@ -198,7 +198,7 @@ WRONG_LOADS: list[tuple[Any, str, str]] = [
 def test_a_wrong_request_gets_an_error_that_says_what_is_wrong(engine: EngineProcess) -> None:
     for method, path, body, status, kind, message in (
         *(("POST", "/models", body, 400, kind, message) for body, kind, message in WRONG_LOADS),
-        ("DELETE", "/models/없음", None, 404, "ModelNotFound", "없음"),
+        ("DELETE", "/models/없음", None, 404, "ModelNotFound", "the model is not loaded"),
         ("POST", "/models/a/b/generate", {"inputs": "가"}, 404, "ModelNotFound", "a/b"),
         ("POST", "/models/a/generate", b"", 400, "InvalidRequest", "not JSON"),
         ("POST", "/models/a/generate", {}, 400, "InvalidRequest", "inputs"),
