@@ -53,7 +53,7 @@ def read(given: Mapping[str, Any]) -> ToolChoice | None:
     if choice == "none" or (choice == "auto" and not functions):
         return None
     if not functions:
-        raise Refused("tool_choice", "needs tools")
+        raise Refused("tool_choice", "needs tools; for JSON without one send response_format")
     if choice == "required":
         called, reason = list(functions), "tool_calls"
     elif isinstance(choice, Mapping) and choice.get("type") == "function":
