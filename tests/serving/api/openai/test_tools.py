@@ -60,7 +60,7 @@ def test_without_a_function_to_call_there_is_a_text() -> None:
         ({"tools": [WEATHER]}, "tools", "cannot decide whether to call"),
         ({"tools": [WEATHER], "tool_choice": "auto"}, "tool_choice", "cannot decide whether"),
         ({"tools": [WEATHER], "tool_choice": {"type": "custom"}}, "tool_choice", "must be"),
-        ({"tool_choice": "required"}, "tool_choice", "needs tools; for JSON without one send response_format"),
+        ({"tool_choice": "required"}, "tool_choice", "send response_format"),
         (
             {"tools": [WEATHER], "tool_choice": {"type": "function", "function": {"name": "없음"}}},
             "tool_choice.function.name",
