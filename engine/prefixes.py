@@ -7,33 +7,34 @@ or running sequences need more.
 from __future__ import annotations
 
 import threading
+from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from engine.backends.interface import BackendModel, Row
 
-Ids = NDArray[np.int32]
+TOKEN = np.dtype(">i4")  # of a key: big-endian, so that keys sort as the lists of ids do
 
 
-def to_ids(ids: Sequence[int]) -> Ids:
-    return np.array(ids, np.int32)
+def key_of(ids: Sequence[int]) -> bytes:
+    """Return ids that are not negative as bytes, for `Prefix` and `shared_length`."""
+    return np.array(ids, TOKEN).tobytes()
 
 
-def shared_length(a: Ids, b: Ids) -> int:
-    """Return the length of the common prefix of `a` and `b`."""
-    most = min(len(a), len(b))
-    different = np.flatnonzero(a[:most] != b[:most])
+def shared_length(a: bytes, b: bytes) -> int:
+    """Return how many tokens the common prefix of two keys has."""
+    most = min(len(a), len(b)) // TOKEN.itemsize
+    different = np.flatnonzero(np.frombuffer(a, TOKEN, most) != np.frombuffer(b, TOKEN, most))
     return int(different[0]) if len(different) else most
 
 
 @dataclass(eq=False)
 class Prefix:
     owner: object  # the model whose prompts may begin with the row
-    ids: Ids  # the tokens of the row
+    key: bytes  # the tokens of the row, see `key_of`
     row: Row
     model: BackendModel
 
@@ -55,38 +56,44 @@ class Prefixes:
         self.limit_bytes, self._available, self._shortage = limit_bytes, available, shortage
         self.num_bytes = 0
         self._prefixes: OrderedDict[Prefix, None] = OrderedDict()  # least recently used first
+        # The same by owner, sorted by key. No key is a prefix of another of the same owner, so the
+        # longest match of a prompt is beside the place where the prompt itself would be.
+        self._sorted: dict[object, list[Prefix]] = {}
         self._lock = threading.RLock()
 
     def bytes_of(self, owner: object) -> int:
         with self._lock:
-            return sum(prefix.row.num_bytes for prefix in self._of(owner))
+            return sum(prefix.row.num_bytes for prefix in self._sorted.get(owner, ()))
 
     def add(self, prefix: Prefix) -> bool:
         """Cache a row in place of its prefixes; return False if it was not cached."""
         size = prefix.row.num_bytes
-        if not len(prefix.ids) or size > self._limit():
+        if not prefix.key or size > self._limit():
             return False
         if (missing := self._shortage()) > 0:
             self.shrink(missing)
             return False
         with self._lock:
-            for other in self._of(prefix.owner):
-                length = shared_length(prefix.ids, other.ids)
-                if length == len(prefix.ids):
+            at, beside = self._place(prefix.owner, prefix.key)
+            for other in beside:
+                if other.key.startswith(prefix.key):
                     self._prefixes.move_to_end(other)
                     return False
-                if length == len(other.ids):
+                if prefix.key.startswith(other.key):  # it is the one before
                     self._remove(other)
+                    at -= 1
+            self._sorted.setdefault(prefix.owner, []).insert(at, prefix)
             self._prefixes[prefix] = None
             self.num_bytes += size
         self.shrink()
         return True
 
-    def open_row(self, owner: object, ids: Ids, more_than: int = 0) -> Row | None:
-        """Open a row with the longest cached prefix of `ids`, if longer than `more_than` tokens."""
+    def open_row(self, owner: object, key: bytes, more_than: int = 0) -> Row | None:
+        """Open a row with the longest cached prefix of `key`, if longer than `more_than` tokens."""
         with self._lock:  # so that the prefix is not evicted meanwhile
-            of_owner = [(shared_length(prefix.ids, ids), prefix) for prefix in self._of(owner)]
-            length, prefix = max(of_owner, key=lambda entry: entry[0], default=(0, None))
+            _, beside = self._place(owner, key)
+            matches = [(shared_length(prefix.key, key), prefix) for prefix in beside]
+            length, prefix = max(matches, key=lambda match: match[0], default=(0, None))
             if prefix is None or length <= more_than:
                 return None
             self._prefixes.move_to_end(prefix)
@@ -105,7 +112,7 @@ class Prefixes:
     def drop(self, owner: object) -> None:
         """Evict all rows of an owner."""
         with self._lock:
-            for prefix in self._of(owner):
+            for prefix in list(self._sorted.get(owner, ())):
                 self._remove(prefix)
 
     def drop_rows_of(self, model: BackendModel) -> None:
@@ -114,11 +121,18 @@ class Prefixes:
             for prefix in [prefix for prefix in self._prefixes if prefix.model is model]:
                 self._remove(prefix)
 
-    def _of(self, owner: object) -> list[Prefix]:
-        return [prefix for prefix in self._prefixes if prefix.owner is owner]
+    def _place(self, owner: object, key: bytes) -> tuple[int, list[Prefix]]:
+        """Return where a key belongs among its owner's, and the prefixes before and after it."""
+        prefixes = self._sorted.get(owner, [])
+        at = bisect_left(prefixes, key, key=lambda prefix: prefix.key)
+        return at, prefixes[max(at - 1, 0) : at + 1]
 
     def _remove(self, prefix: Prefix) -> None:
         del self._prefixes[prefix]
+        of_owner = self._sorted[prefix.owner]
+        del of_owner[self._place(prefix.owner, prefix.key)[0]]
+        if not of_owner:
+            del self._sorted[prefix.owner]
         self.num_bytes -= prefix.row.num_bytes
         prefix.model.close_row(prefix.row)
 

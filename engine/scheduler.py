@@ -12,7 +12,7 @@ from engine.backends.interface import BackendModel, Piece, Row
 from engine.budget import Budget
 from engine.labels import Labels
 from engine.native.library import PAGE_TOKENS
-from engine.prefixes import Prefix, Prefixes, shared_length, to_ids
+from engine.prefixes import Prefix, Prefixes, key_of, shared_length
 from engine.sequence import Sequence, State
 
 # Most prompt tokens of a sequence in a pass if each of them needs logits, which take 200 KB a token
@@ -227,17 +227,17 @@ class Batch:
 
     def _open_row(self, sequence: Sequence) -> Row:
         """Open a row with the longest prefix that is computed already, except the last token."""
-        ids = to_ids(sequence.ids[:-1])
+        key = key_of(sequence.ids[:-1])
         nearest, length, cached = None, 0, None
         if not sequence.scores_prompt:
             sharing = self.model.caches_rows and self._prefixes.limit_bytes > 0
             for other, row in self._rows.items():
                 shares = sharing and other.model is sequence.model
                 if shares or other.prompt is sequence.prompt:
-                    common = shared_length(to_ids(other.ids[: row.length]), ids)
+                    common = shared_length(key_of(other.ids[: row.length]), key)
                     if common > length:
                         nearest, length = row, common
-            cached = self._prefixes.open_row(sequence.model, ids, length)
+            cached = self._prefixes.open_row(sequence.model, key, length)
         row = cached or self.model.open_row(nearest, length)
         if not sequence.num_new:
             sequence.cached_tokens = row.length
@@ -312,8 +312,8 @@ class Batch:
     def _cache_prefix(self, sequence: Sequence, row: Row) -> bool:
         if sequence.failed or not self.model.caches_rows or not self._prefixes.limit_bytes:
             return False
-        ids = to_ids(sequence.ids[: row.length])  # ids whose keys and values are computed
-        return self._prefixes.add(Prefix(sequence.model, ids, row, self.model))
+        key = key_of(sequence.ids[: row.length])  # ids whose keys and values are computed
+        return self._prefixes.add(Prefix(sequence.model, key, row, self.model))
 
     def unfinished(self, model: object = None) -> list[Sequence]:
         """Return the unfinished sequences, of `model` or of all models."""

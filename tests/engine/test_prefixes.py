@@ -6,10 +6,11 @@ import random
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import pytest
 
 from engine.engine import Engine
-from engine.prefixes import Prefix, Prefixes, to_ids
+from engine.prefixes import TOKEN, Prefix, Prefixes, key_of, shared_length
 from engine.text.prompts import Raw
 from tests.engine.conftest import NewEngine
 from tests.engine.engines import Pause, Request, make_talkative, settle
@@ -43,12 +44,12 @@ class Cache:
     def add(self, *ids: int, owner: object = None) -> bool:
         row: Any = Row(len(ids))
         model: Any = self
-        return self.prefixes.add(Prefix(owner or self.owner, to_ids(ids), row, model))
+        return self.prefixes.add(Prefix(owner or self.owner, key_of(ids), row, model))
 
     @property
     def cached(self) -> list[list[int]]:
         """The least recently used is first."""
-        return [prefix.ids.tolist() for prefix in self.prefixes._prefixes]
+        return [np.frombuffer(p.key, TOKEN).tolist() for p in self.prefixes._prefixes]
 
 
 def test_the_least_recently_used_row_is_evicted_and_closed() -> None:
@@ -74,13 +75,13 @@ def test_a_row_begins_with_the_longest_match_of_the_same_owner() -> None:
     for ids in ([1, 2, 3, 4], [9]):
         cache.add(*ids)
     cache.add(1, 2, 3, 4, 5, owner=other)
-    wanted = to_ids([1, 2, 3, 9])
+    wanted = key_of([1, 2, 3, 9])
     assert cache.prefixes.open_row(cache.owner, wanted, more_than=3) is None
     row = cache.prefixes.open_row(cache.owner, wanted)
     assert row is not None
     assert row.length == 3
     assert cache.cached[-1] == [1, 2, 3, 4]  # it was used last
-    assert cache.prefixes.open_row(cache.owner, to_ids([8, 2])) is None
+    assert cache.prefixes.open_row(cache.owner, key_of([8, 2])) is None
     assert cache.prefixes.bytes_of(other) == 10
     cache.prefixes.drop(cache.owner)
     assert (cache.prefixes.num_bytes, cache.prefixes.bytes_of(cache.owner)) == (10, 0)
@@ -100,6 +101,37 @@ def test_rows_are_evicted_where_anything_else_needs_the_memory() -> None:
     assert cache.prefixes.shrink() == 10
     assert not cache.add(7)
     assert cache.prefixes.num_bytes == 0
+
+
+def test_the_longest_match_takes_two_comparisons_and_is_that_of_a_search_through_all(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rng, cache, compared = random.Random(SEED), Cache(limit=3000), [0]  # noqa: S311
+
+    def counted(a: bytes, b: bytes) -> int:
+        compared[0] += 1
+        return shared_length(a, b)
+
+    monkeypatch.setattr("engine.prefixes.shared_length", counted)
+    owners = [object(), object()]
+    for _ in range(2000):
+        # Few ids that differ in all bytes, so that many lists begin alike.
+        ids = rng.choices([0, 1, 255, 256, 51_199], k=rng.randrange(1, 40))
+        owner, wanted = rng.choice(owners), key_of(ids)
+        keys = [p.key for p in cache.prefixes._prefixes if p.owner is owner]
+        longest = max((shared_length(key, wanted) for key in keys), default=0)
+        compared[0] = 0
+        row = cache.prefixes.open_row(owner, wanted)
+        assert (row.length if row else 0) == longest
+        assert compared[0] <= 2
+        held = any(key.startswith(wanted) for key in keys)
+        assert cache.add(*ids, owner=owner) is not held
+        kept = {p.key for p in cache.prefixes._prefixes if p.owner is owner}
+        assert not any(wanted.startswith(key) for key in kept - {wanted})
+    assert len(cache.cached) == 300
+    for owner in owners:
+        cache.prefixes.drop(owner)
+    assert (cache.prefixes.num_bytes, cache.prefixes._sorted) == (0, {})
 
 
 # In the engine
