@@ -1,7 +1,6 @@
 """Checks the form of an answer: a choice of texts, a regex, a JSON schema, or a grammar.
 
-A request has at most one. `engine.text.constraint` compiles it, in the process that has the
-tokenizer.
+A request has at most one. `engine.text.form_child` compiles it, in a process of its own.
 """
 
 from __future__ import annotations

@@ -26,13 +26,15 @@ from common.parameters import Parameters
 from engine.backends.page_cache import read_in
 from engine.budget import Budget
 from engine.cores import Cores
+from engine.futures import after, completed
 from engine.guesses import Guesser
-from engine.labels import check_lengths
+from engine.labels import Labels, check_lengths
 from engine.loader import Loader, Request
 from engine.model import Core, Model
 from engine.native.model import release_memory
 from engine.prefixes import Prefixes
 from engine.residency import Residency
+from engine.rules import Rule
 from engine.sandbox.reading import Reading
 from engine.sequence import Sequence, Token
 from engine.settings import Settings
@@ -280,6 +282,8 @@ class Engine:
     ) -> Future[list[Sequence]]:
         """Tokenize a prompt in the model's text process, then queue the sequences of its answers.
 
+        The form is compiled meanwhile. If the future is cancelled, this work ends.
+
         `emit` is called with each token on a text thread, or with an error on any thread; it must
         not block. Without `stream`, tokens are emitted several at a time.
 
@@ -288,19 +292,24 @@ class Engine:
         """
         model = self._find(name)
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        form, count = parameters.form, parameters.num_return_sequences
+        scored = parameters.choice_logprobs
 
-        def submit() -> list[Sequence]:
+        def tokenize() -> tuple[list[int], Labels | None, list[Rule]]:
             if deadline is not None and time.monotonic() >= deadline:
                 raise DeadlineExceeded(f"the request waited for its timeout, {timeout_s:.1f} s")
             if model.adapter is not None:  # so that no step waits for the disk
                 read_in(model.adapter.mapped)
             ids = model.texts.encode(inputs)
-            form, labels = parameters.form, None
-            if form is not None and parameters.choice_logprobs:
-                labels = model.texts.labels(form)
+            labels = model.texts.labels(form) if form is not None and scored else None
+            if labels is not None:
                 check_lengths(labels, len(ids), model.config.max_length)
+            # The prompt is indexed once for all answers.
+            return ids, labels, model.texts.rules(parameters, ids)
+
+        def queue() -> list[Sequence]:
+            ids, labels, rules = tokenizing.result()
             guesses = self.settings.speculation == "auto"
-            rules = model.texts.rules(parameters, ids)  # the prompt is indexed once for all answers
             sequences = [
                 Sequence(
                     prompt=ids,
@@ -314,11 +323,11 @@ class Engine:
                     model=model,
                     adapter=model.adapter,
                     guesser=Guesser(model.recent) if guesses else None,
-                    constraint=None if form is None or labels else model.texts.constrain(form),
+                    constraint=constraint,
                     labels=labels,
                     rules=list(map(copy.copy, rules)),
                 )
-                for i in range(parameters.num_return_sequences)
+                for i, constraint in enumerate(forming.result())
             ]
             self._queue(model, sequences)
             return sequences
@@ -327,12 +336,17 @@ class Engine:
             model.submitting += 1  # keeps its core resident
             self._residency.used(model.core)
         try:
-            future = model.texts.soon(submit)
+            tokenizing = model.texts.soon(tokenize)
+            forming: Future[Any] = completed([None] * count)
+            if form is not None and not scored:
+                forming = model.texts.constrain(form, count)
         except BaseException:
             self._release(model)
             raise
-        future.add_done_callback(lambda _: self._release(model))
-        return future
+        unloaded = ModelNotFound(f"{name} was unloaded")
+        submitted = after([tokenizing, forming], queue, unloaded)
+        submitted.add_done_callback(lambda _: self._release(model))
+        return submitted
 
     def _release(self, model: Model) -> None:
         with self._changed:

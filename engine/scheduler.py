@@ -115,7 +115,9 @@ class Batch:
         return [
             s
             for s in (*self.running, *self.waiting)
-            if s.prompt is first.prompt and s is not first and not s.num_new and not s.over
+            if s.prompt is first.prompt
+            and s is not first
+            and not (s.num_new or s.over or s.awaits_form)
         ]
 
     def schedule(self, prefill_tokens: int) -> list[Scheduled]:
@@ -126,7 +128,9 @@ class Batch:
         """
         self.drop_expired()
         scheduled = [
-            self._next(s, MAX_FORCED_TOKENS) for s in self.running if s.state is State.DECODE
+            self._next(s, MAX_FORCED_TOKENS)
+            for s in self.running
+            if s.state is State.DECODE and not s.awaits_form
         ]
         prompts = [s for s in self.running if s.state is State.PREFILL]
         while prefill_tokens > 0:
@@ -200,13 +204,17 @@ class Batch:
     def _admit(self) -> Sequence | None:
         """Open a row for the first waiting sequence, if there is memory for all of its tokens."""
         while self.admits and self.waiting and len(self.running) < self.row_limit:
-            sequence = self.waiting[0]
-            if any(s.prompt is sequence.prompt and not s.num_new for s in self.running):
+            # The first token of some may have been chosen with that of another answer.
+            sequence = next((s for s in self.waiting if not s.awaits_form), None)
+            if sequence is None:
+                return None
+            begun = (s for s in self.running if s.prompt is sequence.prompt)
+            if any(not (s.num_new or s.awaits_form) for s in begun):
                 return None  # another answer of the same request is computing the prompt
             needed = self._kv_bytes([*self.running, sequence]) - self._reserved_bytes
             if self._budget.reserve_kv(needed, self):
                 self._reserved_bytes += needed
-                self.waiting.popleft()
+                self.waiting.remove(sequence)
                 self.running.append(sequence)
                 sequence.state = State.PREFILL
                 try:
@@ -220,7 +228,7 @@ class Batch:
             problem = self._budget.kv_problem(self._kv_bytes([sequence]), self._weight_bytes)
             if problem is None:
                 return None
-            self.waiting.popleft()
+            self.waiting.remove(sequence)
             self._budget.withdraw_claim(self)
             sequence.fail(OutOfMemory(problem))
         return None
@@ -251,12 +259,16 @@ class Batch:
             lengths += [PAGE_TOKENS + labels.longest] * len(more)
         return self.model.kv_bytes_for(lengths)
 
+    def awaiting_forms(self) -> list[Sequence]:
+        """Return the sequences that sit out passes until the masks of their forms are there."""
+        return [s for s in (*self.running, *self.waiting) if s.awaits_form]
+
     def drop_expired(self) -> None:
         """End sequences that are cancelled or past their deadlines."""
         now = time.monotonic()
         for sequence in (*self.running, *self.waiting):
             if sequence.over:
-                sequence.state = State.FINISHED
+                sequence.finish()
             elif sequence.deadline is not None and now >= sequence.deadline:
                 waited = now - sequence.queued_at
                 sequence.fail(

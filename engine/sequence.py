@@ -109,6 +109,7 @@ class Sequence:
         self._sampler = Sampler(self.parameters, self.index, self.rules)
         self._tokens: deque[Token] = deque()  # tokens that are not sent yet
         self._ended = False
+        self._chosen: tuple[int, TokenLogprobs | None] | None = None  # see `awaits_form`
         self._prefill: list[TokenLogprobs | None] = [None]  # the prompt's first token has none
         self._emit_lock = threading.Lock()
 
@@ -169,33 +170,56 @@ class Sequence:
         self.guesses, self.known, self.accepted = guesses, len(self.ids), 0
 
     def advance(self, logits: Logits) -> bool:
-        """Append the next token, and tokens that the form forces; return whether to send now."""
-        chosen = self._sampler.choose(logits, self.ids, self.constraint)
-        due = self._append(*chosen)
-        # With log-probabilities each token needs a pass.
-        if self.constraint is not None and self.parameters.logprobs is None:
-            while self.state is not State.FINISHED:
-                token = self.constraint.forced
-                if token is None:
+        """Choose the next token and append it, unless it `awaits_form`; return as `settle`."""
+        self._choose(*self._sampler.choose(logits, self.ids, self.constraint))
+        return self.settle()
+
+    def _choose(self, token: int, logprobs: TokenLogprobs | None) -> None:
+        self._chosen = token, logprobs
+        if self.constraint is not None and not self._ends(token):
+            self.constraint.advance(token)
+
+    @property
+    def awaits_form(self) -> bool:
+        """Whether a token is chosen whose next mask is not there yet: no pass can go on from it."""
+        return self._chosen is not None
+
+    def settle(self, timeout_s: float = 0.0) -> bool:
+        """Append the chosen token, and tokens that the form forces; return whether to send now.
+
+        Waits `timeout_s` for the form's mask, but not for that of a slow form, and appends nothing
+        without it. Raises the error of a form that cannot go on.
+        """
+        due, constraint = False, self.constraint
+        while self._chosen is not None:
+            if constraint is not None:
+                hopeful = constraint.ready or not constraint.slow
+                if not hopeful or not constraint.wait(timeout_s):
                     break
-                due = self._append(token, None) or due
+                constraint.check()
+            chosen, self._chosen = self._chosen, None
+            due = self._append(*chosen) or due
+            # With log-probabilities each token needs a pass.
+            if constraint is None or self.parameters.logprobs is not None:
+                break
+            if self.state is not State.FINISHED and constraint.forced is not None:
+                self._choose(constraint.forced, None)
         return due
 
     def _append(self, token: int, logprobs: TokenLogprobs | None) -> bool:
         self.ids.append(token)
         self._sampler.accept(token)
         reason = None
-        if token in self.stop_ids and not self.parameters.ignore_eos:
+        if self._ends(token):
             reason = "stop"
-        elif self.constraint is not None:
-            self.constraint.advance(token)
-            reason = "complete" if self.constraint.complete else None
+        elif self.constraint is not None and self.constraint.complete:
+            reason = "complete"
         if reason is None and (
             self.num_new >= self.parameters.max_new_tokens or len(self.ids) >= self.max_length
         ):
             reason = "length"
         if reason is not None:
-            self.state = State.FINISHED
+            self.finish()
         made = Token(self.index, token, "", logprobs, reason)
         if self.guesses:
             self._check_guess(made)
@@ -208,6 +232,9 @@ class Sequence:
         # Stop strings are searched for at once, since tokens behind one are computed in vain.
         eager = self.eager or self.num_new == 1 or bool(self.parameters.stop)
         return eager or reason is not None or len(self._tokens) >= TOKENS_AT_ONCE
+
+    def _ends(self, token: int) -> bool:
+        return token in self.stop_ids and not self.parameters.ignore_eos
 
     def _check_guess(self, made: Token) -> None:
         """Compare the token that was appended last with the guess for its place."""
@@ -240,5 +267,12 @@ class Sequence:
 
     def fail(self, error: EngineError) -> None:
         """End the answer with an error; not to be called while a pass computes the sequence."""
-        self.state, self.failed = State.FINISHED, error
+        self.failed = error
+        self.finish()
         self.send(error)
+
+    def finish(self) -> None:
+        """Set the state of an answer to which no token is added."""
+        self.state, self._chosen = State.FINISHED, None
+        if self.constraint is not None:
+            self.constraint.close()

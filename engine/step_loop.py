@@ -18,14 +18,15 @@ from engine.backends.interface import BackendModel, Logits
 from engine.model import Core, Model
 from engine.scheduler import Scheduled
 from engine.sequence import Sequence, State
+from engine.text.constraint import WAIT_S
 
 # Most prompt tokens a turn while any sequence decodes. Larger: the next tokens of those come later
 # (64 take 25 ms on two processors with a model of KoGPT2's size). Smaller: prompts take longer.
 PREFILL_TOKENS = 64
 PREFILL_TOKENS_ALONE = 256  # while no sequence decodes: a long prompt takes 10% less time
-# How long the thread sleeps where all sequences wait for memory. Longer: later first tokens.
+# How long the thread sleeps where all sequences wait for memory or masks. Longer: later tokens.
 # Shorter: more processor time for polling.
-MEMORY_POLL_INTERVAL_S = 0.005
+POLL_INTERVAL_S = 0.005
 # Idle time after which memory of finished requests is returned to the operating system. Shorter:
 # more page faults in the next requests.
 IDLE_BEFORE_RELEASE_S = 1.0
@@ -127,8 +128,8 @@ class Loop:
                 released = False
                 worked = self._turn()
                 self._after_turn()
-                if not worked:  # all wait for memory that another thread or sequence holds
-                    time.sleep(MEMORY_POLL_INTERVAL_S)
+                if not worked:
+                    self._pause()
             elif idle and not released and not self._active:
                 released = True
                 self._on_idle()
@@ -163,6 +164,16 @@ class Loop:
             self._step_began = None
             self.longest_step_s = max(self.longest_step_s, time.monotonic() - began)
 
+    def _pause(self) -> None:
+        """Wait where all wait for memory that another thread or sequence holds, or for masks."""
+        with self.changed:
+            waiting = [s for core in self._busy() for s in core.batch.awaiting_forms()]
+        constraints = [s.constraint for s in waiting if s.constraint is not None]
+        if constraints:
+            constraints[0].wait(POLL_INTERVAL_S)
+        else:
+            time.sleep(POLL_INTERVAL_S)
+
     def _turn(self) -> bool:
         """Compute a pass of each core with work; returns whether there was anything to compute."""
         self._turns += 1
@@ -192,6 +203,7 @@ class Loop:
     def _step(self, core: Core, prefill_tokens: int) -> list[Scheduled]:
         """Schedule, run and postprocess one pass of a core."""
         batch = core.batch
+        self._settle(core, 0)
         with self.changed:  # the queue is shared with `submit`
             compute = core.compute
             if not core.resident or compute is None:  # it was evicted just now
@@ -262,6 +274,24 @@ class Loop:
         for owner, count in decoded.items():
             owner.statistics.steps += 1
             owner.statistics.rows += count
+        self._write(ready)
+        self._settle(core, WAIT_S)
+
+    def _settle(self, core: Core, timeout_s: float) -> None:
+        """Append the tokens whose masks are there, for which it waits up to `timeout_s`."""
+        with self.changed:  # the queue is shared with `submit`
+            waiting = core.batch.awaiting_forms()
+        ready, until = list[Sequence](), time.monotonic() + timeout_s
+        for sequence in waiting:
+            with self._ending(core, sequence):
+                if sequence.settle(max(0.0, until - time.monotonic())):
+                    ready.append(sequence)
+                self._remember(sequence)
+        self._write(ready)
+
+    @staticmethod
+    def _write(ready: list[Sequence]) -> None:
+        """Send the texts of sequences' new tokens."""
         for owner in dict.fromkeys(s.model for s in ready):
             owner.texts.write([s for s in ready if s.model is owner])
 
@@ -275,6 +305,10 @@ class Loop:
         due, chosen, count = False, 0, len(sequence.guesses)
         while sequence.accepted == chosen <= count and sequence.state is not State.FINISHED:
             due = sequence.advance(rows[chosen]) or due
+            if chosen < count:  # it runs alone, so nothing else waits
+                due = sequence.settle(WAIT_S) or due
+            if sequence.awaits_form:
+                break
             chosen = len(sequence.ids) - sequence.known
         owner = sequence.model
         if count and sequence.guesser is not None:
@@ -282,9 +316,14 @@ class Loop:
             sequence.guesser.check(count, sequence.accepted)
             owner.statistics.guessed_tokens += count
             owner.statistics.accepted_tokens += sequence.accepted
-        if sequence.guesser is not None and sequence.state is State.FINISHED:
-            owner.recent.extend(sequence.ids[len(sequence.prompt) :])
+        Loop._remember(sequence)
         return due
+
+    @staticmethod
+    def _remember(sequence: Sequence) -> None:
+        """Store a finished answer, for guesses of others."""
+        if sequence.guesser is not None and sequence.state is State.FINISHED:
+            sequence.model.recent.extend(sequence.ids[len(sequence.prompt) :])
 
     def _begin(self, core: Core, first: Sequence, logits: Logits, ready: list[Sequence]) -> None:
         """Choose the first tokens of a sequence and its siblings from the same logits (V,)."""

@@ -211,7 +211,7 @@ class EngineApp:
         if timeout_s is not None:
             timeout_s = fields.number("timeout_s", timeout_s, 0, MAX_TIMEOUT_S, above=True)
         if fields.boolean("stream", body.get("stream", False)):
-            return await self._stream(name, inputs, parameters, timeout_s)
+            return await self._stream(request, name, inputs, parameters, timeout_s)
         request_id = text_of(body, "request_id") if "request_id" in body else ""
         if request_id in self._cancelled:
             raise Cancelled("the request was cancelled")
@@ -263,7 +263,12 @@ class EngineApp:
         return Response(status_code=204)
 
     async def _stream(
-        self, name: str, inputs: Inputs, parameters: Parameters, timeout_s: float | None
+        self,
+        request: Request,
+        name: str,
+        inputs: Inputs,
+        parameters: Parameters,
+        timeout_s: float | None,
     ) -> Response:
         loop = asyncio.get_running_loop()
         queue: asyncio.Queue[Token | EngineError] = asyncio.Queue()
@@ -271,9 +276,15 @@ class EngineApp:
         def emit(item: Token | EngineError) -> None:
             loop.call_soon_threadsafe(queue.put_nowait, item)
 
-        sequences = await asyncio.wrap_future(
-            self._engine.submit(name, inputs, parameters, emit, timeout_s)
-        )
+        submitted = self._engine.submit(name, inputs, parameters, emit, timeout_s)
+        queued = asyncio.wrap_future(submitted)
+        gone = asyncio.ensure_future(disconnected(request.receive))
+        ends: list[asyncio.Future[Any]] = [queued, gone]
+        await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+        if not queued.done() and submitted.cancel():
+            raise Cancelled("the client has disconnected")
+        gone.cancel()
+        sequences = await queued
 
         async def lines() -> AsyncIterator[str]:
             unfinished, begun = len(sequences), set[int]()

@@ -43,6 +43,9 @@ class Limits:
     cpu_s: int = 0  # in its whole life; 0: no limit, for children whose calls have timeouts
     answer_mib: int = 16  # the longest answer
     niceness: int = 0  # as of `os.nice`
+    # Whether it forks sandboxes from what its target has prepared, which must not handle what
+    # a client sends: it has no memory limit, and no filter of system calls.
+    forks: bool = False
 
 
 class Sandbox:
@@ -55,6 +58,7 @@ class Sandbox:
         what: str,
         limits: Limits = Limits(),
         file: Path | None = None,
+        parent: Sandbox | None = None,
     ) -> None:
         """Start a child that calls `target(*arguments)`, a function or class of a module.
 
@@ -63,6 +67,7 @@ class Sandbox:
         what: begins the messages of errors, for example "m.params"
         file: the only file that it may change, and not in size: the target gets one more argument,
             a descriptor of it
+        parent: a child with `Limits.forks` that forks it; they end together
 
         Raises `Overloaded` where no process can be started in time.
         """
@@ -80,10 +85,11 @@ class Sandbox:
         self.pid: int | None = None  # None once the child is known to have ended
         with theirs, their_status:
             try:
-                self.pid = _helper.start(orders, theirs, their_status)
+                start = _helper.start if parent is None else parent._fork
+                self.pid = start(orders, theirs, their_status)
             except BaseException as error:
                 self._close()
-                if not isinstance(error, OSError | ValueError):
+                if not isinstance(error, OSError | ValueError | _NotForked):
                     raise
                 why = f"no process can be had for {what}: {error}"
                 raise Overloaded(why) from error
@@ -101,6 +107,25 @@ class Sandbox:
         nothing about its data.
         """
         return self._exchange(list(arguments), timeout_s)
+
+    def _fork(self, orders: Any, connection: socket.socket, status: socket.socket) -> int:
+        """Fork a child from this one; return its pid. Raises `OSError`, `ValueError`."""
+        self._calls.acquire()
+        try:
+            if self.pid is None:
+                raise ConnectionError(self._kill_reason)
+            self._connection.settimeout(HELPER_S)
+            return _fork_from(self._connection, orders, connection, status)
+        except (ConnectionError, TimeoutError, ValueError):
+            self.kill(ENDED)
+            raise
+        finally:
+            self._end_call()
+
+    def _end_call(self) -> None:
+        self._calls.release()
+        if self.pid is None:  # checked last: `kill` closes it unless a call is under way
+            self._close()
 
     def kill(self, reason: str = "it was cancelled") -> None:
         """Kill the child, from any thread; calls that wait for it fail with `reason`."""
@@ -153,9 +178,7 @@ class Sandbox:
                 raise self._raised(answer["error"])
             return answer.get("value")
         finally:
-            if self.pid is None:
-                self._close()
-            self._calls.release()
+            self._end_call()
 
     def _raised(self, error: Any) -> EngineError:
         """Return the exception for an error that was raised in the child."""
@@ -194,6 +217,22 @@ class Sandbox:
         return ArtifactError(f"{self._what} {UNREADABLE}{why}")
 
 
+class _NotForked(Exception):
+    """No child could be forked; a new process that forks would end the children of this one."""
+
+
+def _fork_from(
+    control: socket.socket, orders: Any, connection: socket.socket, status: socket.socket
+) -> int:
+    """Send orders and a child's sockets to a process that forks it; return the child's pid."""
+    socket.send_fds(control, [b"+"], [connection.fileno(), status.fileno()])
+    send(control, orders)
+    answer = receive(control, 1000, time.monotonic() + HELPER_S)
+    if "error" in answer:
+        raise _NotForked(answer["error"])
+    return int(answer["pid"])
+
+
 class _Helper:
     """The process that forks the children, started for the first and again if it is lost."""
 
@@ -211,17 +250,10 @@ class _Helper:
                     self._start_helper()
                 assert self._socket is not None
                 try:
-                    descriptors = [connection.fileno(), status.fileno()]
-                    socket.send_fds(self._socket, [b"+"], descriptors)
-                    send(self._socket, orders)
-                    answer = receive(self._socket, 1000, time.monotonic() + HELPER_S)
+                    return _fork_from(self._socket, orders, connection, status)
                 except (OSError, ValueError):
                     if fresh:
                         raise
-                    continue
-                if "error" in answer:  # a new helper would end the children of this one
-                    raise OSError(answer["error"])
-                return int(answer["pid"])
             raise AssertionError("it was returned or raised")
 
     def _start_helper(self) -> None:

@@ -1,7 +1,8 @@
 """`python -m engine.sandbox.zygote`: forks the children of `engine.sandbox` and sets their limits.
 
 This process has one thread and imports what the children need before it forks them. It ends with
-the engine, even if that crashes, and its children end with it.
+the engine, even if that crashes, and its children end with it. A child with `Limits.forks` does
+the same work for children that need more than imports.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import signal
 import socket
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from common import landlock, seccomp
 from common.errors import EngineError
@@ -48,6 +49,11 @@ def main() -> None:
     for name in (*PRELOADED, *sys.argv[2:]):
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
+    serve(control)
+
+
+def serve(control: socket.socket) -> NoReturn:
+    """Fork the children that the other end of `control` orders, until it is closed."""
     gc.collect()
     gc.freeze()  # the collector would write to pages that the children share
     children: dict[int, socket.socket] = {}  # each with the socket that its exit status goes to
@@ -131,6 +137,8 @@ def _be_child(connection: socket.socket, orders: Any, parent: int) -> None:
             arguments.append(os.open(orders["file"], os.O_RDWR))
         limit(parent, **orders["limits"])
         value = _answer(connection, target, arguments, first=True)
+        if value is not None and orders["limits"]["forks"]:
+            serve(connection)
         while callable(value):
             _answer(connection, value, receive(connection, MAX_ORDERS_BYTES))
         status = 0
@@ -162,7 +170,9 @@ def _answer(
     return value
 
 
-def limit(parent: int, memory_mib: int, cpu_s: int, answer_mib: int, niceness: int) -> None:
+def limit(
+    parent: int, memory_mib: int, cpu_s: int, answer_mib: int, niceness: int, forks: bool
+) -> None:
     """Set the limits of this process, for good; see `engine.sandbox.Limits`."""
     libc = ctypes.CDLL(None, use_errno=True)
     libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
@@ -174,6 +184,8 @@ def limit(parent: int, memory_mib: int, cpu_s: int, answer_mib: int, niceness: i
     # Native libraries print to stderr when they abort, which is not JSON as the log is.
     with open(os.devnull, "w") as nothing:
         os.dup2(nothing.fileno(), 2)
+    if forks:  # what it forks could not take back a limit
+        return
     for kind, most in (
         # Not RLIMIT_AS, which would count mapped weights.
         (resource.RLIMIT_DATA, _data_bytes() + memory_mib * MIB),

@@ -120,7 +120,7 @@ class TextProcess:
         """End the process, and the thread after its queued tasks. Does not block."""
         self._closed = True
         self.turns.close()
-        self._kill("it is not needed")
+        self._end()
 
     def end_when_idle(self) -> None:
         """End the process unless a queued task uses it; a call restarts it."""
@@ -128,9 +128,14 @@ class TextProcess:
 
         def end() -> None:
             if self.used_at == used_at:
-                self._kill("it is not needed")
+                self._end()
 
         self.turns.soon(None, end)
+
+    def _end(self) -> None:
+        self._kill("it is not needed")
+        if self.about is not None:
+            self.about.vocabulary.end()
 
     def _kill(self, reason: str) -> None:
         if self._child is not None:

@@ -21,7 +21,8 @@ from engine.sequence import Sequence, Token
 from engine.statistics import Statistics
 from engine.text.answer_text import AnswerText
 from engine.text.child import source_of
-from engine.text.constraint import Constraint, Vocabulary, begins_with_space
+from engine.text.constraint import Constraint, Vocabulary
+from engine.text.form_child import begins_with_space
 from engine.text.phrases import Phrases
 from engine.text.process import TextProcesses
 from engine.text.prompts import Chat, Inputs, Raw
@@ -57,6 +58,7 @@ class Texts:
         self._source, self._processes = source_of(artifact), processes
         self._digest = self._source[1]
         self._process = processes.acquire(self._digest, self, lambda: self.idle)
+        self._forming = set[Future[list[Constraint]]]()  # of forms that are being compiled
         self._closing = threading.Lock()
         self._closed: EngineError | None = None
         self._opening = self._soon(lambda: self._process.open(self._source))
@@ -73,7 +75,7 @@ class Texts:
         form = Parameters.parse({}, self._defaults).form
         if form is not None:
             try:
-                self._vocabulary.constrain(form)
+                self._vocabulary.constrain(form, 0).result()
             except InvalidRequest as error:
                 raise ArtifactError(f"{GENERATION_FILE}: {error.message}") from None
         # Requests of one client often have the same phrases; indexing 100 of them takes some ms.
@@ -158,9 +160,18 @@ class Texts:
         self._check_ids("tokens has", ids)
         return self._decode(ids)[0]
 
-    def constrain(self, form: Form) -> Constraint:
-        """Return the constraint of a new answer with a form. Raises `InvalidRequest`."""
-        return self._vocabulary.constrain(form)
+    def constrain(self, form: Form, count: int) -> Future[list[Constraint]]:
+        """Return the constraints of `count` new answers, see `Vocabulary.constrain`.
+
+        `close` cancels the future.
+        """
+        made = self._vocabulary.constrain(form, count)
+        with self._closing:
+            if self._closed is not None:
+                raise self._closed
+            self._forming.add(made)
+        made.add_done_callback(self._forming.discard)
+        return made
 
     def labels(self, form: Form) -> Labels:
         """Encode a choice's texts, with a leading space and without. Run it with `soon`."""
@@ -208,6 +219,8 @@ class Texts:
                 return
             self._closed = reason
         self._processes.release(self._digest, self)
+        for made in [*self._forming]:
+            made.cancel()
         for task in self._process.turns.take(self):
             task()  # its future gets the reason
         for sequence in list(self._answers):

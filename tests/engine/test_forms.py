@@ -2,24 +2,38 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 
-from common.errors import ArtifactError, InvalidRequest, OutOfMemory
+from common.errors import (
+    ArtifactError,
+    DeadlineExceeded,
+    InvalidRequest,
+    ModelNotFound,
+    OutOfMemory,
+)
+from common.form import Kind
 from common.mxnet_compat import mx
 from engine.backends.interface import Logits, Piece
 from engine.engine import Engine
 from engine.native.arena import NativeRow
 from engine.native.model import NativeModel
 from engine.scheduler import MAX_LABEL_ROWS, MAX_SCORED_TOKENS
+from engine.text import constraint
 from tests.engine.conftest import NewEngine
-from tests.engine.engines import Pause, Request, settle, uncached_model
+from tests.engine.engines import WAIT_S, Pause, Request, settle, uncached_model
 from tests.engine.hugging_face import EOS, make_hugging_face, write_json
+from tests.engine.text.test_constraint import ENDLESS
+from tests.processes import eventually, has_ended
 
 PROMPT = "오늘은 날씨가"
 CHOICE = ["긍정", "부정", "중립", "긍정적이지 않다"]
@@ -126,6 +140,66 @@ def test_a_wrong_form_ends_no_other_request(engine: Engine) -> None:
     complex_.wait()
     assert complex_.error is None or isinstance(complex_.error, InvalidRequest)
     assert ask(engine, 20).wait().ids() == expected
+
+
+def process_of(engine: Engine, kind: Kind = "regex") -> psutil.Process:
+    """The process of the only form of a kind."""
+    processes = engine._models["m"].texts._vocabulary._processes
+    (process,) = (process for form, process in processes.items() if form.kind == kind)
+    return psutil.Process(eventually(lambda: process._child and process._child.pid))
+
+
+def test_a_row_whose_mask_is_late_sits_out_passes(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(constraint, "MASKS_S", WAIT_S)
+    given: dict[str, Any] = {"regex": "[가-힣 ]{9,}", "temperature": 1.0, "seed": 1}
+    expected = ask(engine, 30, num_return_sequences=2, **given).wait()
+    other = ask(engine, 30).wait().ids()
+    process = process_of(engine)
+    with Pause(engine):
+        late = ask(engine, 30, num_return_sequences=2, **given)
+        process.suspend()
+    assert ask(engine, 30).wait().ids() == other
+    assert ask(engine, 30).wait().ids() == other
+    assert not late.tokens  # not even those that are chosen
+    process.resume()
+    late.wait()
+    assert [late.ids(i) for i in range(2)] == [expected.ids(i) for i in range(2)]
+
+
+def test_an_answer_that_awaits_its_form_ends_with_its_request(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(constraint, "MASKS_S", WAIT_S)
+    ask(engine, 5, regex="[가-힣 ]{9,}").wait()
+    process = process_of(engine)
+    process.suspend()
+    late = ask(engine, 30, regex="[가-힣 ]{9,}", timeout_s=0.2).wait()
+    assert isinstance(late.error, DeadlineExceeded)
+    cancelled = ask(engine, 30, regex="[가-힣 ]{9,}")
+    engine.cancel(cancelled.sequences)
+    eventually(lambda: not engine._models["m"].batch.has_work)
+    assert engine.budget.kv_bytes == 0
+    waiting = ask(engine, 30, regex="[가-힣 ]{9,}")
+    engine.unload("m")
+    assert isinstance(waiting.wait().error, ModelNotFound)
+    eventually(lambda: has_ended(process))
+
+
+def test_compiling_ends_with_the_request_or_the_model(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(constraint, "COMPILE_S", WAIT_S)
+    parameters = engine.parameters("m", {"json_schema": json.loads(ENDLESS.source[0])})
+    for end in (Future.cancel, lambda _: engine.unload("m")):
+        submitted = engine.submit("m", PROMPT, parameters, id)
+        process = process_of(engine, "json_schema")
+        assert ask(engine, choice=CHOICE).wait().text() in CHOICE
+        end(submitted)
+        eventually(partial(has_ended, process))
+    with pytest.raises(ModelNotFound):
+        submitted.result(WAIT_S)
 
 
 def test_a_models_own_form_is_read_at_its_load(tmp_path: Path, engine: Engine) -> None:

@@ -23,7 +23,7 @@ from common.errors import InvalidRequest
 from common.form import json_schema
 from engine.text.constraint import Vocabulary
 from engine.text.table import BYTES
-from tests.engine.text.test_constraint import END, draw, table_of
+from tests.engine.text.test_constraint import constrain, draw, table_of, vocabulary_of
 
 DRAFTS = {
     "draft2020-12": Draft202012Validator,
@@ -44,13 +44,17 @@ def schemas(folder: Path) -> Iterator[tuple[str, Any, Any]]:
 
 
 def main(folder: Path) -> int:
-    vocabulary = Vocabulary(table_of(BYTES), [END])
+    with vocabulary_of(table_of(BYTES)) as vocabulary:
+        return _main(folder, vocabulary)
+
+
+def _main(folder: Path, vocabulary: Vocabulary) -> int:
     counts, reasons, wrong = Counter[str](), Counter[str](), list[str]()
     for name, schema, validator in schemas(folder):
         counts["schemas"] += 1
         try:
             form = json_schema("schema", schema)
-            vocabulary.constrain(form)
+            constrain(vocabulary, form)
         except InvalidRequest as error:
             counts["refused"] += 1
             reasons[reason(error.message)] += 1

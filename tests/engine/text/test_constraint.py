@@ -6,25 +6,31 @@ import codecs
 import contextlib
 import json
 import re
-import time
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import regex
 
-from common.errors import InvalidRequest
+from common.errors import EngineUnavailable, InvalidRequest, Overloaded
 from common.form import MAX_CHARACTERS, Form
 from common.form import choice as choice_of
 from common.form import grammar as grammar_of
 from common.form import json_schema as schema_of
 from common.form import regex as regex_of
-from engine.text.constraint import MAX_COMPILED, Vocabulary, begins_with_space
+from engine.text import constraint as constraints
+from engine.text.constraint import MAX_PROCESSES, Constraint, Vocabulary
+from engine.text.form_child import begins_with_space
 from engine.text.table import BYTES, PROCESS, RUNS, SEPARATE, Table
+from tests.engine.engines import WAIT_S
+from tests.processes import eventually, has_ended
 
 WORDS = ["긍정", " 긍정", "부정", " 부정", "중립", "산에는", " 꽃", "이름", "김소월", '{"', '":']
 WORDS += ['", "', "true", "false", "null", " ", "  ", "나이", "12", "3.5", "한", "글", "\n"]
 END = 1
+KOREAN = [*WORDS, '"']
 
 
 def table_of(kind: str, words: list[str] = WORDS) -> Table:
@@ -34,15 +40,35 @@ def table_of(kind: str, words: list[str] = WORDS) -> Table:
     return Table(kind, pieces, silent=range(3), byte_ids=() if kind == BYTES else range(3, 259))
 
 
+@contextlib.contextmanager
+def vocabulary_of(table: Table, stop_ids: Sequence[int] = (END,)) -> Iterator[Vocabulary]:
+    vocabulary = Vocabulary(table, stop_ids)
+    yield vocabulary
+    vocabulary.end()
+
+
 @pytest.fixture(scope="module", params=[BYTES, RUNS, SEPARATE])
-def vocabulary(request: pytest.FixtureRequest) -> Vocabulary:
-    return Vocabulary(table_of(request.param), [END])
+def vocabulary(request: pytest.FixtureRequest) -> Iterator[Vocabulary]:
+    with vocabulary_of(table_of(request.param)) as made:
+        yield made
 
 
-@pytest.fixture
-def korean() -> Vocabulary:
+@pytest.fixture(scope="module")
+def korean() -> Iterator[Vocabulary]:
     """A Korean tokenizer without byte tokens: other characters cannot be written."""
-    return Vocabulary(Table(RUNS, [b"<s>", b"</s>", *(w.encode() for w in WORDS)], range(2)), [END])
+    pieces = [b"<s>", b"</s>", *(w.encode() for w in KOREAN)]
+    with vocabulary_of(Table(RUNS, pieces, range(2))) as made:
+        yield made
+
+
+def constrain(vocabulary: Vocabulary, form: Form) -> Constraint:
+    return vocabulary.constrain(form).result(WAIT_S).pop()  # so that nothing else refers to it
+
+
+def advance(constraint: Constraint, token: int) -> None:
+    constraint.advance(token)
+    assert constraint.wait(WAIT_S)
+    constraint.check()
 
 
 def draw(
@@ -51,7 +77,7 @@ def draw(
     """A text of random allowed tokens, and whether it is complete. `end` is added to the end
     token's logit."""
     table, random = vocabulary._table, np.random.default_rng(seed)
-    constraint, ids = vocabulary.constrain(form), list[int]()
+    constraint, ids = constrain(vocabulary, form), list[int]()
     complete = False
     while not complete and len(ids) < most:
         logits = random.standard_normal(len(table) + 5).astype(np.float32)
@@ -66,7 +92,7 @@ def draw(
         if token == END:
             return table.text(ids), True
         ids.append(token)
-        constraint.advance(token)
+        advance(constraint, token)
         complete = constraint.complete
     return table.text(ids), complete
 
@@ -223,7 +249,7 @@ def test_every_token_that_can_go_on_is_allowed(
         return any(expression.fullmatch(t, partial=partial) for t in texts if partial or not tail)
 
     for seed in range(3):
-        constraint, written = vocabulary.constrain(form), b""
+        constraint, written = constrain(vocabulary, form), b""
         rng = np.random.default_rng(seed)
         for _ in range(20):  # an answer need not end
             if constraint.complete:
@@ -236,62 +262,48 @@ def test_every_token_that_can_go_on_is_allowed(
             assert found == expected, written
             token = int(rng.choice(sorted(found - {END})))
             written += table.piece(token)
-            constraint.advance(token)
+            advance(constraint, token)
 
 
 def test_tokens_that_end_within_a_character_are_allowed(vocabulary: Vocabulary) -> None:
-    constraint = vocabulary.constrain(Form("regex", ("[가나다]",)))
+    constraint = constrain(vocabulary, Form("regex", ("[가나다]",)))
     byte = 3 + 0xEA  # the first of 가, U+AC00
     assert byte in constraint.allowed(np.zeros(300, np.float32))[1]
-    constraint.advance(byte)
+    advance(constraint, byte)
     assert constraint.forced == 3 + 0xB0
-    constraint.advance(3 + 0xB0)
+    advance(constraint, 3 + 0xB0)
     assert not constraint.complete
-    constraint.advance(3 + 0x80)
+    advance(constraint, 3 + 0x80)
     assert constraint.complete
 
 
 def test_control_tokens_are_no_text(vocabulary: Vocabulary) -> None:
     form = Form("regex", ("(.|\n)*",))
-    tokens = vocabulary.constrain(form).allowed(np.zeros(300, np.float32))[1]
+    tokens = constrain(vocabulary, form).allowed(np.zeros(300, np.float32))[1]
     assert not {0, 2} & set(tokens)
     assert END in tokens  # as its end
     assert tokens.max() == len(vocabulary._table) - 1
 
 
 def test_without_an_end_token_a_form_that_may_go_on_does() -> None:
-    vocabulary = Vocabulary(table_of(BYTES), [])
-    form = Form("regex", ("a{1,3}",))
-    assert draw(vocabulary, form) == ("aaa", True)
+    with vocabulary_of(table_of(BYTES), []) as vocabulary:
+        assert draw(vocabulary, Form("regex", ("a{1,3}",))) == ("aaa", True)
 
 
 def test_answers_of_one_form_do_not_share_their_state(vocabulary: Vocabulary) -> None:
     form = Form("choice", ("긍정", "부정"))
-    first, second = vocabulary.constrain(form), vocabulary.constrain(form)
-    first.advance(259)
+    first, second = constrain(vocabulary, form), constrain(vocabulary, form)
+    advance(first, 259)
     assert (first.complete, second.complete) == (True, False)
     assert {259, 261} <= set(second.allowed(np.zeros(300, np.float32))[1])
 
 
-def test_a_form_is_compiled_once_and_forgotten_after_many_others(
-    korean: Vocabulary, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    compiled = list[Form]()
-    compile_ = korean._compile
-
-    def noted(form: Form) -> Any:
-        compiled.append(form)
-        return compile_(form)
-
-    monkeypatch.setattr(korean, "_compile", noted)
-    forms = [Form("regex", (f"긍정{{1,{i + 1}}}",)) for i in range(MAX_COMPILED + 1)]
-    for form in [forms[0], forms[0], *forms, forms[0]]:
-        korean.constrain(form)
-    assert compiled == [*forms, forms[0]]
-
-
 REFUSED = [
-    (Form("regex", ("[a-c]+",)), "none of the model's tokens can continue"),
+    (Form("regex", ("[a-c]+",)), "none of the model's tokens can write 'a'$"),
+    (Form("regex", ("긍정[a-c]",)), "none of the model's tokens can write 'a' behind '긍정'"),
+    (Form("regex", ("(긍정|부정|산에는 꽃)뷁",)), "can write '뷁' behind '산에는 꽃'"),
+    (Form("choice", ("사랑",)), "none of the model's tokens can write '사'$"),
+    (Form("regex", ("긍정( 꽃){1,9}을",)), "can write '을' behind '긍정( 꽃){9}'"),
     (Form("regex", ("(",)), "unclosed group"),
     (Form("regex", ("(?=긍)정",)), "look-around"),
     (Form("regex", ("",)), "without text"),
@@ -308,17 +320,42 @@ REFUSED = [
 def test_what_cannot_be_written_or_read_is_refused_with_the_reason(korean: Vocabulary) -> None:
     for form, message in REFUSED:
         with pytest.raises(InvalidRequest, match=f"parameters.{form.kind}: (?s:.*){message}"):
-            korean.constrain(form)
-    for form in (Form("regex", ("긍정[a-c]",)), Form("choice", ("사랑",))):  # on the way
-        with pytest.raises(InvalidRequest, match="none of the model's tokens can continue"):
-            draw(korean, form)
+            constrain(korean, form)
     with pytest.raises(InvalidRequest, match="cannot be held to a form"):
-        Vocabulary(table_of(PROCESS), [END]).constrain(Form("regex", ("a",)))
+        constrain(Vocabulary(table_of(PROCESS), [END]), Form("regex", ("a",)))
     too_long = f"at most {MAX_CHARACTERS}"
     with pytest.raises(InvalidRequest, match=too_long):
         schema_of("parameters.json_schema", {"enum": ["가" * MAX_CHARACTERS]})
     with pytest.raises(InvalidRequest, match=too_long):
         choice_of("parameters.choice", ["가" * MAX_CHARACTERS, "나"])
+
+
+WRITABLE = [
+    (Form("choice", ("긍정", "부정적", "산에는 꽃", "산에는 풀")), {"긍정", "산에는 꽃"}),
+    (Form("regex", ("(긍정|부정뷁)( 꽃|이름a){2}",)), {"긍정 꽃 꽃"}),
+    (schema_of("", {"enum": ["긍정", "뷁", "부정", "a"]}), {'"긍정"', '"부정"'}),
+]
+
+
+@pytest.mark.parametrize(("form", "texts"), WRITABLE, ids=str)
+def test_only_branches_that_the_tokens_can_write_are_begun(
+    korean: Vocabulary, form: Form, texts: set[str]
+) -> None:
+    drawn = [draw(korean, form, seed) for seed in range(30)]
+    assert all(complete for _, complete in drawn)
+    assert {text.removeprefix(" ") for text, _ in drawn} == texts
+
+
+@pytest.mark.parametrize(
+    ("reference", "name"),
+    [("#/$defs/주소", "주소"), ("#/$defs/%EC%A3%BC%EC%86%8C", "주소"), ("#/$defs/a b", "a b")],
+)
+def test_references_may_be_written_as_people_write_them(
+    vocabulary: Vocabulary, reference: str, name: str
+) -> None:
+    schema = object_of("집") | {"$defs": {name: {"enum": ["꽃"]}}}
+    schema["properties"] = {"집": {"$ref": reference}}
+    assert draws(vocabulary, schema, 3)[0] == {"집": "꽃"}
 
 
 def nested(depth: int) -> Any:
@@ -352,11 +389,126 @@ HOSTILE = {
 }
 
 
+# llguidance looks whether the patterns have texts in common, which no limit of its own bounds.
+PATTERNS = [f"(.*{letter}.{{7}}b.*)" for letter in "acdefghijklmnopq"]
+ENDLESS = schema_of("", {"type": "string", "allOf": [{"pattern": each} for each in PATTERNS]})
+
+
 @pytest.mark.parametrize("name", HOSTILE)
 def test_a_hostile_form_is_refused_or_stays_small(name: str) -> None:
-    """Compiling counts its steps, and so does each mask."""
-    vocabulary = Vocabulary(table_of(BYTES), [END])
-    began = time.process_time()
-    with contextlib.suppress(InvalidRequest):
+    with vocabulary_of(table_of(BYTES)) as vocabulary, contextlib.suppress(InvalidRequest):
         draw(vocabulary, HOSTILE[name], most=50)
-    assert time.process_time() - began < 30  # a net: most take 5 ms
+
+
+# Each form has a process
+
+
+@pytest.fixture
+def own() -> Iterator[Vocabulary]:
+    """A vocabulary without processes."""
+    with vocabulary_of(table_of(BYTES)) as made:
+        yield made
+
+
+def forms(count: int) -> list[Form]:
+    return [Form("regex", (f"긍정{{1,{i + 1}}}",)) for i in range(count)]
+
+
+def process_of(vocabulary: Vocabulary, form: Form) -> psutil.Process:
+    """The process of a form that is in use, once it runs."""
+    process = vocabulary._processes[form]
+    return psutil.Process(eventually(lambda: process._child and process._child.pid))
+
+
+def test_a_form_that_takes_too_long_is_refused_then_refused_at_once(
+    own: Vocabulary, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(constraints, "COMPILE_S", 0.2)
+    message = r"parameters\.json_schema: the form .* took more than 0.2 s"
+    for _ in range(2):
+        future = own.constrain(ENDLESS)
+        with pytest.raises(InvalidRequest, match=message):
+            future.result(WAIT_S)
+        assert not own._processes
+    assert future.done()  # without a process
+    own._refused.clear()  # as after `REFUSED_S`
+    assert not own.constrain(ENDLESS).done()
+
+
+def test_a_form_that_takes_too_much_memory_is_refused(
+    own: Vocabulary, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(constraints, "MEMORY_MIB", 16)
+    monkeypatch.setattr(constraints, "COMPILE_S", WAIT_S)
+    with pytest.raises(InvalidRequest, match=r"json_schema: the form .* took more than 16 MiB"):
+        constrain(own, ENDLESS)
+
+
+def test_a_form_that_is_compiled_delays_no_other_and_ends_with_its_request(
+    own: Vocabulary, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(constraints, "COMPILE_S", WAIT_S)
+    first, second = own.constrain(ENDLESS), own.constrain(ENDLESS)
+    process = process_of(own, ENDLESS)
+    assert draw(own, Form("choice", ("긍정", "부정")))[1]
+    assert not first.done()
+    assert first.cancel()
+    assert process.is_running()
+    assert second.cancel()
+    eventually(lambda: has_ended(process))
+    assert not constrain(own, forms(1)[0]).complete
+
+
+def test_a_mask_that_is_late_ends_the_answers_of_its_form_only(
+    own: Vocabulary, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(constraints, "MASKS_S", 0.2)
+    late, other = forms(2)
+    first, second = constrain(own, late), constrain(own, late)
+    process_of(own, late).suspend()
+    first.advance(259)
+    assert draw(own, other)[1]
+    for each in (first, second):
+        with pytest.raises(InvalidRequest, match=r"regex: the form .* took more than 0.2 s"):
+            advance(each, 259)
+    with pytest.raises(InvalidRequest, match=r"took more than 0.2 s"):
+        constrain(own, late)
+
+
+def test_a_form_whose_process_is_killed_can_be_used_again(own: Vocabulary) -> None:
+    (form,) = forms(1)
+    constraint = constrain(own, form)
+    process_of(own, form).kill()
+    with pytest.raises(EngineUnavailable):
+        advance(constraint, 259)
+    assert draw(own, form)[1]
+    assert own._prepared is not None
+    psutil.Process(own._prepared.pid).kill()  # with all forms
+    assert draw(own, forms(2)[1])[1]
+
+
+def test_few_forms_are_in_use_at_once_and_the_idle_ones_make_room(own: Vocabulary) -> None:
+    used = [constrain(own, form) for form in forms(MAX_PROCESSES)]
+    with pytest.raises(Overloaded, match="other forms are in use"):
+        constrain(own, Form("regex", ("꽃",)))
+    first = process_of(own, forms(1)[0])
+    assert constrain(own, forms(1)[0]) is not None  # in use already
+    used.pop(0).close()
+    eventually(lambda: not own._processes[forms(1)[0]].num_users)
+    assert draw(own, Form("regex", ("꽃",)))[1]
+    eventually(lambda: has_ended(first))
+    own.end()
+    assert not own._processes
+    for each in used:
+        with pytest.raises(EngineUnavailable):
+            advance(each, 259)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [None, [], {}, {"forced": [-1], "mask": ""}, {"forced": [1 << 40], "mask": ""},
+     {"forced": [], "mask": "가"}, {"forced": [], "mask": "AAAA"}, {"forced": 1, "mask": ""}],
+)  # fmt: skip
+def test_what_a_forms_process_returns_is_checked(value: Any) -> None:
+    with pytest.raises((TypeError, KeyError, ValueError)):
+        constraints.state_of(value, 300)

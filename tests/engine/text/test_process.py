@@ -260,7 +260,8 @@ def test_end_tokens_that_a_table_lacks_are_left_out() -> None:
     value = {"stop_ids": [-1, 1, 3, 50256], "special_ids": [0], "table": table}
     about = About.from_json(value, "t", 3)
     assert about.stop_ids == {1}
-    assert about.vocabulary.constrain(Form("choice", ("가",))).forced == 2
+    assert about.vocabulary.constrain(Form("choice", ("가",))).result(WAIT_S)[0].forced == 2
+    about.vocabulary.end()
 
 
 # Faults cost one model
