@@ -60,12 +60,13 @@ class HuggingFaceTokenizer:
         self._special = {i for i, token in added.items() if token.special}
         unknown = getattr(self._tokenizer.model, "unk_token", None)
         self._unknown = None if unknown is None else self.token_id(unknown)  # any rare character
-        self.special_ids = self._special - {self._unknown}
         decoder = repr(self._tokenizer.decoder)
         self._letters = byte_letters() if "ByteLevel" in decoder else {}
         names = [f"<0x{byte:02X}>" for byte in range(256)] if "ByteFallback" in decoder else []
         byte_ids = {self.token_id(name): byte for byte, name in enumerate(names)}
         self._byte_ids = {i: byte for i, byte in byte_ids.items() if i is not None}
+        # Some files list `<0x0A>` as special; it is the newline of any text.
+        self.special_ids = self._special - {self._unknown} - self._byte_ids.keys()
 
     def _add_tokens(self, named: dict[str, Any]) -> None:
         """Add tokens that the other files list and `tokenizer.json` lacks or defines otherwise."""
@@ -109,7 +110,8 @@ class HuggingFaceTokenizer:
         """Encode a filled template. Raises `InvalidRequest` if a field adds a control token."""
         ids = self._encode("".join(part.text for part in parts), False)
         frame = self._encode("".join(part.text for part in parts if not part.is_field), False)
-        wanted = [i for i in frame if i in self._added and i != self._unknown]
+        plain = {self._unknown, *self._byte_ids}
+        wanted = [i for i in frame if i in self._added and i not in plain]
         controls = self.special_ids.union(wanted)
         for token in (i for i in ids if i in controls):
             if not wanted or wanted[0] != token:

@@ -218,9 +218,9 @@ class Texts:
             if self._closed is not None:
                 return
             self._closed = reason
-        self._processes.release(self._digest, self)
         for made in [*self._forming]:
             made.cancel()
+        self._processes.release(self._digest, self)
         for task in self._process.turns.take(self):
             task()  # its future gets the reason
         for sequence in list(self._answers):

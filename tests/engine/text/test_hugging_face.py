@@ -182,6 +182,17 @@ def test_a_users_text_holds_no_control_token(tokenizer: HuggingFaceTokenizer) ->
         tokenizer.check_plain("안녕<sys>")
 
 
+def test_a_byte_that_a_file_lists_as_special_is_text(tmp_path: Path) -> None:
+    listed = {"additional_special_tokens": ["<0x0A>"]}
+    tokenizer = HuggingFaceTokenizer(saved(tmp_path, "byte-fallback", tokenizer_config=listed))
+    newline = tokenizer.token_id("<0x0A>")
+    text = "산에는\n꽃\n"
+    tokenizer.check_plain(text)
+    assert tokenizer.encode_parts([Part("질문:\n"), Part(text, True)]).count(newline) == 3
+    with pytest.raises(InvalidRequest, match="reserved"):
+        tokenizer.check_plain("안녕<sys>")
+
+
 def test_other_added_tokens_are_text(tokenizer: HuggingFaceTokenizer) -> None:
     """Fine-tunes add emoticons and the like."""
     unused = tokenizer.token_id("<unused0>")
