@@ -290,8 +290,8 @@ class Engine:
         Raises `ModelNotFound`, `Overloaded`; the future raises those, `DeadlineExceeded`,
         `InvalidRequest`, `PromptTooLong`, and what `Texts.encode` does.
         """
-        model = self._find(name)
-        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        model, received_at = self._find(name), time.monotonic()
+        deadline = None if timeout_s is None else received_at + timeout_s
         form, count = parameters.form, parameters.num_return_sequences
         scored = parameters.choice_logprobs
 
@@ -326,6 +326,7 @@ class Engine:
                     constraint=constraint,
                     labels=labels,
                     rules=list(map(copy.copy, rules)),
+                    received_at=received_at,
                 )
                 for i, constraint in enumerate(forming.result())
             ]

@@ -103,6 +103,7 @@ class Sequence:
     failed: EngineError | None = None
     begun: bool = False  # whether a pass has computed some of its tokens
     queued_at: float = field(default_factory=time.monotonic)
+    received_at: float = field(default_factory=time.monotonic)  # before its prompt was tokenized
 
     def __post_init__(self) -> None:
         self.ids = list(self.prompt)

@@ -18,6 +18,7 @@ class Statistics:
     guessed_tokens: int = 0
     accepted_tokens: int = 0  # guessed tokens that the sampler drew
     queue_s: Histogram = field(default_factory=Histogram)  # from the queue to the first pass
+    # From a request's receipt, before it is tokenized, to the sending of an answer's first token.
     time_to_first_token_s: Histogram = field(default_factory=Histogram)
     seconds_per_request: float = 0.0  # moving average
 

@@ -339,10 +339,8 @@ class Loop:
 
     @staticmethod
     def _count_first(sequence: Sequence) -> None:
-        """Count the first token of a sequence."""
-        counters = sequence.model.statistics
-        counters.cached_tokens += sequence.cached_tokens
-        counters.time_to_first_token_s.observe(time.monotonic() - sequence.queued_at)
+        """Count the prompt of a sequence with its first token."""
+        sequence.model.statistics.cached_tokens += sequence.cached_tokens
 
     @contextmanager
     def _ending(self, core: Core, sequence: Sequence) -> Iterator[None]:

@@ -242,7 +242,8 @@ class Texts:
                 self._answers.pop(sequence, None)
 
     def _send_token(self, sequence: Sequence, token: Token) -> None:
-        answer = self._answers.get(sequence) or self._begin(sequence)
+        begun = self._answers.get(sequence)
+        answer = begun or self._begin(sequence)
         token.text, stopped = answer.write(token.id, token.finish_reason)
         if token.logprobs is not None or token.prefill:
             token.pieces = list(map(self._table.piece, token.shown))
@@ -257,6 +258,9 @@ class Texts:
             token.finish_reason = "stop"
         self._statistics.tokens += 1
         sequence.send(token)
+        if begun is None:
+            seconds = time.monotonic() - sequence.received_at
+            self._statistics.time_to_first_token_s.observe(seconds)
         if token.finish_reason is not None:
             self._statistics.finished(time.monotonic() - sequence.queued_at)
 

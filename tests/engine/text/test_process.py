@@ -7,6 +7,7 @@ import os
 import shutil
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
@@ -35,7 +36,7 @@ from engine.text.process import About, TextProcesses, Turns
 from engine.text.table import RUNS, Table
 from engine.text.texts import Texts
 from tests.engine.conftest import NewEngine
-from tests.engine.engines import WAIT_S, Gate, Pause, Request, make_talkative
+from tests.engine.engines import WAIT_S, Gate, Pause, Request, Result, make_talkative
 from tests.engine.hugging_face import EOS, make_hugging_face, write_json
 from tests.engine.sandbox import targets
 from tests.engine.text.opened import texts_of
@@ -262,6 +263,26 @@ def test_end_tokens_that_a_table_lacks_are_left_out() -> None:
     assert about.stop_ids == {1}
     assert about.vocabulary.constrain(Form("choice", ("가",))).result(WAIT_S)[0].forced == 2
     about.vocabulary.end()
+
+
+def test_the_time_to_first_token_is_from_the_receipt_to_the_sending(
+    engine_: Engine, good: Path
+) -> None:
+    model, gate = engine_.load("m", str(good)), Gate()
+    first_token_s = model.statistics.time_to_first_token_s
+    counts: list[int] = []
+    result = Result(on_token=lambda _: counts.append(sum(first_token_s._counts)))
+    model.texts.soon(gate)
+    gate.reached()
+    parameters = engine_.parameters("m", {"max_new_tokens": 3})
+    future = engine_.submit("m", PROMPT, parameters, result.emit)
+    while_tokenized = time.monotonic()
+    gate.open()
+    [sequence] = future.result(WAIT_S)
+    assert sequence.received_at <= while_tokenized <= sequence.queued_at
+    result.wait()
+    assert counts == [0, 1, 1]
+    eventually(lambda: first_token_s.sum >= sequence.queued_at - while_tokenized)
 
 
 # Faults cost one model
