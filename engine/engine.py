@@ -344,7 +344,7 @@ class Engine:
         except BaseException:
             self._release(model)
             raise
-        unloaded = ModelNotFound(f"{name} was unloaded")
+        unloaded = ModelNotFound("the model was unloaded")
         submitted = after([tokenizing, forming], queue, unloaded)
         submitted.add_done_callback(lambda _: self._release(model))
         return submitted
