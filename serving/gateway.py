@@ -186,6 +186,10 @@ async def serve(settings: Settings, run_dir: Path, secret: str) -> None:
             background.start_soon(start, gateway)
             background.start_soon(gateway.tokens.watch)
             background.start_soon(gateway.aliases.watch)
+            # Until now a signal ended this process at once. uvicorn handles it, and sends it again
+            # after its shutdown: ignored then, to exit with status 0.
+            signal.signal(signal.SIGTERM, lambda number, frame: None)
+            signal.signal(signal.SIGINT, lambda number, frame: None)
             await _Server(config, gateway).serve(sockets=listeners)
             background.cancel_scope.cancel()
 
@@ -246,9 +250,6 @@ def main() -> None:
     expendable(SERVER)
     log_as_json("gateway")
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
-    # uvicorn sends itself the signal again after its shutdown: ignore it, to exit with status 0.
-    signal.signal(signal.SIGTERM, lambda number, frame: None)
-    signal.signal(signal.SIGINT, lambda number, frame: None)
     uvloop.run(_run())
 
 

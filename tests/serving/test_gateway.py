@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -47,6 +48,25 @@ def test_an_unexpected_error_is_logged_and_has_the_gateway_started_again(
     last = json.loads(done.stdout.splitlines()[-1])
     assert last["level"] == "error"
     assert "KeyError: '봄'" in last["traceback"]
+
+
+STOPPED = """
+import os, signal
+from serving import gateway
+
+async def stopped(*_):
+    os.kill(os.getpid(), signal.SIGTERM)
+    raise KeyError("the signal was lost")
+
+gateway.Tokens.refresh = stopped
+gateway.main()
+"""
+
+
+def test_a_signal_before_the_gateway_listens_ends_it_at_once(tmp_path: Path) -> None:
+    """It was ignored, and a stop waited for all of DRAIN_S."""
+    done = gateway(str(tmp_path), tmp_path, "-c", STOPPED)
+    assert done.returncode == -signal.SIGTERM, done.stdout
 
 
 def test_a_gateway_that_cannot_start_says_so_and_gives_up(tmp_path: Path) -> None:
