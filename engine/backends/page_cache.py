@@ -53,6 +53,11 @@ def advise_cold(spans: Iterable[Span]) -> None:
         _libc.madvise(*span, MADV_COLD)
 
 
+def advise_dontneed(address: int, length: int) -> None:
+    """Return the memory of anonymous pages to the system; they are zeros from now on."""
+    _libc.madvise(address, length, mmap.MADV_DONTNEED)
+
+
 def present(address: int, length: int) -> NDArray[np.uint8]:
     """Return for each page of a span 1 if it is in memory, otherwise 0. Raises `OSError`."""
     pages = np.zeros(-(-length // PAGE), dtype=np.uint8)

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from common.errors import OutOfMemory
+from engine.backends.page_cache import advise_dontneed
 from engine.native.library import PAGE_TOKENS
 
 MAP_NORESERVE = 0x4000  # Linux; in Python's mmap from 3.13 on
@@ -70,14 +71,14 @@ class Arena:
                 last += 1
                 self._used -= 1
             del self._free[:last]
-            begin = -(-self._used * self.page_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
-            if begin < len(self._memory):
-                self._memory.madvise(mmap.MADV_DONTNEED, begin)
-            for page in self._free:
-                begin = -(-page * self.page_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
-                end = (page + 1) * self.page_bytes // mmap.PAGESIZE * mmap.PAGESIZE
-                if end > begin:
-                    self._memory.madvise(mmap.MADV_DONTNEED, begin, end - begin)
+            free = np.array([*self._free[::-1], self._used], np.int64)
+            starts = np.flatnonzero(np.diff(free, prepend=-2) > 1)  # of runs of neighbors
+            ends = np.append(free[starts[1:] - 1] + 1, self._count)  # the last takes the rest
+            for first, end in zip(free[starts].tolist(), ends.tolist(), strict=True):
+                begin = -(-first * self.page_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
+                stop = end * self.page_bytes // mmap.PAGESIZE * mmap.PAGESIZE
+                if stop > begin:
+                    advise_dontneed(self.address + begin, stop - begin)
 
 
 def _reserve() -> mmap.mmap:

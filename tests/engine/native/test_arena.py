@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import mmap
+
 import numpy as np
 import pytest
 
@@ -83,6 +85,16 @@ def test_memory_can_be_trimmed_while_all_pages_are_in_use() -> None:
     arena.release(pages)
     arena.trim()
     assert arena.take(2) == [0, 1]
+
+
+def test_neighboring_free_pages_are_returned_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    arena, calls = Arena(mmap.PAGESIZE), list[tuple[int, int]]()
+    monkeypatch.setattr("engine.native.arena.advise_dontneed", lambda *call: calls.append(call))
+    arena.take(300)
+    arena.release([*range(249, 199, -1), *range(100)])
+    arena.trim()
+    pages = [((a - arena.address) // mmap.PAGESIZE, n // mmap.PAGESIZE) for a, n in calls]
+    assert pages == [(0, 100), (200, 50), (300, arena._count - 300)]
 
 
 def test_a_page_is_copied_without_other_memory() -> None:
