@@ -287,7 +287,7 @@ def _guarded(form: Form, work: Callable[..., Result], *arguments: Any) -> Result
 
 
 def _refused(form: Form, message: str) -> InvalidRequest:
-    if "panick" in message.lower():  # with paths and a native backtrace
+    if "panic" in message or "backtrace" in message:  # with paths and a native backtrace
         message = "llguidance cannot read it"
     reason = " ".join(message.replace("<non-verbose/>", "").split()) or "it is too complex"
     return InvalidRequest(f"parameters.{form.kind}: {cut(reason, MAX_REASON)}")

@@ -21,6 +21,7 @@ from common.form import grammar as grammar_of
 from common.form import json_schema as schema_of
 from common.form import regex as regex_of
 from engine.text import constraint as constraints
+from engine.text import form_child
 from engine.text.constraint import MAX_PROCESSES, Constraint, Vocabulary
 from engine.text.form_child import begins_with_space
 from engine.text.table import BYTES, PROCESS, RUNS, SEPARATE, Table
@@ -328,6 +329,18 @@ def test_what_cannot_be_written_or_read_is_refused_with_the_reason(korean: Vocab
         schema_of("parameters.json_schema", {"enum": ["가" * MAX_CHARACTERS]})
     with pytest.raises(InvalidRequest, match=too_long):
         choice_of("parameters.choice", ["가" * MAX_CHARACTERS, "나"])
+
+
+def test_a_panic_of_the_library_is_one_sentence() -> None:
+    panic = "thread '<unnamed>' panicked at /root/.cargo/src/lib.rs:1:\n가\nstack backtrace:\n 0: x"
+    error = form_child._refused(Form("grammar", ("가",)), panic)
+    assert error.message == "parameters.grammar: llguidance cannot read it"
+
+    def panics() -> None:
+        raise BaseException(panic)  # as PanicException
+
+    with pytest.raises(InvalidRequest, match="grammar: llguidance cannot read it"):
+        form_child._guarded(Form("grammar", ("가",)), panics)
 
 
 WRITABLE = [
