@@ -13,6 +13,7 @@ from typing import Any
 import boto3
 from botocore import awsrequest, exceptions
 from botocore.config import Config
+from botocore.handlers import validate_bucket_name
 from urllib3.exceptions import HTTPError
 
 from common.errors import SettingError
@@ -29,13 +30,12 @@ CLIENT_OPTIONS: dict[str, Any] = {
     "max_pool_connections": 32,
 }
 MISSING = ("404", "NoSuchKey", "NotFound")
-DENIED = (
-    "403",
-    "AccessDenied",
+DENIED = ("403", "AccessDenied", "AllAccessDisabled", "Forbidden")
+CREDENTIALS = (  # not accepted, whatever they allow
     "ExpiredToken",
-    "Forbidden",
     "InvalidAccessKeyId",
     "InvalidToken",
+    "RequestTimeTooSkewed",
     "SignatureDoesNotMatch",
     "TokenRefreshRequired",
 )
@@ -60,6 +60,12 @@ class S3Bucket:
     def __init__(self, name: str) -> None:
         self.name = name
         try:
+            validate_bucket_name({"Bucket": name})
+        except exceptions.ParamValidationError:
+            raise SettingError(
+                f"s3://{name} cannot be used: {name!r} is no bucket's name"
+            ) from None
+        try:
             self._client = boto3.session.Session().client("s3", config=Config(**CLIENT_OPTIONS))
         except (exceptions.BotoCoreError, ValueError) as error:
             raise SettingError(f"s3://{name} cannot be used: {error}") from None
@@ -67,7 +73,14 @@ class S3Bucket:
     def head(self, key: str) -> StoredFile | None:
         try:
             with self._errors("s3:GetObject", key):
-                answer = self._client.head_object(Bucket=self.name, Key=key)
+                try:
+                    answer = self._client.head_object(Bucket=self.name, Key=key)
+                except exceptions.ClientError as error:
+                    if _code(error) != "400":
+                        raise
+                    # Without a body, a HEAD has no reason, such as an expired token.
+                    self._client.get_object(Bucket=self.name, Key=key, Range="bytes=0-0")
+                    raise
         except ModelNotInStore:
             return None
         return StoredFile(key, key, answer["ContentLength"], answer["ETag"].strip('"'))
@@ -98,18 +111,29 @@ class S3Bucket:
         try:
             yield
         except exceptions.ClientError as error:
-            code = str(error.response.get("Error", {}).get("Code", ""))
+            code = _code(error)
             if code in MISSING:
                 raise ModelNotInStore(f"there is nothing at {where}") from None
             if code == "NoSuchBucket":
-                raise StoreUnavailable(f"there is no bucket {self.name}") from None
+                raise StoreAccessDenied(f"there is no bucket {self.name}") from None
+            if code == "InvalidObjectState":
+                raise StoreAccessDenied(
+                    f"{where} is archived (its storage class is GLACIER or the like): restore it"
+                ) from None
+            if code in CREDENTIALS:
+                raise StoreAccessDenied(
+                    f"{where}: the credentials were not accepted ({code}); renew them"
+                ) from None
             if code in ("412", "PreconditionFailed"):
                 raise ArtifactChanged(f"{where} has changed; try again") from None
             if code in DENIED:
-                raise StoreAccessDenied(
-                    f"{where}: {action} was denied ({code}); without s3:ListBucket on the bucket"
-                    f" {self.name}, S3 denies missing objects, too"
-                ) from None
+                hint = (
+                    ""
+                    if action == "s3:ListBucket"
+                    else f"; without s3:ListBucket on the bucket {self.name}, S3 denies missing"
+                    " objects, too"
+                )
+                raise StoreAccessDenied(f"{where}: {action} was denied ({code}){hint}") from None
             raise StoreUnavailable(f"{where}: {action} failed: {error}") from None
         except (exceptions.NoCredentialsError, exceptions.PartialCredentialsError) as error:
             raise StoreAccessDenied(
@@ -118,3 +142,8 @@ class S3Bucket:
         # boto3 does not wrap urllib3's errors while a body is read.
         except (exceptions.BotoCoreError, HTTPError, OSError) as error:
             raise StoreUnavailable(f"{where} cannot be read: {error}") from None
+
+
+def _code(error: exceptions.ClientError) -> str:
+    """Returns S3's code of an error; of a HEAD, which has none, the status."""
+    return str(error.response.get("Error", {}).get("Code", ""))

@@ -1,12 +1,15 @@
 from __future__ import annotations
 
+import http.server
 import socket
+import threading
 from pathlib import Path
 
 import pytest
 from moto.core import DEFAULT_ACCOUNT_ID
 from moto.sts.models import sts_backends
 
+from common.errors import SettingError
 from serving.errors import (
     ArtifactChanged,
     StartError,
@@ -15,6 +18,7 @@ from serving.errors import (
 )
 from serving.store import open_store
 from serving.store import s3 as s3_module
+from serving.store.objects import ObjectStore
 from tests.serving.store.s3 import BUCKET, LOCATION, S3Server, archive, open_cache
 
 pytestmark = pytest.mark.usefixtures("s3")
@@ -66,10 +70,17 @@ def test_what_keeps_a_store_closed_is_named(s3: S3Server, monkeypatch: pytest.Mo
     with s3.checking_access():
         with pytest.raises(StoreAccessDenied, match=rf"{BUCKET}/kogpt2/a.*s3:GetObject"):
             store.find("a")
-        with pytest.raises(StoreAccessDenied, match=r"s3:ListBucket was denied"):
+        with pytest.raises(StoreAccessDenied, match=r"were not accepted \(InvalidAccessKeyId\)"):
             store.models()
-    with pytest.raises(StoreUnavailable, match="no bucket nowhere"):
+    with pytest.raises(StoreAccessDenied, match="no bucket nowhere"):
         open_store("s3://nowhere/").find("a")
+    with pytest.raises(SettingError, match=r"s3://봄 cannot be used: '봄' is no bucket's name"):
+        open_store("s3://봄/")
+    s3.client.put_object(Bucket=BUCKET, Key="kogpt2/시.tar.gz", Body=b"1", StorageClass="GLACIER")
+    (archived,) = (model for model in store.models() if model.name == "시")
+    assert isinstance(store, ObjectStore)
+    with pytest.raises(StoreAccessDenied, match=r"kogpt2/시\.tar\.gz is archived .*restore it"):
+        list(store.read(*store.files(archived), 0, 1))
     monkeypatch.delenv("AWS_ACCESS_KEY_ID")
     monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
     with pytest.raises(StoreAccessDenied, match="AWS_ACCESS_KEY_ID"):
@@ -116,3 +127,36 @@ def test_a_pods_identity_is_enough(
     assert [model.name for model in open_store(LOCATION).models()] == ["소월"]
     (role,) = sts_backends[DEFAULT_ACCOUNT_ID]["aws"].assumed_roles
     assert role.role_arn.endswith("role/kogpt2-store")
+
+
+EXPIRED = b"<Error><Code>ExpiredToken</Code><Message>The token has expired.</Message></Error>"
+
+
+class Expired(http.server.BaseHTTPRequestHandler):
+    """Answers as S3 does to an expired token: HEAD has no body, and so no code."""
+
+    def do_HEAD(self) -> None:
+        self.send_response(400)
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+    def do_GET(self) -> None:
+        self.send_response(400)
+        self.send_header("Content-Length", str(len(EXPIRED)))
+        self.end_headers()
+        self.wfile.write(EXPIRED)
+
+    def log_message(self, *_: object) -> None: ...
+
+
+def test_an_expired_token_is_named(s3: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Expired) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        endpoint = f"http://127.0.0.1:{server.server_address[1]}"
+        monkeypatch.setenv("AWS_ENDPOINT_URL_S3", endpoint)
+        store = open_store(LOCATION)
+        for call in (lambda: store.find("봄"), store.models):
+            with pytest.raises(StoreAccessDenied, match=r"credentials were.*ExpiredToken") as error:
+                call()
+            assert "ListBucket" not in error.value.message
+        server.shutdown()
