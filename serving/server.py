@@ -290,11 +290,11 @@ def _get(connection: HTTPConnection, url: str) -> tuple[int, bytes]:
 
 def host_accepts(run_dir: Path) -> bool:
     """Returns whether the workers' host works: it has to close a connection that names no model."""
-    with socket.socket(socket.AF_UNIX) as connection:
-        connection.settimeout(PROBE_TIMEOUT_S)
-        try:
+    try:
+        with socket.socket(socket.AF_UNIX) as connection:
+            connection.settimeout(PROBE_TIMEOUT_S)
             connection.connect(str(run_dir / "workers.sock"))
             connection.send(b"?")
             return connection.recv(1) == b""
-        except OSError:
-            return False
+    except OSError:  # also if there are too many open files for the socket
+        return False

@@ -10,30 +10,33 @@ from handlers.user_code.entry_point import manifest_name
 from serving.errors import Timeout
 from serving.store import Cache, Fetched, Stop, StoredModel
 
-# Threads of two pools, so that slow downloads do not delay fetches from this machine's disk.
-FETCHES_AT_ONCE, DOWNLOADS_AT_ONCE = 4, 16
+# Threads of three pools: downloads do not delay fetches from this machine's disk, nor do both delay
+# cached models. They may wait for locks of other processes that share the cache.
+CACHED_AT_ONCE, FETCHES_AT_ONCE, DOWNLOADS_AT_ONCE = 4, 4, 16
 
 
 class Fetches:
     def __init__(self, cache: Cache) -> None:
         self._cache = cache
         # Not in asyncio's default pool: fetches may hang, and releases must not wait for a thread.
+        self._cached = ThreadPoolExecutor(CACHED_AT_ONCE, "cached")
         self._here = ThreadPoolExecutor(FETCHES_AT_ONCE, "fetch")
         self._downloads = ThreadPoolExecutor(DOWNLOADS_AT_ONCE, "download")
 
-    async def fetch(self, stored: StoredModel) -> tuple[Fetched, float]:
+    async def fetch(self, stored: StoredModel, stop: Stop | None = None) -> tuple[Fetched, float]:
         """Fetches a model; returns its folder and the seconds, without the wait for a thread.
 
         Raises errors of `Cache.acquire`. Cancellation stops the fetch.
         """
-        is_here = stored.is_local or await asyncio.to_thread(self._cache.holds, stored)
-        stop = Stop()
+        stop = stop or Stop()
+        threads = self._here if stored.is_local else self._downloads
+        if stored.in_place or await asyncio.to_thread(self._cache.holds, stored):
+            threads = self._cached
 
         def acquire() -> tuple[Fetched, float]:
             started = time.monotonic()
             return self._cache.acquire(stored, stop), time.monotonic() - started
 
-        threads = self._here if is_here else self._downloads
         fetch = asyncio.get_running_loop().run_in_executor(threads, acquire)
         try:
             return await asyncio.shield(fetch)

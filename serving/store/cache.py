@@ -26,7 +26,7 @@ from serving.errors import (
 from serving.store.archive import extract
 from serving.store.cache_disk import CacheDisk, Reservation, megabytes
 from serving.store.catalog import Remote, StoredModel, public_url
-from serving.store.disk import lock, raise_disk_full, walk
+from serving.store.disk import LOCK_POLL_S, lock, raise_disk_full, walk
 from serving.store.download import Download, Stopping
 from serving.store.folder import closed_to_user, file_version
 from serving.store.sources import Sources
@@ -38,7 +38,6 @@ logger = logging.getLogger(__name__)
 # damaged during its download is unusable for longer. Shorter: more useless downloads.
 BROKEN_S = 60.0
 MAX_BROKEN = 1024  # versions
-LOCK_POLL_S = 0.05  # poll interval while another thread or process fetches the same model
 MAX_FULL_DISKS = 100  # attempts to fetch a model onto a full disk, each after an eviction
 
 
@@ -80,8 +79,8 @@ class Cache:
 
         Waits if another thread or process is fetching the model. A folder of this machine is used
         in place. Raises `ArchiveError`, `ArtifactChanged`, `DiskFull`, `ModelTooLarge`,
-        `ModelNotInStore`, `StoreUnavailable`, `StoreAccessDenied`; `Stopping` soon after `stop` is
-        set.
+        `ModelNotInStore`, `StoreUnavailable`, `StoreAccessDenied`, `Unavailable` if another process
+        holds a lock of the cache for too long; `Stopping` soon after `stop` is set.
         """
         if model.in_place:
             if not Path(model.url).is_dir():
@@ -101,13 +100,15 @@ class Cache:
 
     def _acquire(self, model: StoredModel, reservation: Reservation) -> Fetched:
         path = self._disk.models / model.key
-        pin = self._disk.pin(model.key)
+        pin = self._disk.pin(model.key, reservation.stopping)
         try:
             hit = Fetched(path, hit=True) if path.is_dir() else None
             fetched = hit or self._fetch_once(model, reservation)
             _touch(path)
-        except BaseException:
+        except BaseException as error:
             os.close(pin)
+            if isinstance(error, ArchiveError | ArtifactChanged | ModelTooLarge):
+                self._disk.remove_if_unused(model.key)  # its lock files
             raise
         with self._guard:
             self._pins.setdefault(path, []).append(pin)
@@ -181,9 +182,11 @@ class Cache:
     @contextlib.contextmanager
     def _fetching(self, key: str, stopping: Stop) -> Iterator[int]:
         """Waits for a model's fetch lock and holds it; yields its file descriptor."""
-        while (descriptor := lock(self._disk.fetch_lock(key), wait=False)) is None:
+        while (descriptor := lock(self._disk.fetch_lock(key))) is None:
+            stopping.waits_for = self._disk.fetch_lock(key)
             if stopping.wait(LOCK_POLL_S):
                 raise Stopping("the fetch was stopped")
+        stopping.waits_for = None
         try:
             yield descriptor
         finally:

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from common.trees import remove
 from serving.errors import DiskFull, ModelTooLarge, StartError
-from serving.store.disk import lock, locked, size_bytes
+from serving.store.disk import closing_descriptor, lock, size_bytes, wait_for_lock
 from serving.store.download import Stopping
 from serving.store.stopping import Stop
 
@@ -50,11 +50,12 @@ class CacheDisk:
         except OSError as error:
             raise StartError(f"the model cache {root} cannot be used: {error}") from None
 
-    def pin(self, key: str) -> int:
-        """Prevents a model's eviction until the returned descriptor is closed."""
-        pin = lock(self._pin_file(key), shared=True)
-        assert pin is not None
-        return pin
+    def pin(self, key: str, stop: Stop) -> int:
+        """Prevents a model's eviction until the returned descriptor is closed.
+
+        Raises `Unavailable` if another process holds the lock for too long.
+        """
+        return wait_for_lock(self._pin_file(key), stop, shared=True)
 
     def publish(self, key: str) -> Path:
         """Moves a complete model from `temporary` to `models`."""
@@ -63,14 +64,21 @@ class CacheDisk:
         return self.models / key
 
     def free(
-        self, key: str, wanted: int, growth: int, reserve: Callable[[], object], least: int = 0
+        self,
+        key: str,
+        wanted: int,
+        growth: int,
+        reserve: Callable[[], object],
+        stop: Stop,
+        least: int = 0,
     ) -> None:
         """Evicts the least recently used models not in use until `wanted` bytes for `key` fit.
 
         growth: the part of `wanted` that is not on the disk yet
         reserve: called before another thread or process can evict
         least: bytes to free even if all fits
-        Raises `DiskFull` without evicting any model, or `ModelTooLarge`.
+        Raises `DiskFull` without evicting any model, `ModelTooLarge`, or `Unavailable` if another
+        process holds the cache's lock for too long.
         """
         most = self._max_bytes
         if most and wanted > most:
@@ -78,7 +86,7 @@ class CacheDisk:
                 f"the model needs {megabytes(wanted)} on disk, more than the whole cache:"
                 f" {megabytes(most)} (CACHE_MAX_MIB)"
             )
-        with locked(self._root / "lock"):
+        with closing_descriptor(wait_for_lock(self._root / "lock", stop)):
             others = {k: size for k, size in self.sizes().items() if k != key}
             over = sum(others.values()) + wanted - most if most else 0
             missing = max(over, growth - shutil.disk_usage(self._root).free, least)
@@ -134,8 +142,15 @@ class CacheDisk:
         self._remove_all(key, self.temporary / key, self.parts / key)
 
     def _remove_leftovers(self) -> None:
-        """Removes files of killed processes, except for downloads, which can be resumed."""
-        with locked(self._root / "lock"):
+        """Removes files of killed processes, except for downloads, which can be resumed.
+
+        Does nothing while another process evicts: the start does not wait for it.
+        """
+        descriptor = lock(self._root / "lock")
+        if descriptor is None:
+            logger.warning("another process holds the lock %s", self._root / "lock")
+            return
+        with closing_descriptor(descriptor):
             for key in {path.name for path in self.temporary.iterdir()} | self._locked_keys():
                 pin = self._pin_alone(key)
                 if pin is not None:
@@ -145,7 +160,7 @@ class CacheDisk:
     def _pin_alone(self, key: str) -> int | None:
         """Locks a model's pin exclusively; None if it is in use, or its file is another user's."""
         try:
-            return lock(self._pin_file(key), wait=False)
+            return lock(self._pin_file(key))
         except OSError as error:
             logger.warning("%s in the cache is not touched: %s", key, error)
             return None
@@ -200,14 +215,17 @@ class Reservation:
         self._wanted += size
         self._resumed = resumed or self._resumed
         if self._wanted - self._granted > self._disk.step_bytes:
-            self._disk.free(self._key, self._wanted, self._growth(self._granted), self._write)
+            self._disk.free(
+                self._key, self._wanted, self._growth(self._granted), self._write, self.stopping
+            )
 
     def retry(self) -> None:
         """Resets the reservation and frees space, after the disk was full in spite of it.
 
         Evicts at least one model, or raises `DiskFull`.
         """
-        self._disk.free(self._key, self._wanted, self._growth(0), lambda: None, least=1)
+        growth = self._growth(0)
+        self._disk.free(self._key, self._wanted, growth, lambda: None, self.stopping, least=1)
         self._wanted = self._granted = 0
 
     def _growth(self, granted: int) -> int:

@@ -7,22 +7,29 @@ import errno
 import fcntl
 import logging
 import os
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 from common.model_files import is_hidden
-from serving.errors import DiskFull
+from serving.errors import DiskFull, Unavailable
 
 logger = logging.getLogger(__name__)
 
+LOCK_POLL_S = 0.05  # poll interval while another thread or process holds a lock
+# Locks are held while models are removed, which takes seconds. Longer: a process that hangs delays
+# others' loads. Shorter: a slow disk makes loads fail.
+LOCK_LIMIT_S = 15.0
 
-def lock(path: Path, *, shared: bool = False, wait: bool = True) -> int | None:
+
+def lock(path: Path, *, shared: bool = False) -> int | None:
     """Locks the file `path`, creating it; returns a descriptor whose closing unlocks the file.
 
     Works between threads and processes; the kernel unlocks the file when a process dies. Returns
-    None if the file is locked already and `wait` is false.
+    None if the file is locked already.
     """
-    kind = (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | (0 if wait else fcntl.LOCK_NB)
+    kind = (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB
     while True:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
         try:
@@ -41,13 +48,26 @@ def lock(path: Path, *, shared: bool = False, wait: bool = True) -> int | None:
         os.close(descriptor)
 
 
+def wait_for_lock(path: Path, stop: threading.Event, *, shared: bool = False) -> int:
+    """Waits for the lock of the file `path`, at most LOCK_LIMIT_S; returns its descriptor.
+
+    Raises `Unavailable` after that, and as soon as `stop` is set.
+    """
+    end = time.monotonic() + LOCK_LIMIT_S
+    while (descriptor := lock(path, shared=shared)) is None:
+        if stop.wait(LOCK_POLL_S) or time.monotonic() > end:
+            raise Unavailable(
+                f"the model cache is in use: another process holds the lock {path} for longer than"
+                f" {LOCK_LIMIT_S:g} s"
+            )
+    return descriptor
+
+
 @contextlib.contextmanager
-def locked(path: Path) -> Iterator[int]:
-    """Waits for the exclusive lock of the file `path` and holds it; yields its descriptor."""
-    descriptor = lock(path)
-    assert descriptor is not None
+def closing_descriptor(descriptor: int) -> Iterator[None]:
+    """Closes a descriptor at the exit."""
     try:
-        yield descriptor
+        yield
     finally:
         os.close(descriptor)
 

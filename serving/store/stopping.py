@@ -10,6 +10,7 @@ import contextlib
 import socket
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from requests.adapters import HTTPAdapter
@@ -22,6 +23,7 @@ class Stop(threading.Event):
 
     def __init__(self) -> None:
         super().__init__()
+        self.waits_for: Path | None = None  # the lock of another process that fetches the model
         self._connections: dict[int, socket.socket] = {}  # by thread
         self._guard = threading.Lock()
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import fcntl
 import functools
 import os
 import random
@@ -14,11 +15,19 @@ from typing import Any
 
 import pytest
 
-from serving.errors import ArchiveError, ArtifactChanged, DiskFull, ModelTooLarge, StoreUnavailable
+from serving.errors import (
+    ArchiveError,
+    ArtifactChanged,
+    DiskFull,
+    ModelTooLarge,
+    StoreUnavailable,
+    Unavailable,
+)
 from serving.store import Cache, Stop, Store, StoredModel, download, open_store
 from serving.store.catalog import StoredFile
+from serving.store.download import Stopping
 from serving.store.s3 import S3Bucket
-from tests.processes import REPOSITORY
+from tests.processes import REPOSITORY, eventually
 from tests.serving.store.archives import touch
 from tests.serving.store.s3 import LOCATION, S3Server, archive, open_cache
 
@@ -220,6 +229,7 @@ def test_what_cannot_be_unpacked_or_is_too_large_leaves_nothing(
         with pytest.raises(ArchiveError, match="MODEL_MAX_MIB"):
             cache.acquire(large)
     assert entries(tmp_path) == set()
+    assert not list((tmp_path / "locks").iterdir())
     cache.acquire(put(s3, "cut"))  # another version
 
 
@@ -481,3 +491,37 @@ def test_a_disk_on_which_not_even_a_folder_can_be_made_is_full(
     with pytest.raises(DiskFull) as raised:
         cache.acquire(model)
     assert raised.value.missing_bytes > 0
+
+
+@pytest.mark.parametrize("held", ["lock", "locks/{key}.pin", "locks/{key}.fetch"])
+def test_a_lock_that_another_process_holds_is_named_and_delays_neither_start_nor_cached_models(
+    tmp_path: Path, held: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("serving.store.disk.LOCK_LIMIT_S", 0.0)
+    model, cached = put_here(tmp_path, "봄"), put_here(tmp_path, "시")
+    root = tmp_path / "cache"
+    cache = open_cache(root, str(tmp_path / "store"), max_bytes=500 * KIB)
+    cache.release(cache.acquire(cached).path)
+    path = root / held.format(key=model.key)
+    holder = os.open(path, os.O_RDWR | os.O_CREAT)
+    fcntl.flock(holder, fcntl.LOCK_EX)
+    pin = os.open(root / f"locks/{model.key}.pin", os.O_RDWR | os.O_CREAT)
+    if held.endswith("fetch"):  # as a process does that fetches
+        fcntl.flock(pin, fcntl.LOCK_SH)
+    cache = open_cache(root, str(tmp_path / "store"), max_bytes=500 * KIB)
+    assert cache.acquire(cached).hit
+    cache.release(root / "models" / cached.key)
+    stop = Stop()
+    if held.endswith("fetch"):  # a fetch may take long: the load's own limit ends it
+        with ThreadPoolExecutor(1) as threads:
+            fetch = threads.submit(cache.acquire, model, stop)
+            eventually(lambda: stop.waits_for == path)
+            stop.set()
+        with pytest.raises(Stopping):
+            fetch.result()
+    else:
+        with pytest.raises(Unavailable, match=f"another process holds the lock {path}"):
+            cache.acquire(model, stop)
+    os.close(holder)
+    os.close(pin)
+    cache.acquire(model)
