@@ -24,9 +24,9 @@ from serving.api.naming import check_no_alias, name_model, name_source
 from serving.api.reading import read_json_object
 from serving.api.routing import FIND, LOAD, LOADING, Route
 from serving.errors import BadRequest, ModelNotFound
+from serving.models.model import LoadRequest
 from serving.models.model_settings import ModelSettings
 from serving.names import model_name
-from serving.store import public_url
 
 FIELDS = {"name": str, "src": str, "preload": bool, "pin": bool}
 
@@ -46,7 +46,7 @@ async def register(gateway: Gateway, request: Request) -> Response:
     # On a server without a single model, the adapter's own files name its base.
     base = str(Path(gateway.settings.base_dir, "model")) if gateway.single_model else None
     settings = ModelSettings(base=base, pinned=body.get("pin"))
-    load = gateway.registry.load(name, public_url(src), stored, settings)
+    load = gateway.registry.load(name, LoadRequest(src, settings), stored)
     counted = gateway.registry.spawn(gateway.metrics.loaded(load))
     if body.get("preload", True):
         await asyncio.shield(counted)

@@ -85,12 +85,13 @@ class Gateway:
             raise Unavailable("a process of the server is being restarted")
 
     async def find(self, name: str) -> Model | None:
-        """Return a registered model, None for one only in the store. Raises `ModelNotFound`."""
+        """Return a registered model, None for one that a call loads. Raises `ModelNotFound`."""
         model = self.registry.find(name)
         if model is None:
             if self.settings.sagemaker_multi_model:
                 raise ModelNotFound(f"Model not found: {name}")
-            await self.lookups.find(name)
+            if self.registry.request(name) is None:
+                await self.lookups.find(name)
         return model
 
     @contextlib.asynccontextmanager

@@ -34,10 +34,9 @@ from serving.api.schemas import fields_of
 from serving.errors import BadRequest, ServingError
 from serving.mms.launcher import HANDLER
 from serving.models import model_settings
-from serving.models.model import Model
+from serving.models.model import LoadRequest, Model
 from serving.models.model_settings import ModelSettings
 from serving.names import model_name, normal_name
-from serving.store import public_url
 
 PAGE = 100
 MAX_WORKERS = 64
@@ -72,13 +71,11 @@ async def load(gateway: Gateway, request: Request) -> Response:
         for option, limit in limits.items()
         if option in given
     }
-    options["response_timeout"] = _integer(
-        given, "response_timeout", 1, 3600, gateway.settings.request_timeout_s
-    )
     if _text(given, "runtime") not in RUNTIMES:
         known = ", ".join(filter(None, RUNTIMES))
         raise BadRequest(f"runtime is {quoted(given['runtime'])}, can be {known}")
     if "response_timeout" in given:  # the name of timeout_s in MMS
+        options["response_timeout"] = _integer(given, "response_timeout", 1, 3600, 1)
         given.setdefault("timeout_s", options["response_timeout"])
     settings = ModelSettings.parse({k: v for k, v in given.items() if k in SETTINGS})
     if given.get("handler") not in (None, "", HANDLER):
@@ -94,7 +91,7 @@ async def load(gateway: Gateway, request: Request) -> Response:
         name = model_name(name)
     name_model(gateway, request, name)
     check_no_alias(gateway, name)
-    load = gateway.registry.load(name, public_url(url), stored, settings, **options)
+    load = gateway.registry.load(name, LoadRequest(url, settings, options), stored)
     counted = gateway.registry.spawn(gateway.metrics.loaded(load))
     if wait:
         model = await asyncio.shield(counted)
@@ -174,6 +171,9 @@ async def scale(gateway: Gateway, request: Request) -> Response:
     if "pinned" in query:
         pinned = _boolean(query, "pinned", False)
         model.settings = dataclasses.replace(model.settings, pinned=pinned)
+        known = gateway.registry.request(model.name) or LoadRequest(model.stored.name)
+        settings = dataclasses.replace(known.settings, pinned=pinned)
+        gateway.registry.remember(model.name, dataclasses.replace(known, settings=settings))
         gateway.registry.save()
         model.set()
         if not {"min_worker", "max_worker"} & query.keys():
@@ -183,6 +183,9 @@ async def scale(gateway: Gateway, request: Request) -> Response:
     await gateway.mms.scale(model.id, low, high, gateway.settings.load_timeout_s)
     # The options apply to the next start of the model's workers.
     model.options = {**model.options, "initial_workers": low}
+    known = gateway.registry.request(model.name) or LoadRequest(model.stored.name)
+    options = {**known.options, "initial_workers": low}
+    gateway.registry.remember(model.name, dataclasses.replace(known, options=options))
     model.connections = low
     model.line.capacity = low * model.batch_size
     gateway.registry.save()

@@ -15,7 +15,7 @@ from common.errors import ServiceError
 from serving.errors import Unavailable
 from serving.models.admission import Line
 from serving.models.model_settings import ModelSettings
-from serving.store import Fetched, StoredModel
+from serving.store import Fetched, Stop, StoredModel
 
 LOAD_S = 0.3  # assumed duration of a load in the engine, and of a load not measured yet
 
@@ -37,7 +37,16 @@ class Restarts:
     reason: str = ""  # the error of the last restart; empty if it succeeded
 
 
-@dataclass
+@dataclass(frozen=True)
+class LoadRequest:
+    """A request to load a model: `url` or the name in the store, settings, and worker options."""
+
+    url: str
+    settings: ModelSettings = field(default_factory=ModelSettings)
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(eq=False)
 class Model:
     """A model that is loading, loaded or draining."""
 
@@ -50,6 +59,7 @@ class Model:
     settings: ModelSettings = field(default_factory=ModelSettings)
     state: State = State.FETCHING
     fetched: Fetched | None = None
+    fetching: Stop = field(default_factory=Stop)  # stops the fetch
     stored_base: StoredModel | None = None  # an adapter's base
     base: Fetched | None = None  # the fetched `stored_base`
     in_flight: int = 0
@@ -71,6 +81,8 @@ class Model:
     batch_size: int = 1  # maximum number of requests in one call of the worker
     metadata: dict[str, Any] = field(default_factory=dict)  # from the worker, for /v2
     warnings: list[str] = field(default_factory=list)  # about the model's files
+    loading: asyncio.Task[Model] | None = None  # the task of `Registry.load` or `replace`
+    replaces: Model | None = None  # another version, which answers until this one is ready
     # The task of the running load or restart; unloading cancels it.
     work: asyncio.Task[None] | None = None
     changed: Callable[[Model], None] = lambda model: None  # called by `set`

@@ -6,11 +6,11 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator
 
-from serving.errors import Conflict
-from serving.models.model import Model, State
-from serving.models.registry import Registry
+from serving.errors import Conflict, Forbidden
+from serving.models.model import LoadRequest, Model, State
+from serving.models.registry import Registry, load_once
 from serving.models.residency import Residency
-from serving.store import Lookups
+from serving.store import Lookups, StoredModel
 from serving.tokens import current
 
 
@@ -54,9 +54,48 @@ class OnDemand:
 
         Raises what `ensure` does, and `InsufficientStorage` or `OutOfMemory`.
         """
-        stored = await self._lookups.find(name)
+        request, stored = await self._locate(name)
         with contextlib.suppress(Conflict):  # a request loads it already
-            await asyncio.shield(self._registry.load(name, stored.name, stored))
+            await asyncio.shield(self._registry.load(name, request, stored))
+
+    async def refresh(self, name: str, *, evict: bool) -> None:
+        """Loads the store's version of a model. Another version answers until this one is ready.
+
+        Concurrent calls share a load. `evict`: others may be evicted for it. Raises what `ensure`
+        does; the other version then stays, see `Registry.replace`.
+        """
+        attempt = self.residency.evict_and_retry if evict else load_once
+        with self.residency.wanting(name):
+            request, stored = await self._locate(name)
+            while True:  # nothing is awaited between a look at the state and its use
+                running, model = self._registry.loading(name), self._registry.find(name)
+                if running is not None and running.loading is not None:
+                    await asyncio.wait({load := running.loading})
+                    if running.stored.key == stored.key:
+                        with contextlib.suppress(Forbidden):  # of the other call's token
+                            load.result()
+                            return
+                elif model is None:
+                    await asyncio.shield(self._registry.load(name, request, stored, attempt))
+                    return
+                elif model.state is not State.READY:
+                    await model.change()
+                elif model.stored.key == stored.key:
+                    return
+                else:
+                    await asyncio.shield(self._registry.replace(model, stored, attempt))
+                    return
+
+    async def _locate(self, name: str) -> tuple[LoadRequest, StoredModel]:
+        """Returns the load request of a model, the remembered one if there is any, and its files.
+
+        Raises what `Store.find` and `Sources.locate` raise.
+        """
+        request = self._registry.request(name)
+        if request is None:
+            stored = await self._lookups.find(name)
+            return LoadRequest(stored.name), stored
+        return request, await self._lookups.locate(request.url, request.options.get("handler"))
 
     def _is_ready(self, name: str) -> bool:
         model = self._registry.find(name)
@@ -68,8 +107,7 @@ class OnDemand:
             if model is not None:  # a load by a request, or an unload, is running
                 await model.change()
                 continue
-            stored = await self._lookups.find(name)
+            request, stored = await self._locate(name)
             if self._registry.find(name) is None:
                 attempt = self.residency.evict_and_retry
-                load = self._registry.load(name, stored.name, stored, attempt=attempt)
-                await asyncio.shield(load)
+                await asyncio.shield(self._registry.load(name, request, stored, attempt))

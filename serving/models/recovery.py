@@ -10,7 +10,7 @@ import time
 from collections import Counter
 
 from common.errors import EngineUnavailable, OutOfMemory, ServiceError
-from serving.errors import InsufficientStorage, ModelNotFound, ServingError, Unavailable, explained
+from serving.errors import InsufficientStorage, ServingError, Unavailable, explained
 from serving.mms.workers import Workers
 from serving.models.model import Model, State
 from serving.models.registry import Registry
@@ -47,7 +47,10 @@ class Recovery:
 
     async def adopt(self) -> None:
         """Takes over the models of an earlier gateway, and ends workers without a model."""
-        for model in self._snapshot.read():
+        models, requests = self._snapshot.read()
+        for name, request in requests.items():
+            self._registry.remember(name, request)
+        for model in models:
             try:
                 await self._registry.adopt(model)
             except (ServingError, OSError) as error:
@@ -221,15 +224,14 @@ class Recovery:
 
     async def _drop(self, model: Model) -> None:
         """Unloads a model whose memory others took during the engine's restart."""
-        if self._registry.find(model.name) is model:
-            with contextlib.suppress(ModelNotFound):
-                await self._registry.unload(model.name)
+        if model.state is State.READY:
+            await self._registry.drain(model)
 
     async def wait_for(self, model: Model, timeout_s: float) -> None:
         """Waits until a lost worker runs again. Raises `Unavailable` if that takes too long."""
         end = time.monotonic() + timeout_s
         retry_s = 1.0
-        while (left_s := end - time.monotonic()) > 0 and self._registry.find(model.name) is model:
+        while (left_s := end - time.monotonic()) > 0 and model in self._registry.all():
             if model.restoring:
                 with contextlib.suppress(asyncio.TimeoutError):
                     await asyncio.wait_for(model.change(), left_s)

@@ -14,31 +14,36 @@ import itertools
 import logging
 import secrets
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-from common.errors import OutOfMemory, ServiceError
+from common.errors import NeverFits, OutOfMemory, ServiceError
 from common.misnamed import misnamed
 from serving.errors import (
     BadRequest,
     Conflict,
+    DiskFull,
     Forbidden,
+    InsufficientStorage,
     LoadCancelled,
     ModelNotFound,
     Timeout,
+    Unavailable,
     WorkerLost,
 )
 from serving.mms.workers import MMS_GRACE_S, Workers
 from serving.models.admission import Line
 from serving.models.fetches import Fetches
-from serving.models.model import Model, State, eviction_timeout
+from serving.models.model import LoadRequest, Model, State, eviction_timeout
 from serving.models.model_settings import ModelSettings
 from serving.models.worker_memory import check_worker_memory
 from serving.settings import Settings
-from serving.store import Cache, StoredModel
+from serving.store import Cache, StoredModel, public_url
 
 logger = logging.getLogger(__name__)
+
+MAX_REQUESTS = 10_000  # remembered load requests; beyond, the oldest is dropped
 
 T = TypeVar("T")
 Step = Callable[[], Awaitable[None]]
@@ -46,7 +51,7 @@ Step = Callable[[], Awaitable[None]]
 Attempt = Callable[[Model, Step], Awaitable[None]]
 
 
-async def _once(model: Model, step: Step) -> None:
+async def load_once(model: Model, step: Step) -> None:
     await step()
 
 
@@ -57,8 +62,12 @@ FindBase = Callable[[Path, ModelSettings], Awaitable[StoredModel | None]]
 class Registry:
     """The models of the server by name, in every state.
 
-    `save` is called with all ready models after a change of any, `changed` with a model after a
-    change of its state, `observe` with an event, its model and a duration in seconds.
+    A load request is remembered until its model is unloaded by another request: an eviction, a new
+    version and a restart of the gateway change neither its settings nor its source.
+
+    `save` is called with all ready models and the remembered requests after a change of any,
+    `changed` with a model after a change of its state, `observe` with an event, its model and a
+    duration in seconds.
     """
 
     def __init__(
@@ -67,14 +76,17 @@ class Registry:
         workers: Workers,
         cache: Cache,
         observe: Callable[[str, Model, float], None],
-        save: Callable[[Iterable[Model]], None],
+        save: Callable[[Iterable[Model], Mapping[str, LoadRequest]], None],
         changed: Callable[[Model], None],
         find_base: FindBase,
     ) -> None:
         self._settings, self._workers, self.fetches = settings, workers, Fetches(cache)
         self._find_base = find_base
         self._observe, self._save, self._changed = observe, save, changed
-        self._models: dict[str, Model] = {}
+        self._models: dict[str, Model] = {}  # by name
+        self._fresh: dict[str, Model] = {}  # new versions that are loading, by name
+        self._all: list[Model] = []  # with those, and with replaced models that drain
+        self._requests: dict[str, LoadRequest] = {}  # by name
         # Ids have a random part, because MMS may still have models of an earlier gateway.
         self._ids = (f"{secrets.token_hex(3)}-{number}" for number in itertools.count(1))
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -87,8 +99,8 @@ class Registry:
         return sorted(ready, key=lambda m: m.name)
 
     def all(self) -> list[Model]:
-        """Returns the models in every state."""
-        return list(self._models.values())
+        """Returns the models in every state; two of a name while one version replaces another."""
+        return list(self._all)
 
     def find(self, name: str) -> Model | None:
         """Returns a model in any state; None if the name is free."""
@@ -105,7 +117,28 @@ class Registry:
 
     def engine_names(self) -> dict[str, str]:
         """Returns the names of all models, by engine name."""
-        return {model.engine_name: model.name for model in self._models.values()}
+        return {model.engine_name: model.name for model in self._all}
+
+    def loading(self, name: str) -> Model | None:
+        """Returns the model of this name, or the new version of it, whose load is running."""
+        model = self._fresh.get(name) or self.find(name)
+        return None if model is None or model.loading is None else model
+
+    def request(self, name: str) -> LoadRequest | None:
+        """Returns the remembered load request of a model, which may be unloaded since."""
+        return self._requests.get(name)
+
+    def requests(self) -> Mapping[str, LoadRequest]:
+        """Returns the remembered load requests by name."""
+        return self._requests
+
+    def remember(self, name: str, request: LoadRequest) -> None:
+        """Remembers a load request, unless a load on demand would do the same."""
+        self._requests.pop(name, None)
+        if request != LoadRequest(name):
+            self._requests[name] = request
+        if len(self._requests) > MAX_REQUESTS:
+            del self._requests[next(iter(self._requests))]
 
     def spawn(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         """Starts `work` as a task that a disconnect of the client does not cancel."""
@@ -122,18 +155,16 @@ class Registry:
 
     def save(self) -> None:
         """Calls the `save` callback; necessary after a change that the snapshot contains."""
-        self._save(self.models())
+        self._save(self.models(), self._requests)
 
     # Loading
 
     def load(
         self,
         name: str,
-        url: str,
+        request: LoadRequest,
         stored: StoredModel,
-        settings: ModelSettings | None = None,
-        attempt: Attempt = _once,
-        **options: Any,
+        attempt: Attempt = load_once,
     ) -> asyncio.Task[Model]:
         """Registers the name and starts the load; returns its task. Raises `Conflict`.
 
@@ -143,17 +174,40 @@ class Registry:
         if name in self._models:
             state = self._models[name].state.value
             raise Conflict(f"Model {name} is already registered ({state})")
-        options = {"response_timeout": self._settings.request_timeout_s, **options}
-        line = Line(max_waiting=self._settings.max_waiting)
-        settings = settings or ModelSettings()
-        model = Model(name, url, next(self._ids), stored, options, settings, line=line)
-        self._models[name] = model
+        model = self._models[name] = self._new(name, request, stored)
+        return self._begin(model, request, attempt)
+
+    def replace(
+        self, old: Model, stored: StoredModel, attempt: Attempt = load_once
+    ) -> asyncio.Task[Model]:
+        """Starts to load another version of a ready model; returns the task, as `load` does.
+
+        The old version answers until the new one is ready, and stays if that fails. Where memory
+        has no room for both, the old one is unloaded, after the new one's files were checked.
+        """
+        assert old.state is State.READY
+        assert old.name not in self._fresh
+        request = self._requests.get(old.name) or LoadRequest(old.url)
+        model = self._fresh[old.name] = self._new(old.name, request, stored)
+        model.replaces = old
+        return self._begin(model, request, attempt)
+
+    def _new(self, name: str, request: LoadRequest, stored: StoredModel) -> Model:
+        options = {"response_timeout": self._settings.request_timeout_s, **request.options}
+        line, url = Line(max_waiting=self._settings.max_waiting), public_url(request.url)
+        return Model(name, url, next(self._ids), stored, options, request.settings, line=line)
+
+    def _begin(self, model: Model, request: LoadRequest, attempt: Attempt) -> asyncio.Task[Model]:
+        self._all.append(model)
         model.changed = self._changed
         model.set()
         model.work = asyncio.create_task(self._fetch_and_start(model, attempt))
-        return self.spawn(self._finish_load(model, model.work))
+        model.loading = self.spawn(self._finish_load(model, request, model.work))
+        return model.loading
 
-    async def _finish_load(self, model: Model, work: asyncio.Task[None]) -> Model:
+    async def _finish_load(
+        self, model: Model, request: LoadRequest, work: asyncio.Task[None]
+    ) -> Model:
         started = time.monotonic()
         model.error = await self._outcome(model, work)
         model.work = None
@@ -168,8 +222,15 @@ class Registry:
             raise model.error
         model.starts += 1
         model.last_used = time.monotonic()
+        old, self._models[model.name] = self._models[model.name], model
+        self._fresh.pop(model.name, None)
+        model.loading = model.replaces = None
+        if old is model:
+            self.remember(model.name, request)
         model.set(State.READY)
         self.save()
+        if old is not model and old.state is State.READY:
+            self.drain(old)
         seconds = time.monotonic() - started
         logger.info(
             "loaded model %s from %s in %.2f s", model.name, model.url, seconds,
@@ -182,10 +243,15 @@ class Registry:
         limit_s = self._settings.load_timeout_s
         await asyncio.wait({work}, timeout=limit_s)
         if not work.done():
-            shortage = model.shortage
+            shortage, lock = model.shortage, model.fetching.waits_for
             await _cancelled(work)
             if shortage is not None:
                 return eviction_timeout(shortage, limit_s)
+            if lock is not None:
+                return Unavailable(
+                    f"Model {model.name} did not load within {limit_s} s (LOAD_TIMEOUT_S): another"
+                    f" process holds the lock {lock} in MODEL_CACHE"
+                )
             return Timeout(f"Model {model.name} did not load within {limit_s} s (LOAD_TIMEOUT_S)")
         if work.cancelled():
             return LoadCancelled(f"Model {model.name} was unloaded while it was being loaded")
@@ -200,7 +266,7 @@ class Registry:
 
     async def _fetch_and_start(self, model: Model, attempt: Attempt) -> None:
         async def fetch() -> None:
-            model.fetched, seconds = await self.fetches.fetch(model.stored)
+            model.fetched, seconds = await self.fetches.fetch(model.stored, model.fetching)
             self._observe("fetched", model, seconds)
 
         async def fetch_base() -> None:
@@ -242,7 +308,17 @@ class Registry:
         model.stored_base = await self._find_base(model.fetched.path, model.settings)
         if model.stored_base is not None:
             await attempt(model, fetch_base)
-        await attempt(model, start)
+        try:
+            await attempt(model, start)
+        except (InsufficientStorage, OutOfMemory) as error:
+            old = model.replaces
+            if isinstance(error, NeverFits | DiskFull) or old is None:
+                raise
+            logger.info("model %s: memory has no room for both versions", model.name)
+            model.replaces = None
+            if old.state is State.READY:
+                await asyncio.shield(self.drain(old))
+            await attempt(model, start)
 
     async def _remove(self, model: Model) -> None:
         """Frees the model's worker and artifacts, and then its name, even after an error."""
@@ -258,8 +334,18 @@ class Registry:
         except Exception:
             logger.exception("model %s was not freed completely", model.name)
         finally:
+            self._forget(model)
+
+    def _forget(self, model: Model) -> None:
+        """Frees the model's name, or leaves it to the new version that is loading."""
+        self._all.remove(model)
+        if self._fresh.get(model.name) is model:
+            del self._fresh[model.name]
+        elif self._models.get(model.name) is model:
             del self._models[model.name]
-            model.set()
+            if (fresh := self._fresh.pop(model.name, None)) is not None:
+                self._models[model.name] = fresh
+        model.set()
 
     async def adopt(self, model: Model) -> None:
         """Registers a model that an earlier gateway has loaded.
@@ -268,14 +354,14 @@ class Registry:
         """
         if self._models.setdefault(model.name, model) is not model:
             raise Conflict(f"Model {model.name} is already registered")
+        self._all.append(model)
         model.changed = self._changed
         try:
             model.fetched, _ = await self.fetches.fetch(model.stored)
             if model.stored_base is not None:
                 model.base, _ = await self.fetches.fetch(model.stored_base)
         except BaseException:
-            del self._models[model.name]
-            model.set()
+            self._forget(model)
             if model.fetched is not None:  # it is the base that was not fetched
                 await self.fetches.release(model.fetched)
             raise
@@ -287,8 +373,13 @@ class Registry:
     async def unload(self, name: str) -> None:
         """Unloads a model: rejects new requests, waits for those in flight, and frees the model.
 
-        Cancels a running load. Raises `ModelNotFound`.
+        Cancels a running load, and forgets the load request. Raises `ModelNotFound`.
         """
+        known = self._requests.pop(name, None)
+        while (fresh := self._fresh.get(name)) is not None:
+            if fresh.work is not None:
+                fresh.work.cancel()
+            await fresh.change()
         model = self.find(name)
         while model is not None and model.state in (State.FETCHING, State.LOADING):
             if model.work is not None:
@@ -296,6 +387,12 @@ class Registry:
             await model.change()
             if self._models.get(model.name) is not model:
                 return
+        self._requests.pop(name, None)
+        if known is not None and (model is None or model.state is State.DRAINING):
+            while model is not None and self.find(name) is model:  # it is being evicted
+                await model.change()
+            self.save()
+            return
         if model is None:
             raise ModelNotFound(f"Model not found: {name}")
         if model.state is State.DRAINING:

@@ -105,7 +105,7 @@ class Residency:
             if missing <= 0:
                 return await self._wait_for_requests(model, shortage)
         held = await self._held_bytes(shortage)
-        others = [m for m in self._registry.all() if m is not model]
+        others = [m for m in self._registry.all() if m not in (model, model.replaces)]
         useful = [m for m in others if held.get(m.id)]
         draining = [m for m in useful if m.state is State.DRAINING]
         missing -= sum(held[m.id] for m in draining)
@@ -129,7 +129,8 @@ class Residency:
 
         Returns 0. Raises `shortage` if there are no such requests.
         """
-        if not any(m.in_flight for m in self._registry.all() if m is not model):
+        others = (m for m in self._registry.all() if m not in (model, model.replaces))
+        if not any(m.in_flight for m in others):
             raise shortage
         await asyncio.sleep(RETRY_S)
         return 0

@@ -5,14 +5,14 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from serving.models.admission import Line
-from serving.models.model import Model
+from serving.models.model import LoadRequest, Model
 from serving.models.model_settings import ModelSettings
-from serving.store import StoredModel
+from serving.store import StoredModel, public_url
 
 logger = logging.getLogger(__name__)
 
@@ -26,8 +26,10 @@ class Snapshot:
         self._rows: dict[str, tuple[dict[str, Any], str]] = {}  # values and JSON, by id
         self._failing = False
 
-    def write(self, models: Iterable[Model]) -> None:
-        """Writes the list. An error such as a full disk is logged; `retry` tries again."""
+    def write(self, models: Iterable[Model], requests: Mapping[str, LoadRequest]) -> None:
+        """Writes the lists of models and of remembered load requests, whose urls lose secrets.
+
+        An error such as a full disk is logged; `retry` tries again."""
         known, self._rows = self._rows, {}
         for model in models:  # reuse the JSON of unchanged ones: there may be hundreds
             values = _values(model)
@@ -35,7 +37,9 @@ class Snapshot:
             if row is None or row[0] != values:
                 row = values, json.dumps(_row(model) | values, default=ModelSettings.values)
             self._rows[model.id] = row
-        self._wanted = "[" + ", ".join(text for _, text in self._rows.values()) + "]"
+        rows = ", ".join(text for _, text in self._rows.values())
+        known_requests = {name: _request_row(request) for name, request in requests.items()}
+        self._wanted = f'{{"models": [{rows}], "requests": {json.dumps(known_requests)}}}'
         self.retry()
 
     def retry(self) -> None:
@@ -57,16 +61,26 @@ class Snapshot:
     def exists(self) -> bool:
         return self._path.exists()
 
-    def read(self) -> list[Model]:
-        """Reads the models of the list, without fetching them; empty if there is no valid file."""
+    def read(self) -> tuple[list[Model], dict[str, LoadRequest]]:
+        """Reads models, without fetching them, and load requests; empty without a valid file."""
         try:
-            rows = json.loads(self._path.read_text(encoding="utf-8"))
-            return [_model(row) for row in rows]
+            read = json.loads(self._path.read_text(encoding="utf-8"))
+            requests = {name: _request(row) for name, row in read["requests"].items()}
+            return [_model(row) for row in read["models"]], requests
         except FileNotFoundError:
-            return []
+            return [], {}
         except (OSError, ValueError, TypeError, KeyError) as error:
             logger.error("the list of loaded models cannot be read: %r", error)
-            return []
+            return [], {}
+
+
+def _request_row(request: LoadRequest) -> dict[str, Any]:
+    settings, options = request.settings.values(), dict(request.options)
+    return {"url": public_url(request.url), "settings": settings, "options": options}
+
+
+def _request(row: dict[str, Any]) -> LoadRequest:
+    return LoadRequest(row["url"], ModelSettings(**row["settings"]), row["options"])
 
 
 def _values(model: Model) -> dict[str, Any]:

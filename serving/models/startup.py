@@ -12,6 +12,7 @@ from common.settings import comma_separated
 from serving.api.gateway import Gateway
 from serving.api.naming import described_models
 from serving.errors import Conflict, ServingError, explained
+from serving.models.model import LoadRequest
 from serving.names import normal_name
 
 logger = logging.getLogger(__name__)
@@ -60,7 +61,7 @@ async def _preload(gateway: Gateway) -> None:
         name = gateway.single_model = normal_name(settings.single_model_name)
         try:
             stored = await gateway.lookups.locate(str(single))
-            await asyncio.shield(gateway.registry.load(name, str(single), stored))
+            await asyncio.shield(gateway.registry.load(name, LoadRequest(str(single)), stored))
         except Conflict:  # adopted from an earlier gateway
             pass
         except Exception as error:

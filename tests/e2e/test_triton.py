@@ -125,6 +125,11 @@ def test_a_model_that_has_changed_in_the_store_is_loaded_anew(
         either.client.load_model("changing")
         texts.add(generated(either.client.infer("changing", [prompt(by=either.module)])))
     assert len(texts) == 2
+    # A broken version takes nothing away.
+    (server.store / "changing" / "config.json").write_text("{")
+    status, _ = refused(lambda: either.client.load_model("changing"))
+    assert status == either.status("400", "INVALID_ARGUMENT")
+    assert generated(either.client.infer("changing", [prompt(by=either.module)])) in texts
     either.client.unload_model("changing")
     shutil.rmtree(server.store / "changing")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import itertools
 import threading
 import time
@@ -17,11 +18,11 @@ from serving.api.metrics import Metrics
 from serving.console.journal import Journal
 from serving.errors import ModelNotInStore
 from serving.models.admission import Admission
-from serving.models.model import Model
+from serving.models.model import LoadRequest, Model
 from serving.models.model_settings import ModelSettings
 from serving.models.on_demand import OnDemand
 from serving.models.recovery import Recovery
-from serving.models.registry import Registry
+from serving.models.registry import Registry, load_once
 from serving.models.residency import Residency
 from serving.models.snapshot import Snapshot
 from serving.settings import Settings
@@ -197,11 +198,15 @@ class FakeLookups:
 
     def __init__(self, names: Iterable[str]) -> None:
         self.names = set(names)
+        self.versions = Counter[str]()  # numbers of changes by name
 
     async def find(self, name: str) -> StoredModel:
         if name not in self.names:
             raise ModelNotInStore(f"Model not found: {name}")
-        return stored(name)
+        return dataclasses.replace(stored(name), version=f"{1 + self.versions[name]}", key="")
+
+    async def locate(self, url: str, handler: str | None = None) -> StoredModel:
+        return await self.find(url)
 
     async def models(self) -> list[StoredModel]:
         return [stored(name) for name in sorted(self.names)]
@@ -247,7 +252,11 @@ class Parts:
         )
 
     async def load(self, name: str, **options: Any) -> Model:
-        return await asyncio.shield(self.registry.load(name, name, stored(name), **options))
+        settings, attempt = options.pop("settings", ModelSettings()), options.pop("attempt", None)
+        request = LoadRequest(name, settings, options)
+        return await asyncio.shield(
+            self.registry.load(name, request, stored(name), attempt or load_once)
+        )
 
     def loaded(self) -> list[str]:
         return [model.name for model in self.registry.models()]

@@ -44,6 +44,9 @@ async def index(gateway: Gateway, request: Request) -> Response:
         for stored in await gateway.lookups.models():
             unloaded = {"name": stored.name, "state": "UNAVAILABLE", "reason": "unloaded"}
             by_name.setdefault(stored.name, unloaded)
+        for name in gateway.registry.requests():
+            unloaded = {"name": name, "state": "UNAVAILABLE", "reason": "unloaded"}
+            by_name.setdefault(name, unloaded)
     ready = {name for name, entry in by_name.items() if entry["state"] == "READY"}
     by_name = {name: entry for name, entry in by_name.items() if may_call(gateway, request, name)}
     by_name |= {n: _alias(n, of, ready) for n, of in listed_aliases(gateway, request).items()}
@@ -52,21 +55,19 @@ async def index(gateway: Gateway, request: Request) -> Response:
 
 
 async def load(gateway: Gateway, request: Request) -> Response:
-    """Loads the store's model of this name, again where the store's has changed."""
+    """Loads the store's model of this name, again where the store's has changed.
+
+    The loaded version answers until the new one is ready, and stays if that does not load.
+    """
     name = request.path_params["name"]
     for parameter in await _parameters(gateway, request):
         raise BadRequest(
             f"parameters.{parameter} is not known here: a model is loaded as it is in the store"
         )
     with gateway.metrics.loading():
-        stored, model = await gateway.lookups.find(name), gateway.registry.find(name)
-        if model is not None and model.stored != stored:
-            await gateway.registry.unload(name)
-        if gateway.settings.sagemaker_multi_model:  # no eviction: SageMaker unloads models
-            await gateway.on_demand.preload(name)
-        else:
-            async with gateway.use(name):
-                pass
+        # No eviction where SageMaker unloads models.
+        evict = not gateway.settings.sagemaker_multi_model
+        await gateway.on_demand.refresh(name, evict=evict)
     return Response()
 
 

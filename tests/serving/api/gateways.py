@@ -156,6 +156,7 @@ class World:
         """Adds a model that is ready."""
         model.in_engine = in_engine
         self.registry._models[model.name] = self.workers.running[model.id] = model
+        self.registry._all.append(model)
         return model
 
     async def call(

@@ -19,7 +19,7 @@ from serving.errors import (
     Timeout,
     WorkerLost,
 )
-from serving.models.model import Model, State
+from serving.models.model import LoadRequest, Model, State
 from serving.models.model_settings import ModelSettings
 from serving.store import Fetched, StoredModel
 from tests.serving.fakes import Parts, stored
@@ -190,11 +190,11 @@ async def test_a_full_disk_fails_nothing_that_is_loaded(parts: Parts, tmp_path: 
     await parts.load("b")
     await parts.registry.unload("a")
     assert parts.loaded() == ["b"]
-    assert [model.name for model in parts.snapshot.read()] == ["a"]
+    assert [model.name for model in parts.snapshot.read()[0]] == ["a"]
     (tmp_path / "models.new").rmdir()
     watch = asyncio.create_task(parts.recovery.watch())
     await asyncio.sleep(2)  # tried again
-    assert [model.name for model in parts.snapshot.read()] == ["b"]
+    assert [model.name for model in parts.snapshot.read()[0]] == ["b"]
     watch.cancel()
 
 
@@ -207,5 +207,90 @@ async def test_a_models_file_of_settings_is_read_and_a_requests_own_beat_it(
     model = await parts.load("a", settings=ModelSettings(timeout_s=9))
     assert model.settings == ModelSettings(pinned=True, timeout_s=9, max_rows=4, queue=0)
     assert (model.request_timeout_s, model.line.max_waiting) == (9, 0)
-    (snapshot,) = parts.snapshot.read()
+    (snapshot,) = parts.snapshot.read()[0]
     assert snapshot.settings == model.settings
+
+
+async def test_a_new_version_that_does_not_load_leaves_the_old_one_answering(
+    tmp_path: Path,
+) -> None:
+    parts = Parts(tmp_path, names=["시"])
+    await parts.on_demand.refresh("시", evict=True)
+    old = parts.registry.get("시")
+    parts.lookups.versions["시"] += 1
+    parts.workers.errors["시"] = [ArtifactError("a broken file")]
+    refresh = asyncio.create_task(parts.on_demand.refresh("시", evict=True))
+    await asyncio.sleep(0.5)
+    assert len(parts.registry.all()) == 2
+    async with parts.registry.use("시") as model:
+        assert model is old
+    with pytest.raises(ArtifactError):
+        await refresh
+    assert (parts.registry.all(), list(parts.workers.running)) == ([old], [old.id])
+    await parts.on_demand.refresh("시", evict=True)
+    await old.change()
+    assert [model.stored.version for model in parts.registry.all()] == ["2"]
+    assert parts.workers.running.keys() == {parts.registry.get("시").id}
+
+
+async def test_concurrent_loads_of_a_changed_model_share_one(tmp_path: Path) -> None:
+    parts = Parts(tmp_path, names=["시"])
+    await parts.on_demand.refresh("시", evict=True)
+    parts.lookups.versions["시"] += 1
+    async with parts.registry.use("시"):  # it drains after the new one is ready
+        await asyncio.gather(*(parts.on_demand.refresh("시", evict=True) for _ in range(4)))
+        assert parts.registry.get("시").stored.version == "2"
+    assert parts.workers.starts["시"] == 2
+
+
+async def test_where_memory_has_room_for_one_version_the_old_one_ends_before_the_new_one_starts(
+    tmp_path: Path,
+) -> None:
+    parts = Parts(tmp_path, budget=150, names=["시"])
+    for evict in (True, False):
+        await parts.on_demand.refresh("시", evict=True)
+        parts.lookups.versions["시"] += 1
+        refresh = asyncio.create_task(parts.on_demand.refresh("시", evict=evict))
+        await asyncio.sleep(0.5)
+        async with parts.on_demand.use("시") as model:  # waits for the new one
+            assert model.stored.version == str(1 + parts.lookups.versions["시"])
+        await refresh
+        assert parts.loaded() == ["시"]
+
+
+async def test_an_unload_during_a_replacement_ends_both_versions(tmp_path: Path) -> None:
+    parts = Parts(tmp_path, names=["시"])
+    await parts.on_demand.refresh("시", evict=True)
+    parts.lookups.versions["시"] += 1
+    refresh = asyncio.create_task(parts.on_demand.refresh("시", evict=True))
+    await asyncio.sleep(0.5)
+    await parts.registry.unload("시")
+    with pytest.raises(LoadCancelled):
+        await refresh
+    assert (parts.registry.all(), parts.workers.running) == ([], {})
+
+
+async def test_settings_of_a_load_request_outlive_eviction_new_versions_and_the_gateway(
+    tmp_path: Path,
+) -> None:
+    parts = Parts(tmp_path, budget=150, names=["시", "봄"])
+    settings = ModelSettings(precision="fp32", queue=3)
+    request = LoadRequest("시", settings, {"initial_workers": 2})
+    await asyncio.shield(parts.registry.load("내 시", request, stored("시")))
+    async with parts.on_demand.use("봄"):
+        assert parts.loaded() == ["봄"]
+    async with parts.on_demand.use("내 시") as model:
+        assert (model.settings, model.options["initial_workers"]) == (settings, 2)
+    parts.lookups.versions["시"] += 1
+    await parts.on_demand.refresh("내 시", evict=True)
+    model = parts.registry.get("내 시")
+    assert (model.settings, model.stored.version) == (settings, "2")
+    async with parts.on_demand.use("봄"):
+        pass
+    assert parts.snapshot.read()[1] == {"내 시": request}
+    # A request that unloads the model ends that, even while it is not loaded.
+    await parts.registry.unload("내 시")
+    with pytest.raises(ModelNotInStore):
+        await parts.on_demand.ensure("내 시")
+    with pytest.raises(ModelNotFound):
+        await parts.registry.unload("내 시")

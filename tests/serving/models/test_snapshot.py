@@ -38,10 +38,10 @@ def test_a_url_with_a_key_is_not_written_and_its_model_is_found_in_the_cache(
 ) -> None:
     stored = StoredModel("시", URL, "v1", 10, "archive")
     snapshot = Snapshot(tmp_path)
-    snapshot.write([model(stored)])
+    snapshot.write([model(stored)], {})
     for path in tmp_path.iterdir():
         assert b"0123abcd" not in path.read_bytes()
-    (restored,) = snapshot.read()
+    (restored,) = snapshot.read()[0]
     cache = open_cache(tmp_path / "cache", str(tmp_path))
     with pytest.raises(ServingError) as raised:  # it is not there yet, and cannot be fetched
         cache.acquire(restored.stored)
@@ -55,14 +55,14 @@ def test_what_changes_of_one_of_many_models_is_written(tmp_path: Path) -> None:
     models = [model(StoredModel("시", f"/봄/{i}", "v1", 10, "folder")) for i in range(3)]
     for number, changed in enumerate(models):
         changed.id = f"a-{number}"
-    snapshot.write(models)
+    snapshot.write(models, {})
     models[1].line.capacity = 7
     models[2].socket, models[2].load_s = "/run/9001", 2.5
-    snapshot.write(models)
-    assert [(m.line.capacity, m.socket, m.load_s) for m in snapshot.read()] == [
+    snapshot.write(models, {})
+    assert [(m.line.capacity, m.socket, m.load_s) for m in snapshot.read()[0]] == [
         (1, "", LOAD_S),
         (7, "", LOAD_S),
         (1, "/run/9001", 2.5),
     ]
-    snapshot.write(models[1:])
-    assert [m.url for m in snapshot.read()] == ["/봄/1", "/봄/2"]
+    snapshot.write(models[1:], {})
+    assert [m.url for m in snapshot.read()[0]] == ["/봄/1", "/봄/2"]
