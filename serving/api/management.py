@@ -31,7 +31,7 @@ from serving.api.naming import (
 from serving.api.reading import read_json_object
 from serving.api.routing import FIND, LIST, LOAD, LOADING, Route
 from serving.api.schemas import fields_of
-from serving.errors import BadRequest, ServingError
+from serving.errors import BadRequest, ModelNotFound, ServingError
 from serving.mms.launcher import HANDLER
 from serving.models import model_settings
 from serving.models.model import LoadRequest, Model
@@ -180,14 +180,18 @@ async def scale(gateway: Gateway, request: Request) -> Response:
             return JSONResponse({"status": f"Model pinned: {str(pinned).lower()}"})
     low = _integer(query, "min_worker", 1, MAX_WORKERS, 1)
     high = _integer(query, "max_worker", low, MAX_WORKERS, max(low, 1))
-    await gateway.mms.scale(model.id, low, high, gateway.settings.load_timeout_s)
+    # MMS closes connections that have a request, and the request would be repeated: none may run.
+    async with gateway.admission.paused(model.line, model.request_timeout_s):
+        if gateway.registry.find(model.name) is not model:  # unloaded or replaced meanwhile
+            raise ModelNotFound(f"Model {model.name} was unloaded")
+        await gateway.mms.scale(model.id, low, high, gateway.settings.load_timeout_s)
+        model.connections = low
+        model.line.capacity = low * model.batch_size
     # The options apply to the next start of the model's workers.
     model.options = {**model.options, "initial_workers": low}
     known = gateway.registry.request(model.name) or LoadRequest(model.stored.name)
     options = {**known.options, "initial_workers": low}
     gateway.registry.remember(model.name, dataclasses.replace(known, options=options))
-    model.connections = low
-    model.line.capacity = low * model.batch_size
     gateway.registry.save()
     return JSONResponse({"status": "Workers scaled"})
 

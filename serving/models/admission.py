@@ -30,6 +30,7 @@ class Line:
     capacity: int = 1
     max_waiting: int = 256
     running: int = 0
+    idle: asyncio.Event | None = None  # while requests are held back: set once none runs
     waiting: deque[Waiter] = field(default_factory=deque)
     # Durations of the most recent requests, in seconds.
     paces: deque[float] = field(default_factory=lambda: deque(maxlen=PACES))
@@ -75,8 +76,28 @@ class Admission:
             line.paces.append(self._now() - began)
             self._leave(line)
 
+    @contextlib.asynccontextmanager
+    async def paused(self, line: Line, limit_s: float) -> AsyncIterator[None]:
+        """Waits until no request of a queue runs, and lets none begin before the exit.
+
+        Raises `Timeout` after `limit_s`, and `Unavailable` if the queue is paused already.
+        """
+        if line.idle is not None:
+            raise Unavailable("the model's workers are being scaled", retry_after_s=1)
+        line.idle = asyncio.Event()
+        if not line.running:
+            line.idle.set()
+        try:
+            await asyncio.wait_for(line.idle.wait(), limit_s)
+            yield
+        except asyncio.TimeoutError:
+            raise Timeout(f"the model's requests did not end within {limit_s:g} s") from None
+        finally:
+            line.idle = None
+            self._admit(line)
+
     async def _enter(self, line: Line, end: float) -> None:
-        if line.running < line.capacity and not line.waiting:
+        if line.running < line.capacity and not line.waiting and line.idle is None:
             line.running += 1
             return
         self._check(line, end)
@@ -120,6 +141,14 @@ class Admission:
 
     def _leave(self, line: Line) -> None:
         line.running -= 1
+        if line.idle is not None:
+            if not line.running:
+                line.idle.set()
+            return
+        self._admit(line)
+
+    def _admit(self, line: Line) -> None:
+        """Begins the first waiting requests, up to the capacity."""
         while line.waiting and line.running < line.capacity:
             waiter = line.waiting.popleft()
             if waiter.turn.done():

@@ -553,3 +553,17 @@ def test_a_script_has_one_process_unless_more_are_asked_for(model: Model) -> Non
     workers = model.server.get(f"/models/{model.name}").json()["workers"]
     assert [worker["status"] for worker in workers] == ["READY"] * 2
     assert len(pids()) == 2
+
+
+def test_scaling_waits_for_running_calls_and_repeats_none(model: Model) -> None:
+    transform(
+        model.folder, "print('봄비', flush=True)\ntime.sleep(1)\nreturn '시'", top="import time"
+    )
+    model.load(initial_workers=4)
+    with ThreadPoolExecutor(4) as pool:
+        calls = [pool.submit(model.predict, number) for number in range(4)]
+        eventually(lambda: model.server.text().count("봄비") == 4)
+        scaled = model.server.put(f"/models/{model.name}?min_worker=1", management=True)
+        assert scaled.status_code == 200
+        assert {call.result().status_code for call in calls} == {200}
+    assert model.server.text().count("봄비") == 4

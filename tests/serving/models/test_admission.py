@@ -180,3 +180,32 @@ async def test_more_places_are_taken_when_there_are_more() -> None:
     await world.answer(0)
     assert world.begun == [0, 1, 2, 3]
     await world.end()
+
+
+async def test_a_pause_waits_for_running_requests_and_holds_the_others_back() -> None:
+    world, line = World(), Line(capacity=2)
+    for number in range(3):
+        await world.ask(line, number)
+    paused, resume = asyncio.Event(), asyncio.Event()
+
+    async def pause() -> None:
+        async with world.admission.paused(line, 10):
+            paused.set()
+            line.capacity = 1
+            await resume.wait()
+
+    pausing = asyncio.create_task(pause())
+    await settle()
+    await world.answer(0)
+    assert (world.begun, paused.is_set()) == ([0, 1], False)
+    with pytest.raises(Unavailable, match="being scaled"):
+        async with world.admission.paused(line, 10):
+            pass
+    await world.answer(1)
+    await world.ask(line, 3)
+    assert (world.begun, paused.is_set()) == ([0, 1], True)
+    resume.set()
+    await pausing
+    await settle()
+    assert world.begun == [0, 1, 2]
+    await world.end()
