@@ -78,7 +78,7 @@ def weight_bytes(artifact: Artifact, precision: str) -> dict[str, int]:
     """Return the bytes of weights that a decode step reads, by part."""
     from engine.native.prepared import layout
 
-    entries = [e for e in layout(artifact.config, precision) if e.block is not None]
+    entries = [e for e in layout(artifact.config, precision) if e.precision is not None]
     head = "embedding.weight" if artifact.config.tie_word_embeddings else "head.weight"
     products = sum(e.num_bytes for e in entries if e.name.startswith("layers."))
     return {"products": products, "head": sum(e.num_bytes for e in entries if e.name == head)}

@@ -55,9 +55,11 @@ def weight_bytes(config: GPT2Config, precision: str, device: str) -> int:
 
 
 def row_bytes(config: GPT2Config, precision: str) -> int:
-    """Return the K/V bytes of a row of full context: fp32 if `precision` is, else fp16."""
+    """Return the K/V bytes of a row of full context, whose numbers have the model's precision."""
     pages = -(-config.max_length // library.PAGE_TOKENS)
-    return pages * library.page_bytes(config, fp32=precision == "fp32")
+    if precision == "fp16":  # on a GPU
+        return pages * library.page_bytes(config, "fp32") // 2
+    return pages * library.page_bytes(config, precision)
 
 
 def import_backend(backend: str, device: str) -> Any:

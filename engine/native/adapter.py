@@ -17,11 +17,12 @@ from numpy.typing import NDArray
 
 from common.errors import ArtifactError
 from common.memory import MIB
+from engine.artifacts import artifact as names
 from engine.artifacts.adapter import BASE_NAMES, Adapter
 from engine.artifacts.artifact import Artifact
 from engine.artifacts.config import GPT2Config
 from engine.backends.page_cache import Span
-from engine.native import library
+from engine.native import library, rotation
 from engine.native.prepared import Stored, open_prepared, write
 from engine.prepared import manifest as manifests
 from engine.prepared.manifest import Run, directly, to_manifest
@@ -90,8 +91,9 @@ def load_adapter(
     """Map an adapter's prepared file, which `run` builds if needed. Raises as `prepared`."""
     adapter.check_fits(base.config)
     entries = list(layout(adapter, precision))
-    changes_biases = any(entry.name.endswith(".bias") for entry in entries)
-    content = adapter.content + (base.content if changes_biases else "")
+    # A bias changes by what the base's is, and an adapter of a base in int8 has its norms in it.
+    is_of_base = any(entry.name.endswith(".bias") for entry in entries)
+    content = adapter.content + (base.content if is_of_base else "")
     size = sum(tensor.nbytes for tensor in adapter.index.values())
     limits = Limits(
         memory_mib=BUILD_MIB + 16 * size // MIB,
@@ -123,11 +125,10 @@ def layout(adapter: Adapter, precision: str) -> Iterator[Stored]:
     for module in sorted(adapter.scales):
         rank, inputs = adapter.index[f"{module}.down"].shape
         outputs = adapter.index[f"{module}.up"].shape[0]
-        biased = adapter.changes_bias(module)
-        rank += biased  # see _low_rank
+        rank += adapter.changes_bias(module)  # see _low_rank
         yield Stored(f"{module}.down", (-(-rank // line), inputs, line), dtype)
         yield Stored(f"{module}.up", (-(-outputs // line), rank, line), dtype)
-        if biased:
+        if adapter.changes_bias(module) or (precision == "int8" and _norm_before(module)):
             yield Stored(f"{module}.bias", (-(-rank // line) * line,), "F32")
 
 
@@ -147,6 +148,8 @@ def build(
     entries = list(layout(adapter, precision))
     with np.errstate(over="ignore", invalid="ignore"):  # `_grouped` refuses the results
         matrices = {module: _low_rank(adapter, base, module) for module in adapter.scales}
+        if precision == "int8":
+            matrices = {module: _rotated(m, base, module) for module, m in matrices.items()}
     arrays = _packed_arrays(matrices, precision)
 
     def fill(data: NDArray[np.uint8]) -> None:
@@ -179,6 +182,27 @@ def _low_rank(adapter: Adapter, base: Artifact, module: str) -> LowRank:
     ones = np.array([0.0] * len(down) + [1.0], np.float32)
     down = np.concatenate([down, np.zeros((1, down.shape[1]), np.float32)])
     return LowRank(down, np.concatenate([up, more[:, None]], axis=1), ones)
+
+
+def _norm_before(module: str) -> str | None:
+    """Return the name of the LayerNorm before a module, in an artifact."""
+    layer, product = module.split(".")
+    norm = rotation.NORM_BEFORE.get(product)
+    return None if norm is None else names.NORMS[norm].format(layer)
+
+
+def _rotated(matrix: LowRank, base: Artifact, module: str) -> LowRank:
+    """Return a module's matrices for a base in int8, see `engine.native.rotation`."""
+    product = module.split(".")[1]
+    down, up, bias = rotation.floats(matrix.down), rotation.floats(matrix.up), matrix.bias
+    if (norm := _norm_before(module)) is not None:
+        bias = np.zeros(len(down), np.float32) if bias is None else bias
+        rotation.add_products(bias, down, base.weights[f"{norm}.beta"])
+        down *= np.asarray(base.weights[f"{norm}.gamma"], np.float32)
+    rotation.rotate_outputs(product, up, base.config)
+    if product != "ffn_out":  # adapters multiply what comes out of GELU before it is rotated
+        down = rotation.rotate_inputs(product, down, base.config)
+    return LowRank(down, up, bias)
 
 
 def _packed_arrays(matrices: Mapping[str, LowRank], precision: str) -> dict[str, NDArray[Any]]:

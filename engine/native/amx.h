@@ -1,17 +1,24 @@
-/* Products in int8 with the tile registers of AMX, where a pass has more than a few tokens.
+/* Products in int8 with the tile registers of AMX, where a pass has more than one token.
 
-   A tile register has up to 16 lines of 64 bytes. One instruction multiplies 16 vectors of x, a block of
-   numbers each, with a block of a group of columns, as it is packed. Sums within a block are integers,
-   and blocks are added as in product.h: the results are those of VNNI, bit for bit. */
+   A tile register has up to 16 lines of 64 bytes. One instruction multiplies DEPTH numbers of each of 16
+   rows of x, in one plane, with those of a group of columns, as it is packed. Four registers hold the sums
+   of both planes with two groups over all of k: integers, so the results are those of VNNI, bit for bit. */
 
 #define TARGET_AMX \
   __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,amx-tile,amx-int8")))
 
-#define DOTS_TILE 0 /* macros, because intrinsics write the numbers into assembly */
-#define X_TILE 1
-#define WEIGHTS_TILE 2
+/* Numbers of registers, written into assembly by the intrinsics: the sums of each group with the upper and
+   with the lower numbers of x, these, and the weights of each group. */
+#define UPPER_SUMS_0 0
+#define LOWER_SUMS_0 1
+#define UPPER_SUMS_1 2
+#define LOWER_SUMS_1 3
+#define UPPER_TILE 4
+#define LOWER_TILE 5
+#define WEIGHTS_TILE_0 6
+#define WEIGHTS_TILE_1 7
 
-static __thread size_t lines_of_tiles, block_of_tiles; /* this thread's tile configuration; 0: none */
+static __thread size_t lines_of_tiles; /* rows in this thread's tile configuration; 0: none */
 
 /* Requests tiles from Linux, which enables them only then because they enlarge threads' state. */
 static int has_tiles(void) {
@@ -19,19 +26,20 @@ static int has_tiles(void) {
   return !syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA);
 }
 
-TARGET_AMX static void begin_tiles(size_t lines, size_t block) {
-  if (lines == lines_of_tiles && block == block_of_tiles) return;
+TARGET_AMX static void begin_tiles(size_t rows) {
+  if (rows == lines_of_tiles) return;
   struct {
     uint8_t palette, start, reserved[14];
     uint16_t bytes[16];
     uint8_t lines[16];
-  } config = {.palette = 1,
-              .bytes = {[DOTS_TILE] = 64, [X_TILE] = block, [WEIGHTS_TILE] = 64},
-              .lines = {[DOTS_TILE] = lines, [X_TILE] = lines, [WEIGHTS_TILE] = block / 4}};
+  } config = {.palette = 1};
+  for (int tile = 0; tile < 8; tile++) {
+    config.bytes[tile] = 64;
+    config.lines[tile] = tile < WEIGHTS_TILE_0 ? rows : 16;
+  }
   __asm__ volatile("" : : "r"(&config) : "memory"); /* gcc's intrinsic declares 8 of its bytes only */
   _tile_loadconfig(&config);
-  lines_of_tiles = lines;
-  block_of_tiles = block;
+  lines_of_tiles = rows;
 }
 
 /* Releases the tiles after a part's products, so that the system need not save them. */
@@ -41,54 +49,90 @@ TARGET_AMX static void end_tiles(void) {
   lines_of_tiles = 0;
 }
 
-#define DOT_AMX(v)                                  \
-  _mm512_add_epi32(_mm512_loadu_si512(dots[v]), \
-                   _mm512_set1_epi32(sums[(v) / BESIDE * others + (v) % BESIDE]))
-
-/* Multiplies R rows of P planes with a group of columns. R and P are constants, R * P is 8 or 16. */
-TARGET_AMX INLINE void rows_amx(int R, int P, const Quantized *x, size_t row, const uint8_t *packed,
-                                const float *bias, float out[][LINE]) {
-  row *= P;
-  const int32_t *fours = x->fours + row * (x->width / 4);
-  const size_t others = x->blocks * BESIDE; /* from the scales of BESIDE vectors to the next */
-  const float *scales = x->scales + row / BESIDE * others + row % BESIDE;
-  const int32_t *sums = x->sums + row / BESIDE * others + row % BESIDE;
-  const size_t bytes = LINE * x->block; /* of a block's numbers */
-  __m512 y[MAX_ROWS];
-  EACH(r, R) y[r] = _mm512_loadu_ps(bias);
-  begin_tiles(R * P, x->block);
-  for (size_t b = 0; b < x->blocks; b++, scales += BESIDE, sums += BESIDE) {
-    int32_t dots[MAX_ROWS][LINE];
-    for (size_t i = 0; row == 0 && i <= bytes; i += 64)
-      __builtin_prefetch(packed + TILE_PREFETCH + i);
-    _tile_zero(DOTS_TILE);
-    _tile_loadd(X_TILE, fours + b * MAX_ROWS * (x->block / 4), x->block);
-    _tile_loadd(WEIGHTS_TILE, packed, 64);
-    _tile_dpbsud(DOTS_TILE, X_TILE, WEIGHTS_TILE);
-    _tile_stored(DOTS_TILE, dots, 64);
-    const __m512 scale = _mm512_loadu_ps(packed + bytes);
-    packed += bytes + sizeof scale;
-    EACH(r, R) {
-      const int v = r * P;
-      __m512i dot = DOT_AMX(v);
-      if (P == 2) dot = _mm512_add_epi32(_mm512_slli_epi32(dot, 7), DOT_AMX(v + 1));
-      const __m512 x_scale = _mm512_set1_ps(scales[v / BESIDE * others + v % BESIDE]);
-      y[r] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(dot), _mm512_mul_ps(scale, x_scale), y[r]);
-    }
+/* Writes DEPTH numbers as two planes of int8, `apart` bytes from each other. */
+TARGET_AMX INLINE void store_planes(const int32_t numbers[DEPTH], int8_t *upper, size_t apart) {
+  EACH(i, DEPTH / 16) {
+    const __m512i number = _mm512_loadu_si512(numbers + 16 * i);
+    const __m512i high = _mm512_srai_epi32(_mm512_add_epi32(number, _mm512_set1_epi32(64)), 7);
+    const __m512i low = _mm512_sub_epi32(number, _mm512_slli_epi32(high, 7));
+    _mm_storeu_si128((__m128i *)(upper + 16 * i), _mm512_cvtepi32_epi8(high));
+    _mm_storeu_si128((__m128i *)(upper + apart + 16 * i), _mm512_cvtepi32_epi8(low));
   }
-  EACH(r, R) _mm512_storeu_ps(out[r], y[r]);
 }
 
+TARGET_AMX static void quantize_amx(const float *x, size_t k, float scale, const Quantized *to,
+                                    size_t row) {
+  if (!to->has_tiles) {
+    quantize_vnni(x, k, scale, to, row);
+    return;
+  }
+  const size_t apart = to->width * MAX_ROWS;
+  int8_t *upper = (int8_t *)to->fours + row / MAX_ROWS * 2 * apart + row % MAX_ROWS * DEPTH;
+  const float largest = largest_magnitude_vnni(x, k), range = (float)largest_number(k);
+  const float times = largest > 0 ? range / largest : 0;
+  uint32_t total = 0;
+  for (size_t begin = 0; begin < k; begin += DEPTH, upper += MAX_ROWS * DEPTH) {
+    int32_t numbers[DEPTH];
+    round_depth_vnni(x + begin, k - begin < DEPTH ? k - begin : DEPTH, times, numbers);
+    total += sum_of_vnni(numbers);
+    store_planes(numbers, upper, apart);
+  }
+  to->scales[row] = largest / range * scale;
+  to->sums[row] = (int32_t)(-128 * total);
+}
+
+/* The sums of both planes with group g, times their scales. */
+#define STORE_GROUP(g)                                                                             \
+  do {                                                                                             \
+    int32_t sums[2][MAX_ROWS][LINE];                                                               \
+    _tile_stored(UPPER_SUMS_##g, sums[0], 64);                                                      \
+    _tile_stored(LOWER_SUMS_##g, sums[1], 64);                                                      \
+    const __m512 scales = _mm512_loadu_ps(packed + (g) * bytes + LINE * x->width);                 \
+    const __m512 added = _mm512_loadu_ps(bias + (g) * LINE);                                       \
+    for (size_t r = 0; r < rows; r++) {                                                            \
+      __m512i sum = _mm512_slli_epi32(_mm512_loadu_si512(sums[0][r]), 7);                          \
+      sum = _mm512_add_epi32(sum, _mm512_loadu_si512(sums[1][r]));                                 \
+      sum = _mm512_add_epi32(sum, _mm512_set1_epi32(x->sums[row + r]));                            \
+      const __m512 scale = _mm512_mul_ps(scales, _mm512_set1_ps(x->scales[row + r]));              \
+      _mm512_storeu_ps(out[g][r], _mm512_fmadd_ps(_mm512_cvtepi32_ps(sum), scale, added));         \
+    }                                                                                              \
+  } while (0)
+
+#define MULTIPLY_GROUP(g)                                                   \
+  do {                                                                      \
+    _tile_loadd(WEIGHTS_TILE_##g, packed + (g) * bytes + LINE * i, 64);      \
+    _tile_dpbsud(UPPER_SUMS_##g, UPPER_TILE, WEIGHTS_TILE_##g);               \
+    _tile_dpbsud(LOWER_SUMS_##g, LOWER_TILE, WEIGHTS_TILE_##g);               \
+  } while (0)
+
 TARGET_AMX static size_t int8_tile_amx(const Quantized *x, size_t row, const uint8_t *packed,
-                                       const float *bias, float out[][LINE]) {
-  const size_t left = x->count - row;
-  if (x->beside == BESIDE) return int8_tile_vnni(x, row, packed, bias, out);
-  /* The rows of a tile beyond the last one are computed, and dropped: that is faster than a tile for
-     each power of two. */
-#define USE(R, P) return rows_amx(R, P, x, row, packed, bias, out), left < R ? left : R
-  if (x->planes == 1 && left > 8) USE(16, 1);
-  if (x->planes == 1) USE(8, 1);
-  if (left > 4) USE(8, 2);
-  USE(4, 2);
-#undef USE
+                                       size_t groups, size_t bytes, const float *bias,
+                                       float out[][MAX_ROWS][LINE]) {
+  if (!x->has_tiles) {
+    size_t done = 0;
+    for (size_t g = 0; g < groups; g++)
+      done = int8_tile_vnni(x, row, packed + g * bytes, 1, bytes, bias + g * LINE, out + g);
+    return done;
+  }
+  const size_t left = x->count - row, rows = left < MAX_ROWS ? left : MAX_ROWS;
+  const size_t apart = x->width * MAX_ROWS;
+  const int8_t *upper = (const int8_t *)x->fours + row / MAX_ROWS * 2 * apart;
+  begin_tiles(rows);
+  _tile_zero(UPPER_SUMS_0);
+  _tile_zero(LOWER_SUMS_0);
+  _tile_zero(UPPER_SUMS_1);
+  _tile_zero(LOWER_SUMS_1);
+  for (size_t i = 0; i < x->width; i += DEPTH, upper += MAX_ROWS * DEPTH) {
+    for (size_t line = 0; row == 0 && line < LINE * DEPTH; line += 64) {
+      __builtin_prefetch(packed + LINE * i + TILE_PREFETCH + line);
+      if (groups == 2) __builtin_prefetch(packed + bytes + LINE * i + TILE_PREFETCH + line);
+    }
+    _tile_loadd(UPPER_TILE, upper, DEPTH);
+    _tile_loadd(LOWER_TILE, upper + apart, DEPTH);
+    MULTIPLY_GROUP(0);
+    if (groups == 2) MULTIPLY_GROUP(1);
+  }
+  STORE_GROUP(0);
+  if (groups == 2) STORE_GROUP(1);
+  return rows;
 }

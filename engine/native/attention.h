@@ -1,4 +1,4 @@
-/* LayerNorm, GELU and attention over K/V pages, for one set of instructions. */
+/* LayerNorm, rotations, GELU and attention over K/V pages, for one set of instructions. */
 
 TARGET static void NAME(layer_norm)(const float *x, size_t units, Norm norm, float epsilon,
                                     float *y) {
@@ -21,6 +21,44 @@ TARGET static void NAME(layer_norm)(const float *x, size_t units, Norm norm, flo
                            NAME(load)(norm.beta + i)));
 }
 
+/* The factor of x (units,) that makes its mean square 1: LayerNorm of a row whose mean is 0. */
+TARGET static float NAME(rms_scale)(const float *x, size_t units, float epsilon) {
+  floats squares[PARTS] = {{0}};
+  for (size_t i = 0; i < padded(units); i += LINE)
+    EACH(p, PARTS) {
+      const floats number = NAME(load)(x + i + p * LANES);
+      squares[p] = FMA(number, number, squares[p]);
+    }
+  return 1 / sqrtf(NAME(sum)(squares) / units + epsilon);
+}
+
+/* Multiplies x (n, width) with an orthogonal matrix (n, n), the Kronecker product of one for each prime
+   factor of n: 1 / sqrt(2) [1 1; 1 -1], a Hadamard matrix, and I - 2 / p for odd ones. It is its own
+   inverse, spreads a large number over many, and has only additions and multiplications by constants: the
+   bits are the same everywhere. https://arxiv.org/abs/2404.00456 is about what it is used for. */
+TARGET static void NAME(rotate)(float *x, size_t n, size_t width) {
+  size_t left = n, run = width; /* run: floats from a number to the next that it is added to */
+  int halvings = 0;
+  for (; left % 2 == 0; left /= 2, run *= 2, halvings++)
+    for (float *a = x; a < x + n * width; a += 2 * run)
+      for (size_t i = 0; i < run; i++) {
+        const float sum = a[i] + a[run + i], difference = a[i] - a[run + i];
+        a[i] = sum;
+        a[run + i] = difference;
+      }
+  for (size_t p = 3; left > 1; p += 2)
+    for (; left % p == 0; left /= p, run *= p)
+      for (float *a = x; a < x + n * width; a += p * run)
+        for (size_t i = 0; i < run; i++) {
+          float sum = 0;
+          for (size_t j = 0; j < p; j++) sum += a[j * run + i];
+          sum *= 2.0f / p;
+          for (size_t j = 0; j < p; j++) a[j * run + i] -= sum;
+        }
+  const float scale = ldexpf(halvings % 2 ? 0.707106781f : 1, -(halvings / 2));
+  for (size_t i = 0; i < n * width; i++) x[i] *= scale;
+}
+
 /* `count` is a multiple of LINE. The tanh form is Hendrycks and Gimpel's, gelu_new in Hugging Face's
    configurations: 0.5 x (1 + tanh u) = x / (1 + e^-2u). */
 TARGET static void NAME(gelu)(float *x, size_t count, int tanh_form) {
@@ -37,14 +75,36 @@ TARGET static void NAME(gelu)(float *x, size_t count, int tanh_form) {
     }
 }
 
-/* On a page a head's keys are (size, PAGE_TOKENS) and its values (PAGE_TOKENS, padded size): so the keys
-   of sixteen tokens lie beside each other, and a token's values do. Both take as many bytes. fp16 holds
-   65504 at most: larger numbers are stored as that. */
+/* On a page a head's keys in fp32 are (size, PAGE_TOKENS) and its values (PAGE_TOKENS, padded size): the
+   keys of sixteen tokens lie beside each other, and a token's values do. In int8 both are packed as a
+   matrix's group is (product.h): keys have the tokens as columns, (size / 4, PAGE_TOKENS, 4), values the
+   tokens as rows, a group for each line of the size, (size / LINE, PAGE_TOKENS / 4, LINE, 4). Behind the
+   numbers is a scale for each token. */
 
-TARGET static void NAME(store_kv)(int half, const float *k, const float *v, size_t size, size_t slot,
+/* The numbers in int8 of a token's keys or values (size,), plus 128, as if packed; returns their scale.
+   NaN and infinity would reach later tokens: a token that has them counts as zeros. */
+TARGET INLINE float NAME(store_token)(const float *x, size_t size, uint8_t *to, int is_values) {
+  const float largest = NAME(largest_magnitude)(x, size);
+  const float times = largest > 0 && isfinite(largest) ? 127 / largest : 0;
+  for (size_t begin = 0; begin < size; begin += DEPTH) {
+    int32_t numbers[DEPTH];
+    const size_t count = size - begin < DEPTH ? size - begin : DEPTH;
+    NAME(round_depth)(x + begin, count, times, numbers);
+    if (!times) memset(numbers, 0, sizeof numbers);
+    for (size_t i = 0; i < count; i++) {
+      const size_t s = begin + i;
+      const size_t at = is_values ? s / LINE * LINE * PAGE_TOKENS + s % LINE * 4
+                                  : s / 4 * 4 * PAGE_TOKENS + s % 4;
+      to[at] = (uint8_t)(numbers[i] + 128);
+    }
+  }
+  return times ? largest / 127 : 0;
+}
+
+TARGET static void NAME(store_kv)(int int8, const float *k, const float *v, size_t size, size_t slot,
                                   void *keys, void *values) {
   const size_t line = padded(size);
-  if (!half) {
+  if (!int8) {
     float *to = (float *)values + slot * line;
     for (size_t s = 0; s < line; s++) { /* NaN times a weight of 0 is NaN */
       if (s < size) ((float *)keys)[s * PAGE_TOKENS + slot] = k[s];
@@ -52,24 +112,10 @@ TARGET static void NAME(store_kv)(int half, const float *k, const float *v, size
     }
     return;
   }
-  uint16_t *to = (uint16_t *)values + slot * line;
-  for (size_t i = 0; i < size; i += LINE) {
-    const float *from[2] = {k + i, v + i};
-    float lines[2][LINE] = {{0}};
-    uint16_t halves[2][LINE];
-    const size_t length = size - i < LINE ? size - i : LINE;
-    if (length < LINE)
-      for (int j = 0; j < 2; j++) from[j] = memcpy(lines[j], from[j], length * sizeof *k);
-    EACH(j, 2) EACH(p, PARTS) {
-      floats x = NAME(load)(from[j] + p * LANES);
-      x = LOWER(x, NAME(all)(65504.0f)); /* NaN becomes 65504, too */
-      x = HIGHER(x, NAME(all)(-65504.0f));
-      STORE_HALVES(halves[j] + p * LANES, x);
-    }
-    for (size_t s = 0; s < length; s++)
-      ((uint16_t *)keys)[(i + s) * PAGE_TOKENS + slot] = halves[0][s];
-    memcpy(to + i, halves[1], sizeof *halves);
-  }
+  uint8_t *to = (uint8_t *)values + slot / 4 * 4 * LINE + slot % 4;
+  ((float *)((uint8_t *)keys + line * PAGE_TOKENS))[slot] =
+      NAME(store_token)(k, size, (uint8_t *)keys + 4 * slot, 0);
+  ((float *)((uint8_t *)values + line * PAGE_TOKENS))[slot] = NAME(store_token)(v, size, to, 1);
 }
 
 /* Turns the first `count` of `length` scores to weights and the others to 0; returns their sum. */
@@ -94,27 +140,23 @@ TARGET static float NAME(softmax)(float *scores, size_t count, size_t length) {
   return NAME(sum)(sums);
 }
 
-TARGET INLINE floats NAME(load_number)(int half, const uint8_t *numbers, size_t i) {
-  return half ? LOAD_HALVES(numbers + i * 2) : NAME(load)((const float *)numbers + i);
-}
-
 /* Prefetches keys or values if queries are few: then memory is the limit, not arithmetic. */
-TARGET INLINE void NAME(prefetch_line)(int Q, int half, const uint8_t *numbers, size_t i) {
-  if (Q <= FEW_QUERIES) __builtin_prefetch(numbers + i * (half ? 2 : 4) + KV_PREFETCH);
+TARGET INLINE void NAME(prefetch_line)(int Q, const void *numbers) {
+  if (Q <= FEW_QUERIES) __builtin_prefetch((const uint8_t *)numbers + KV_PREFETCH);
 }
 
 /* The scores of a head's Q queries against its keys on pages n, ..., n + N - 1. */
-TARGET INLINE void NAME(score_pages)(int Q, int N, int half, const Queries *x, const float *q,
-                                     size_t head, size_t n, float *scores, size_t length) {
+TARGET INLINE void NAME(score_pages)(int Q, int N, const Queries *x, const float *q, size_t head,
+                                     size_t n, float *scores, size_t stride) {
   floats sums[MAX_QUERIES][PARTS];
-  const size_t keys = head * padded(x->size) * PAGE_TOKENS;
   EACH(i, Q * N) EACH(p, PARTS) sums[i][p] = (floats){0};
   for (size_t s = 0; s < x->size; s++)
     EACH(page, N) {
-      const size_t number = keys + s * PAGE_TOKENS;
-      NAME(prefetch_line)(Q, half, x->pages[n + page], number);
+      const uint8_t *packed = x->pages[n + page] + head * x->head_bytes;
+      const float *keys = (const float *)packed + s * PAGE_TOKENS;
+      NAME(prefetch_line)(Q, keys);
       EACH(p, PARTS) {
-        const floats key = NAME(load_number)(half, x->pages[n + page], number + p * LANES);
+        const floats key = NAME(load)(keys + p * LANES);
         EACH(i, Q) {
           floats *sum = &sums[page * Q + i][p];
           *sum = FMA(NAME(all)(q[i * x->stride + s]), key, *sum);
@@ -122,30 +164,55 @@ TARGET INLINE void NAME(score_pages)(int Q, int N, int half, const Queries *x, c
       }
     }
   EACH(page, N) EACH(i, Q) EACH(p, PARTS)
-    NAME(store)(scores + i * length + (n + page) * PAGE_TOKENS + p * LANES,
+    NAME(store)(scores + i * stride + (n + page) * PAGE_TOKENS + p * LANES,
                 sums[page * Q + i][p] * x->scale);
 }
 
+/* The same of quantized queries and keys. */
+TARGET INLINE void NAME(score_int8_pages)(int Q, int N, const Queries *x, const Rounded *q,
+                                          size_t head, size_t n, float *scores, size_t stride) {
+  NAME(Dots) dots[MAX_QUERIES][PARTS];
+  const int32_t *fours = q->fours + head * Q * q->stride;
+  EACH(i, Q * N) EACH(p, PARTS)
+    dots[i][p] = NAME(begin_dots)((ints){0} + q->sums[head * Q + i % Q]);
+  for (size_t s = 0; s < x->size; s += 4)
+    EACH(page, N) {
+      const uint8_t *keys = x->pages[n + page] + head * x->head_bytes + s * PAGE_TOKENS;
+      NAME(prefetch_line)(Q, keys);
+      EACH(p, PARTS) {
+        const NAME(Weights) key = NAME(load_weights)(keys + 4 * LANES * p);
+        EACH(i, Q) NAME(dot)(&dots[page * Q + i][p], key, fours + i * q->stride + s / 2);
+      }
+    }
+  EACH(page, N) EACH(p, PARTS) {
+    const uint8_t *keys = x->pages[n + page] + head * x->head_bytes;
+    const floats scale =
+        NAME(load)((const float *)(keys + padded(x->size) * PAGE_TOKENS) + p * LANES);
+    EACH(i, Q)
+      NAME(store)(scores + i * stride + (n + page) * PAGE_TOKENS + p * LANES,
+                  __builtin_convertvector(NAME(total)(dots[page * Q + i][p]), floats) *
+                      (scale * q->scales[head * Q + i]));
+  }
+}
+
 /* Adds a head's values of tokens [t, end), weighted, to sums (Q, padded size), in N lines from `at`. */
-TARGET INLINE void NAME(add_values)(int Q, int N, int half, const Queries *x, size_t head, size_t at,
-                                    size_t t, size_t end, const float *weights, size_t length,
-                                    float *to) {
-  enum { MAX_SUMS = 16 };
+TARGET INLINE void NAME(add_values)(int Q, int N, const Queries *x, size_t head, size_t at, size_t t,
+                                    size_t end, const float *weights, size_t stride, float *to) {
   floats sums[MAX_SUMS][PARTS];
-  const size_t line = padded(x->size), values = x->values + head * line * PAGE_TOKENS + at;
+  const size_t line = padded(x->size);
   EACH(i, Q) EACH(j, N) EACH(p, PARTS)
     sums[j * Q + i][p] = NAME(load)(to + i * line + at + j * LINE + p * LANES);
   while (t < end) {
-    const uint8_t *page = x->pages[t / PAGE_TOKENS];
+    const float *values = (const float *)(x->pages[t / PAGE_TOKENS] + x->values + head * x->head_bytes);
     const size_t stop = t + PAGE_TOKENS < end ? t + PAGE_TOKENS : end;
-    for (size_t number = values; t < stop; t++, number += line)
+    for (values += at; t < stop; t++, values += line)
       EACH(j, N) {
-        NAME(prefetch_line)(Q, half, page, number + j * LINE);
+        NAME(prefetch_line)(Q, values + j * LINE);
         EACH(p, PARTS) {
-          const floats value = NAME(load_number)(half, page, number + j * LINE + p * LANES);
+          const floats value = NAME(load)(values + j * LINE + p * LANES);
           EACH(i, Q) {
             floats *sum = &sums[j * Q + i][p];
-            *sum = FMA(NAME(all)(weights[i * length + t]), value, *sum);
+            *sum = FMA(NAME(all)(weights[i * stride + t]), value, *sum);
           }
         }
       }
@@ -154,56 +221,135 @@ TARGET INLINE void NAME(add_values)(int Q, int N, int half, const Queries *x, si
     NAME(store)(to + i * line + at + j * LINE + p * LANES, sums[j * Q + i][p]);
 }
 
+/* The same of quantized weights and values, on whole pages [n, end). */
+TARGET INLINE void NAME(add_int8_values)(int Q, int N, const Queries *x, size_t head, size_t at,
+                                         size_t n, size_t end, const int32_t *weights, size_t stride,
+                                         int32_t *to) {
+  NAME(Dots) dots[MAX_SUMS][PARTS];
+  const size_t line = padded(x->size);
+  EACH(i, Q) EACH(j, N) EACH(p, PARTS) {
+    ints sum;
+    memcpy(&sum, to + i * line + at + j * LINE + p * LANES, sizeof sum);
+    dots[j * Q + i][p] = NAME(begin_dots)(sum);
+  }
+  for (; n < end; n++) {
+    const uint8_t *values = x->pages[n] + x->values + head * x->head_bytes + at * PAGE_TOKENS;
+    for (size_t t = 0; t < PAGE_TOKENS; t += 4, values += 4 * LINE)
+      EACH(j, N) {
+        NAME(prefetch_line)(Q, values + j * LINE * PAGE_TOKENS);
+        EACH(p, PARTS) {
+          const NAME(Weights) value =
+              NAME(load_weights)(values + j * LINE * PAGE_TOKENS + 4 * LANES * p);
+          EACH(i, Q)
+            NAME(dot)(&dots[j * Q + i][p], value, weights + i * stride + (n * PAGE_TOKENS + t) / 2);
+        }
+      }
+  }
+  EACH(i, Q) EACH(j, N) EACH(p, PARTS) {
+    const ints sum = NAME(total)(dots[j * Q + i][p]);
+    memcpy(to + i * line + at + j * LINE + p * LANES, &sum, sizeof sum);
+  }
+}
+
+/* Quantizes Q queries of each head, with the scale of their scores. */
+TARGET INLINE void NAME(round_queries)(int Q, const Queries *x, const float *q, Rounded *to) {
+  for (size_t head = 0; head < x->heads; head++)
+    for (int i = 0; i < Q; i++) {
+      const size_t query = head * Q + i;
+      to->scales[query] =
+          x->scale * NAME(quantize_to)(q + i * x->stride + head * x->size, x->size, x->size, 1,
+                                       to->fours + query * to->stride, &to->sums[query]);
+    }
+}
+
+/* Multiplies a head's weights (length,) with the scales of its values and quantizes them in place. */
+TARGET INLINE float NAME(round_weights)(const Queries *x, size_t head, size_t length,
+                                        float *weights, int32_t *sum) {
+  for (size_t t = 0; t < length; t += PAGE_TOKENS) {
+    const uint8_t *values = x->pages[t / PAGE_TOKENS] + x->values + head * x->head_bytes;
+    const float *scales = (const float *)(values + padded(x->size) * PAGE_TOKENS);
+    EACH(p, PARTS) {
+      const floats weight = NAME(load)(weights + t + p * LANES);
+      const ints is_seen = weight != (floats){0}; /* what is not may have any scale */
+      const floats product = weight * NAME(load)(scales + p * LANES);
+      NAME(store)(weights + t + p * LANES, (floats)((ints)product & is_seen));
+    }
+  }
+  return NAME(quantize_to)(weights, length, x->max_length, 1, (int32_t *)weights, sum);
+}
+
 /* Q queries of each head of one row, at positions position, position + 1, ...: each sees the tokens up
-   to its own. `scores` has space for heads * Q times the row's pages, and for as many sums. A query's
-   sums run over the tokens in their order; those beyond its position have the weight 0, which changes no
-   sum. Q and `half` are constants. */
-TARGET INLINE void NAME(attend_to)(int Q, int half, const Queries *x, const float *q,
+   to its own. `scores` is memory of attend_floats. In fp32 a query's sums run over the tokens in their
+   order; those beyond its position have the weight 0, which changes no sum. Q and `int8` are constants. */
+TARGET INLINE void NAME(attend_to)(int Q, int int8, const Queries *x, const float *q,
                                    size_t position, float *scores, float *out) {
   const size_t tokens = position + Q, num_pages = (tokens + PAGE_TOKENS - 1) / PAGE_TOKENS;
-  const size_t length = num_pages * PAGE_TOKENS; /* of a query's scores */
+  const size_t length = num_pages * PAGE_TOKENS, stride = whole_depths(length); /* of scores */
   const size_t line = padded(x->size), queries = x->heads * Q;
+  float *sums = scores + queries * stride, *factors = sums + queries * line;
+  Rounded rounded = {.scales = factors + queries, .sums = (int32_t *)(factors + 2 * queries),
+                     .fours = (int32_t *)(factors + 3 * queries),
+                     .stride = whole_depths(x->size) / 2};
+  if (int8) NAME(round_queries)(Q, x, q, &rounded);
   /* A few pages or lines of values at once, where few queries would leave the processor waiting for each
      sum. Several heads are read as they lie in memory, a single one page after page. */
   enum { AT_ONCE = 4 };
+  const int at_once = Q < AT_ONCE ? int8 ? AT_ONCE / Q : AT_ONCE : 1;
   const size_t step = x->heads > 1 ? AT_ONCE : num_pages;
   for (size_t begin = 0; begin < num_pages; begin += step)
     for (size_t head = 0; head < x->heads; head++) {
       const size_t end = begin + step < num_pages ? begin + step : num_pages;
       const float *of_head = q + head * x->size;
-      float *to = scores + head * Q * length;
-      size_t n = begin;
-      if (Q < AT_ONCE)
-        for (; n + AT_ONCE <= end; n += AT_ONCE)
-          NAME(score_pages)(Q, AT_ONCE, half, x, of_head, head, n, to, length);
-      for (; n < end; n++) NAME(score_pages)(Q, 1, half, x, of_head, head, n, to, length);
+      float *to = scores + head * Q * stride;
+      for (size_t n = begin; n < end;)
+        if (n + at_once <= end && int8)
+          NAME(score_int8_pages)(Q, at_once, x, &rounded, head, n, to, stride), n += at_once;
+        else if (n + at_once <= end)
+          NAME(score_pages)(Q, at_once, x, of_head, head, n, to, stride), n += at_once;
+        else if (int8)
+          NAME(score_int8_pages)(Q, 1, x, &rounded, head, n, to, stride), n++;
+        else
+          NAME(score_pages)(Q, 1, x, of_head, head, n, to, stride), n++;
     }
 
-  float *sums = scores + queries * length;
   memset(sums, 0, queries * line * sizeof *sums);
-  float *weight = sums + queries * line;
-  for (size_t i = 0; i < queries; i++)
-    weight[i] = 1 / NAME(softmax)(scores + i * length, position + i % Q + 1, length);
+  for (size_t i = 0; i < queries; i++) {
+    float *of_query = scores + i * stride;
+    factors[i] = 1 / NAME(softmax)(of_query, position + i % Q + 1, length);
+    if (int8)
+      factors[i] *= NAME(round_weights)(x, i / Q, length, of_query, &rounded.sums[i]);
+  }
 
+  const int lines = Q <= AT_ONCE ? int8 ? AT_ONCE / Q : AT_ONCE : 1;
   for (size_t begin = 0; begin < num_pages; begin += step)
     for (size_t head = 0; head < x->heads; head++) {
       const size_t first = begin * PAGE_TOKENS, last = first + step * PAGE_TOKENS;
       const size_t end = last < tokens ? last : tokens;
-      const float *weights = scores + head * Q * length;
+      const size_t end_page = (end + PAGE_TOKENS - 1) / PAGE_TOKENS;
+      const float *weights = scores + head * Q * stride;
       float *to = sums + head * Q * line;
-      size_t at = 0;
-      if (Q <= AT_ONCE)
-        for (; at + AT_ONCE * LINE <= line; at += AT_ONCE * LINE)
-          NAME(add_values)(Q, AT_ONCE, half, x, head, at, first, end, weights, length, to);
-      for (; at < line; at += LINE)
-        NAME(add_values)(Q, 1, half, x, head, at, first, end, weights, length, to);
+      for (size_t at = 0; at < line;)
+        if (at + lines * LINE <= line && int8)
+          NAME(add_int8_values)(Q, lines, x, head, at, begin, end_page, (const int32_t *)weights,
+                                stride, (int32_t *)to), at += lines * LINE;
+        else if (at + lines * LINE <= line)
+          NAME(add_values)(Q, lines, x, head, at, first, end, weights, stride, to), at += lines * LINE;
+        else if (int8)
+          NAME(add_int8_values)(Q, 1, x, head, at, begin, end_page, (const int32_t *)weights, stride,
+                                (int32_t *)to), at += LINE;
+        else
+          NAME(add_values)(Q, 1, x, head, at, first, end, weights, stride, to), at += LINE;
     }
 
   for (size_t head = 0; head < x->heads; head++)
     for (int i = 0; i < Q; i++) {
       const size_t query = head * Q + i;
+      float *to = out + i * x->out_stride + head * x->size;
+      const float *sum = sums + query * line;
       for (size_t s = 0; s < x->size; s++)
-        out[i * x->out_stride + head * x->size + s] = sums[query * line + s] * weight[query];
+        to[s] = factors[query] *
+                (int8 ? (float)(int32_t)((uint32_t)((const int32_t *)sum)[s] + rounded.sums[query])
+                      : sum[s]);
     }
 }
 
@@ -213,7 +359,7 @@ TARGET static size_t NAME(attend)(const Queries *x, size_t first, size_t left, f
   const size_t position = x->position + first;
 #define USE(Q)                                                             \
   if (left >= Q)                                                           \
-    return x->half ? NAME(attend_to)(Q, 1, x, q, position, scores, out)    \
+    return x->int8 ? NAME(attend_to)(Q, 1, x, q, position, scores, out)    \
                    : NAME(attend_to)(Q, 0, x, q, position, scores, out),   \
            Q
 #if LANES == LINE

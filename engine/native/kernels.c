@@ -6,10 +6,11 @@
        NAME(x)         x with the set's suffix
        LANES           floats of a register
        FMA(a, b, c)    a * b + c
-       DOT(sums, packed, four)  adds to LANES int32 the products of four int8 numbers of x with four
-                       weights of each of LANES columns
-       WEIGHT_OFFSET   how much larger than a weight the number is that DOT multiplies
-       LOAD_HALVES, STORE_HALVES  between LANES fp16 in memory and floats
+       MULTIPLY_ADD(sums, weights, word)  adds to LANES int32 the products of two int16 numbers of x with
+                       two of each of LANES columns or, with PLANES, of four int8 with four
+       SUMS            how many sums of them are added up at the end
+       WEIGHT_OFFSET   how much larger than a weight the number is that is multiplied
+       LOAD_HALVES     LANES fp16 in memory as floats
        LOWER(a, b), HIGHER(a, b)  a < b ? a : b and a > b ? a : b, where there are instructions for it
 
    A kernel computes a token by the same sums in the same order whatever is computed beside it. So the
@@ -39,30 +40,23 @@
 #define KV_PREFETCH 1024
 #define EACH(i, count) _Pragma("GCC unroll 16") for (int i = 0; i < (count); i++)
 
-/* Plain C, for any processor. Numbers are multiplied in 16 bits, two at a time: the bytes of a register
-   at even places, then those at odd ones. */
+/* Plain C, for any processor. */
 #define TARGET
 #define NAME(x) x##_plain
 #define LANES 4
 #define FMA(a, b, c) ((a) * (b) + (c))
 #define WEIGHT_OFFSET 128
-#define DOT(sums, packed, four) ((sums) = dot_plain(sums, packed, four))
+#define SUMS 1
+#define MULTIPLY_ADD(sums, weights, word) ((sums) + multiply_pairs(weights, (word) - (ints){0}))
 typedef int16_t shorts_plain __attribute__((vector_size(16)));
-typedef int32_t ints_of_shorts __attribute__((vector_size(16)));
-static inline ints_of_shorts multiply_pairs(shorts_plain a, shorts_plain b) {
+typedef int32_t ints_of_pairs __attribute__((vector_size(16)));
+typedef uint32_t sums_of_pairs __attribute__((vector_size(16)));
+static inline sums_of_pairs multiply_pairs(ints_of_pairs a, ints_of_pairs b) {
 #if defined(__x86_64__)
-  return (ints_of_shorts)__builtin_ia32_pmaddwd128(a, b);
+  return (sums_of_pairs)__builtin_ia32_pmaddwd128((shorts_plain)a, (shorts_plain)b);
 #else
-  const ints_of_shorts x = (ints_of_shorts)a, y = (ints_of_shorts)b;
-  return (x >> 16) * (y >> 16) + (x << 16 >> 16) * (y << 16 >> 16);
+  return (sums_of_pairs)((a >> 16) * (b >> 16) + (a << 16 >> 16) * (b << 16 >> 16));
 #endif
-}
-static inline ints_of_shorts dot_plain(ints_of_shorts sums, const uint8_t *packed, int32_t four) {
-  shorts_plain weights;
-  memcpy(&weights, packed, sizeof weights);
-  const shorts_plain x = (shorts_plain)(four - (ints_of_shorts){0});
-  sums += multiply_pairs(weights & 255, x << 8 >> 8);
-  return sums + multiply_pairs(weights >> 8 & 255, x >> 8);
 }
 #define PLAIN_HALVES
 #include "vectors.h"
@@ -76,22 +70,13 @@ static inline ints_of_shorts dot_plain(ints_of_shorts sums, const uint8_t *packe
 #define NAME(x) x##_avx2
 #define LANES 8
 #define FMA(a, b, c) ((floats_avx2)_mm256_fmadd_ps((__m256)(a), (__m256)(b), (__m256)(c)))
-#define WEIGHT_OFFSET 0
-#define DOT(sums, packed, four) \
-  ((sums) = (ints_avx2)dot_avx2((__m256i)(sums), packed, _mm256_set1_epi32(four)))
+#define WEIGHT_OFFSET 128
+#define SUMS 1 /* of sixteen registers */
+#define MULTIPLY_ADD(sums, weights, word)        \
+  ((uints_avx2)_mm256_add_epi32((__m256i)(sums), \
+                                _mm256_madd_epi16((__m256i)(weights), _mm256_set1_epi32(word))))
 #define LOAD_HALVES(halves) \
   ((floats_avx2)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(halves))))
-#define STORE_HALVES(halves, x) \
-  _mm_storeu_si128((__m128i *)(halves), _mm256_cvtps_ph((__m256)(x), _MM_FROUND_TO_NEAREST_INT))
-/* maddubs adds products of unsigned with signed numbers in pairs, to 16 bits. 2 * 127 * 127 is the most
-   that these hold, so the sign of x goes to the weights, and their 128 is taken off before. */
-TARGET static inline __m256i dot_avx2(__m256i sums, const uint8_t *packed, __m256i four) {
-  const __m256i weights = _mm256_xor_si256(_mm256_loadu_si256((const __m256i *)packed),
-                                           _mm256_set1_epi8((char)128));
-  const __m256i pairs =
-      _mm256_maddubs_epi16(_mm256_abs_epi8(four), _mm256_sign_epi8(weights, four));
-  return _mm256_add_epi32(sums, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
-}
 #define LOWER(a, b) ((floats_avx2)_mm256_min_ps((__m256)(a), (__m256)(b)))
 #define HIGHER(a, b) ((floats_avx2)_mm256_max_ps((__m256)(a), (__m256)(b)))
 #include "vectors.h"
@@ -104,14 +89,12 @@ TARGET static inline __m256i dot_avx2(__m256i sums, const uint8_t *packed, __m25
 #define LANES 16
 #define FMA(a, b, c) ((floats_vnni)_mm512_fmadd_ps((__m512)(a), (__m512)(b), (__m512)(c)))
 #define WEIGHT_OFFSET 128
-#define DOT(sums, packed, four)                                                          \
-  ((sums) = (ints_vnni)_mm512_dpbusd_epi32((__m512i)(sums), _mm512_loadu_si512(packed), \
-                                           _mm512_set1_epi32(four)))
+#define SUMS 2 /* each addition to a single one would wait for the one before */
+#define MULTIPLY_ADD(sums, weights, word)                                  \
+  ((uints_vnni)_mm512_dpwssd_epi32((__m512i)(sums), (__m512i)(weights), \
+                                   _mm512_set1_epi32(word)))
 #define LOAD_HALVES(halves) \
   ((floats_vnni)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)(halves))))
-#define STORE_HALVES(halves, x)               \
-  _mm256_storeu_si256((__m256i *)(halves),    \
-                      _mm512_cvtps_ph((__m512)(x), _MM_FROUND_TO_NEAREST_INT))
 #define LOWER(a, b) ((floats_vnni)_mm512_min_ps((__m512)(a), (__m512)(b)))
 #define HIGHER(a, b) ((floats_vnni)_mm512_max_ps((__m512)(a), (__m512)(b)))
 #include "vectors.h"
@@ -130,15 +113,13 @@ TARGET static inline __m256i dot_avx2(__m256i sums, const uint8_t *packed, __m25
 #define FMA(a, b, c) \
   ((floats_neon)vfmaq_f32((float32x4_t)(c), (float32x4_t)(a), (float32x4_t)(b)))
 #define WEIGHT_OFFSET 0
-#define DOT(sums, packed, four) ((sums) = (ints_neon)dot_neon((int32x4_t)(sums), packed, four))
+#define PLANES
+#define SUMS 2
+#define MULTIPLY_ADD(sums, weights, word)                                     \
+  ((uints_neon)vdotq_s32((int32x4_t)(sums), (int8x16_t)(weights),             \
+                         vreinterpretq_s8_s32(vdupq_n_s32(word))))
 #define LOAD_HALVES(halves) \
   ((floats_neon)vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16((const uint16_t *)(halves)))))
-#define STORE_HALVES(halves, x) \
-  vst1_u16((uint16_t *)(halves), vreinterpret_u16_f16(vcvt_f16_f32((float32x4_t)(x))))
-TARGET static inline int32x4_t dot_neon(int32x4_t sums, const uint8_t *packed, int32_t four) {
-  const int8x16_t weights = vreinterpretq_s8_u8(veorq_u8(vld1q_u8(packed), vdupq_n_u8(128)));
-  return vdotq_s32(sums, weights, vreinterpretq_s8_s32(vdupq_n_s32(four)));
-}
 #include "vectors.h"
 #include "product.h"
 #include "attention.h"
@@ -146,18 +127,19 @@ TARGET static inline int32x4_t dot_neon(int32x4_t sums, const uint8_t *packed, i
 
 #endif
 
-#define KERNELS(set) KERNELS_OF(set, set, SIZE_MAX, NULL)
-#define KERNELS_OF(name, set, tiles_from, end_tiles)                                             \
-  {                                                                                              \
-    #name, quantize_##set, int8_tile_##name, float_tile_##set, add_product_##set, gelu_##set,    \
-        layer_norm_##set, store_kv_##set, attend_##set, weigh_##set, tiles_from, end_tiles       \
+#define KERNELS(set) KERNELS_OF(set, set, 1, SIZE_MAX, NULL)
+#define KERNELS_OF(name, set, groups, tiles_from, end_tiles)                                         \
+  {                                                                                                  \
+    #name, quantize_##name, int8_tile_##name, float_tile_##set, add_product_##set, gelu_##set,       \
+        layer_norm_##set, rms_scale_##set, rotate_##set, store_kv_##set, attend_##set, weigh_##set, \
+        groups, tiles_from, end_tiles                                                                \
   }
 
 /* From the best to the slowest. */
 static const Kernels all_kernels[] = {
 #if defined(__x86_64__)
 #ifdef HAS_AMX
-    KERNELS_OF(amx, vnni, 3, end_tiles), /* with two vectors VNNI is as fast */
+    KERNELS_OF(amx, vnni, MAX_GROUPS, 2, end_tiles),
 #endif
     KERNELS(vnni),
     KERNELS(avx2),
@@ -192,6 +174,10 @@ const char *use_kernels(const char *name) {
     if ((!name || !strcmp(name, all_kernels[i].name)) && is_supported(all_kernels[i].name))
       return (kernels = &all_kernels[i])->name;
   return NULL;
+}
+
+void rotate(float *x, size_t count, size_t n, size_t width) {
+  for (size_t i = 0; i < count; i++) kernels->rotate(x + i * n * width, n, width);
 }
 
 double softmax_weights(const float *logits, size_t count, float temperature, float *weights) {

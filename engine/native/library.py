@@ -25,7 +25,7 @@ LIBRARY = Path(__file__).with_name("_pass" + SUFFIX)
 
 
 class Matrix(Structure):
-    _fields_ = (("weight", Pointer), ("bias", Pointer), ("planes", c_int32))
+    _fields_ = (("weight", Pointer), ("bias", Pointer))
 
 
 class Norm(Structure):
@@ -42,7 +42,7 @@ class Layer(Structure):
 class Model(Structure):
     _fields_ = (
         ("num_layers", c_int32), ("units", c_int32), ("heads", c_int32), ("hidden", c_int32),
-        ("vocab", c_int32), ("max_length", c_int32), ("block", c_int32), ("gelu_tanh", c_int32),
+        ("vocab", c_int32), ("max_length", c_int32), ("int8", c_int32), ("gelu_tanh", c_int32),
         ("epsilon", c_float), ("layers", POINTER(Layer)), ("final_norm", Norm),
         ("embedding", Pointer), ("positions", Pointer), ("head", Matrix),
     )  # fmt: skip
@@ -87,8 +87,12 @@ _use_threads = _function("use_threads", c_int, c_int)
 _use_kernels = _function("use_kernels", c_char_p, c_char_p)
 _take_times = _function("take_times", None, POINTER(c_double * 5))
 release_scratch = _function("release_scratch", None)
-packed_bytes = _function("packed_bytes", _size, _size, _size, _size)
-pack = _function("pack", None, Pointer, c_int, *[_size] * 7, Pointer)
+packed_bytes = _function("packed_bytes", _size, _size, _size, c_int)
+pack = _function(
+    "pack", None, Pointer, c_int, _size, _size, _size, _size, c_int, _size, _size, Pointer
+)
+rotate = _function("rotate", None, Pointer, _size, _size, _size)
+add_products = _function("add_products", None, Pointer, Pointer, _size, _size, Pointer)
 softmax_weights = _function("softmax_weights", c_double, Pointer, _size, c_float, Pointer)
 largest_tokens = _function("largest_tokens", _size, Pointer, _size, _size, Pointer, Pointer)
 draw_token = _function(
@@ -100,13 +104,13 @@ only_allowed = _function("only_allowed", c_int32, Pointer, _size)
 _STATUS = ("ok", "the model's sizes", "a piece's tokens or positions", "memory")
 
 
-def page_bytes(config: GPT2Config, *, fp32: bool) -> int:
-    """Return the bytes of a K/V page, fp32 or fp16: `PAGE_TOKENS` tokens of all layers."""
+def page_bytes(config: GPT2Config, precision: str) -> int:
+    """Return the bytes of a K/V page, in int8 or fp32: `PAGE_TOKENS` tokens of all layers."""
     sizes = Model(
         num_layers=config.num_layers,
         units=config.units,
         heads=config.num_heads,
-        block=not fp32,
+        int8=precision == "int8",
     )
     return int(_page_bytes(byref(sizes)))
 

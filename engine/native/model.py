@@ -13,7 +13,7 @@ import numpy as np
 from engine.backends.interface import BackendModel, Logits, Piece, Row, check_ids
 from engine.native import library
 from engine.native.arena import Arena, NativeRow
-from engine.native.prepared import PLANES, Prepared
+from engine.native.prepared import Prepared
 
 RunPass = Callable[[library.Model, int, "ctypes.Array[library.Piece]", int, int], None]
 
@@ -67,7 +67,7 @@ class NativeModel(BackendModel):
         self.config, self._prepared, self._run_pass = config, prepared, run_pass
         self.weight_bytes, self.mapped = file.num_bytes, [file.span]
         self._model, self._layers = _struct(prepared)
-        self._page_bytes = library.page_bytes(config, fp32=not prepared.block)
+        self._page_bytes = library.page_bytes(config, prepared.precision)
         self._arena = _open_arena(self._page_bytes)
         self._rows: set[NativeRow] = set()
         self._width = -(-config.vocab_size // library.LINE) * library.LINE
@@ -130,17 +130,17 @@ def _struct(prepared: Prepared) -> tuple[library.Model, ctypes.Array[library.Lay
     config, addresses = prepared.config, prepared.file.addresses
 
     def norm(name: str) -> library.Norm:
-        return library.Norm(addresses[f"{name}.gamma"], addresses[f"{name}.beta"])
+        return library.Norm(addresses.get(f"{name}.gamma"), addresses.get(f"{name}.beta"))
 
-    def matrix(name: str, planes: int) -> library.Matrix:
-        return library.Matrix(addresses[f"{name}.weight"], addresses.get(f"{name}.bias"), planes)
+    def matrix(name: str) -> library.Matrix:
+        return library.Matrix(addresses[f"{name}.weight"], addresses.get(f"{name}.bias"))
 
     layers = (library.Layer * config.num_layers)()
     for i, layer in enumerate(layers):
         layer.attention_norm = norm(f"layers.{i}.attention_norm")
         layer.ffn_norm = norm(f"layers.{i}.ffn_norm")
         for name in library.PRODUCTS:
-            setattr(layer, name, matrix(f"layers.{i}.{name}", PLANES[name]))
+            setattr(layer, name, matrix(f"layers.{i}.{name}"))
         layer.attention_scale = config.attention_scale(i)
     model = library.Model(
         num_layers=config.num_layers,
@@ -149,13 +149,13 @@ def _struct(prepared: Prepared) -> tuple[library.Model, ctypes.Array[library.Lay
         hidden=config.hidden_size,
         vocab=config.vocab_size,
         max_length=config.max_length,
-        block=prepared.block,
+        int8=prepared.precision == "int8",
         gelu_tanh=config.activation == "gelu_new",
         epsilon=config.layer_norm_eps,
         layers=layers,
         final_norm=norm("final_norm"),
         embedding=addresses["embedding.weight"],
         positions=addresses["positions"],
-        head=matrix("embedding" if config.tie_word_embeddings else "head", PLANES["head"]),
+        head=matrix("embedding" if config.tie_word_embeddings else "head"),
     )
     return model, layers

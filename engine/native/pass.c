@@ -52,8 +52,9 @@ static struct {
   float *qkv;         /* (T, 3C): queries, keys, values, heads inside each */
   float *attended;    /* (T, C) */
   float *hidden;      /* (T, F) */
-  float *scores;      /* for each thread (queries, the longest row), their sums and weights */
+  float *scores;      /* for each thread: attend_floats */
   size_t scores_size; /* floats of `scores` for one thread */
+  float *rotated;     /* (threads, padded F) */
   const uint8_t **pages; /* for each thread (pages of the longest row,) */
   size_t max_pages;
   void *quantized;    /* (T, max(C, F)) */
@@ -108,14 +109,11 @@ static void in_parallel_if(int worth, Work work, void *data, size_t parts) {
 
 /* --- Products ------------------------------------------------------------------------------------ */
 
-static size_t group_bytes(size_t k, size_t block) {
-  if (!block) return k * LINE * sizeof(float);
-  return LINE * ceil_div(k, block) * (block + sizeof(float));
+static size_t group_bytes(size_t k, int int8) {
+  return LINE * (int8 ? whole_depths(k) + sizeof(float) : k * sizeof(float));
 }
 
-size_t packed_bytes(size_t n, size_t k, size_t block) {
-  return ceil_div(n, LINE) * group_bytes(k, block);
-}
+size_t packed_bytes(size_t n, size_t k, int int8) { return ceil_div(n, LINE) * group_bytes(k, int8); }
 
 /* The offset in AdapterLayer of the LowRank that is added to a product; NOT_ADAPTED: none. */
 typedef enum {
@@ -131,52 +129,38 @@ typedef struct {
   const float *x, *residual;
   float *y;
   size_t count, stride, y_stride, k, n, groups_at_once, quantize_parts; /* y_stride: residual's, too */
+  int normed; /* in int8: rows of x are divided by their root mean square */
   int gelu;
   Adapted adapted;
   Quantized quantized;
 } Product;
 
-/* Vectors of int8 numbers that `count` rows of floats are quantized to, whole tiles of them. */
-static size_t num_vectors(size_t count, size_t planes) {
-  return ceil_div(count * planes, MAX_ROWS) * MAX_ROWS;
+/* Rows of floats are quantized in whole tiles of them. */
+static size_t whole_tiles(size_t count) { return ceil_div(count, MAX_ROWS) * MAX_ROWS; }
+
+static size_t quantized_bytes(size_t count, size_t k) {
+  return whole_tiles(count) * (2 * whole_depths(k) + sizeof(float) + sizeof(int32_t));
 }
 
-static size_t quantized_bytes(size_t count, size_t planes, size_t k, size_t block) {
-  const size_t vectors = num_vectors(count, planes), blocks = ceil_div(k, block);
-  return vectors * blocks * (block + sizeof(float) + sizeof(int32_t));
+static float scale_of(const Product *p, size_t row) {
+  if (!p->normed) return 1;
+  return kernels->rms_scale(p->x + row * p->stride, p->k, pass.model->epsilon);
 }
 
-static void quantize_block(const Product *product, size_t row, size_t b) {
-  const Quantized *to = &product->quantized;
-  const size_t planes = to->planes, block = to->block, begin = b * block, v = row * planes;
-  const float *x = product->x + row * product->stride + begin;
-  float line[MAX_BLOCK] = {0}, scale;
-  int32_t *fours[2] = {NULL}, sums[2];
-  size_t at[2];
-  const size_t count = product->k - begin < block ? product->k - begin : block;
-  if (count % LINE || count < block) x = memcpy(line, x, count * sizeof *x);
-  for (size_t plane = 0; plane < planes; plane++) {
-    const size_t vector = v + plane, n = to->beside;
-    fours[plane] =
-        n == BESIDE ? to->fours + vector / n * n * (to->width / 4) + begin / 4 * n + vector % n
-                    : to->fours + ((vector / MAX_ROWS * to->blocks + b) * MAX_ROWS +
-                                   vector % MAX_ROWS) * (block / 4);
-    at[plane] = (vector / BESIDE * to->blocks + b) * BESIDE + vector % BESIDE;
-  }
-  kernels->quantize(x, block, planes, to->beside, fours, &scale, sums);
-  for (size_t plane = 0; plane < planes; plane++) {
-    to->scales[at[plane]] = scale;
-    to->sums[at[plane]] = sums[plane];
-  }
-}
-
-/* Job part: quantizes BESIDE rows, block by block, because their numbers share cache lines. */
+/* Job part: quantizes BESIDE rows, whose numbers share cache lines. */
 static void quantize_part(void *data, size_t part, int thread) {
-  const Product *product = data;
-  (void)thread;
-  for (size_t b = 0; b < product->quantized.blocks; b++)
-    for (size_t row = part * BESIDE; row < product->count && row < (part + 1) * BESIDE; row++)
-      quantize_block(product, row, b);
+  const Product *p = data;
+  for (size_t row = part * BESIDE; row < p->count && row < (part + 1) * BESIDE; row++) {
+    const float *x = p->x + row * p->stride;
+    size_t k = p->k;
+    if (p->adapted == FFN_OUT) { /* no matrix before GELU can rotate what comes out of it */
+      k = padded(k);
+      float *rotated = pass.rotated + thread * k;
+      kernels->rotate(memcpy(rotated, x, k * sizeof *x), k / LINE, LINE);
+      x = rotated;
+    }
+    kernels->quantize(x, k, scale_of(p, row), &p->quantized, row);
+  }
 }
 
 static const float no_bias[LINE];
@@ -187,7 +171,7 @@ static const LowRank *low_rank(const AdapterLayer *layers, Adapted part) {
 
 /* Bytes of a group of columns of an adapter's matrix. */
 static size_t float_group_bytes(size_t k) {
-  return k * LINE * (pass.model->block ? sizeof(uint16_t) : sizeof(float));
+  return k * LINE * (pass.model->int8 ? sizeof(uint16_t) : sizeof(float));
 }
 
 /* Job part: multiplies a span's rows of x with their adapter's first matrix. */
@@ -195,13 +179,17 @@ static void down_part(void *data, size_t part, int thread) {
   const Product *p = data;
   const Span *span = &pass.spans[part];
   const LowRank *low = low_rank(span->adapter, p->adapted);
+  float scales[RUN];
   (void)thread;
+  for (size_t r = 0; r < span->count; r++) scales[r] = scale_of(p, span->token + r);
   for (size_t column = 0; column < (size_t)low->rank; column += LINE) {
     const uint8_t *packed = (const uint8_t *)low->down + column / LINE * float_group_bytes(p->k);
-    for (size_t row = span->token; row < span->token + span->count; row++) {
-      float *down = pass.down + row * pass.down_row + column;
-      memcpy(down, low->bias ? low->bias + column : no_bias, LINE * sizeof(float));
-      kernels->add_product(pass.model->block != 0, p->x + row * p->stride, p->k, packed, down);
+    const float *bias = low->bias ? low->bias + column : no_bias;
+    for (size_t r = 0; r < span->count; r++) {
+      const size_t row = span->token + r;
+      float *down = memset(pass.down + row * pass.down_row + column, 0, LINE * sizeof(float));
+      kernels->add_product(pass.model->int8, p->x + row * p->stride, p->k, packed, down);
+      for (size_t c = 0; c < LINE; c++) down[c] = down[c] * scales[r] + bias[c];
     }
   }
 }
@@ -225,7 +213,7 @@ static void add_adapters(const Product *p, size_t row, size_t count, size_t grou
     if (!low->rank) continue;
     const size_t bytes = float_group_bytes(low->rank);
     const uint8_t *packed = (const uint8_t *)low->up + group * bytes;
-    kernels->add_product(pass.model->block != 0, pass.down + (row + r) * pass.down_row, low->rank,
+    kernels->add_product(pass.model->int8, pass.down + (row + r) * pass.down_row, low->rank,
                          packed, out[r]);
     for (size_t at = 0; at < bytes && at < 2048; at += 64) __builtin_prefetch(packed + bytes + at);
   }
@@ -243,65 +231,67 @@ static void prefetch_adapters(const Product *p, size_t group) {
   }
 }
 
+/* Adds what comes behind a tile of a product, and writes it. */
+static void finish_tile(const Product *p, size_t row, size_t count, size_t group,
+                        float out[][LINE]) {
+  if (p->adapted != NOT_ADAPTED && pass.num_spans) add_adapters(p, row, count, group, out);
+  if (p->gelu) kernels->gelu(out[0], count * LINE, pass.model->gelu_tanh);
+  for (size_t r = 0; r < count; r++) {
+    const size_t at = (row + r) * p->y_stride + group * LINE;
+    if (p->residual)
+      for (size_t c = 0; c < LINE; c++) out[r][c] += p->residual[at + c];
+    memcpy(p->y + at, out[r], sizeof *out);
+  }
+}
+
 /* Job part: multiplies all rows with some groups of columns; each tile of rows with all these groups. */
 static void multiply_part(void *data, size_t part, int thread) {
   const Product *p = data;
+  const int int8 = pass.model->int8;
   const size_t groups = ceil_div(p->n, LINE), first = part * p->groups_at_once;
   const size_t last = first + p->groups_at_once < groups ? first + p->groups_at_once : groups;
-  const size_t bytes = group_bytes(p->k, pass.model->block);
-  const int adapted = p->adapted != NOT_ADAPTED && pass.num_spans;
+  const size_t bytes = group_bytes(p->k, int8), most = int8 ? kernels->groups : 1;
   (void)thread;
-  if (adapted) prefetch_adapters(p, first);
+  if (p->adapted != NOT_ADAPTED && pass.num_spans) prefetch_adapters(p, first);
   for (size_t row = 0, done = 0; row < p->count; row += done)
-    for (size_t group = first; group < last; group++) {
+    for (size_t group = first, count; group < last; group += count) {
       const uint8_t *packed = (const uint8_t *)p->matrix->weight + group * bytes;
-      const float *bias = p->matrix->bias ? p->matrix->bias + group * LINE : no_bias;
-      float out[MAX_ROWS][LINE];
+      float biases[MAX_GROUPS * LINE] = {0}, out[MAX_GROUPS][MAX_ROWS][LINE];
+      count = last - group < most ? last - group : most;
+      if (p->matrix->bias)
+        memcpy(biases, p->matrix->bias + group * LINE, count * LINE * sizeof *biases);
       for (size_t r = row; r < p->count && r < row + MAX_ROWS; r++) /* written below */
         __builtin_prefetch(p->y + r * p->y_stride + group * LINE, 1);
-      if (pass.model->block)
-        done = kernels->int8_tile(&p->quantized, row, packed, bias, out);
+      if (int8)
+        done = kernels->int8_tile(&p->quantized, row, packed, count, bytes, biases, out);
       else
         done = kernels->float_tile(p->x + row * p->stride, p->count - row, p->stride, p->k,
-                                   (const float *)packed, bias, out);
-      if (adapted) add_adapters(p, row, done, group, out);
-      if (p->gelu) kernels->gelu(out[0], done * LINE, pass.model->gelu_tanh);
-      for (size_t r = 0; r < done; r++) {
-        const size_t at = (row + r) * p->y_stride + group * LINE;
-        if (p->residual)
-          for (size_t c = 0; c < LINE; c++) out[r][c] += p->residual[at + c];
-        memcpy(p->y + at, out[r], sizeof *out);
-      }
+                                   (const float *)packed, biases, out[0]);
+      for (size_t g = 0; g < count; g++) finish_tile(p, row, done, group + g, out[g]);
     }
   if (kernels->end_tiles) kernels->end_tiles();
 }
 
 /* y (count, padded n) = x (count, k) W^T + bias and what adapters add, with `residual` added, or
    through GELU. */
-static void multiply(const Matrix *matrix, Adapted adapted, const float *x, size_t stride,
-                     const float *residual, float *y, size_t y_stride, size_t count, size_t k,
-                     size_t n, int gelu) {
-  const size_t block = pass.model->block;
+static void multiply(const Matrix *matrix, Adapted adapted, int normed, const float *x,
+                     size_t stride, const float *residual, float *y, size_t y_stride, size_t count,
+                     size_t k, size_t n, int gelu) {
+  const int int8 = pass.model->int8;
   const size_t spans = adapted == NOT_ADAPTED ? 0 : pass.num_spans;
   Product product = {.matrix = matrix, .x = x, .residual = residual, .y = y, .count = count,
                      .stride = stride, .y_stride = y_stride, .k = k, .n = n,
-                     .groups_at_once = GROUPS, .gelu = gelu, .adapted = adapted};
-  if (block) {
-    const size_t blocks = ceil_div(k, block), planes = matrix->planes;
-    const size_t vectors = num_vectors(count, planes);
+                     .groups_at_once = n > 10000 ? HEAD_GROUPS : GROUPS,
+                     .normed = normed, .gelu = gelu, .adapted = adapted};
+  if (int8) {
+    const size_t rows = whole_tiles(count), width = whole_depths(k);
     float *scales = pass.quantized;
-    int32_t *sums = (int32_t *)(scales + vectors * blocks);
-    product.quantized = (Quantized){
-        count, planes, blocks * block, blocks, block,
-        count * planes < kernels->tiles_from ? BESIDE : 1,
-        sums + vectors * blocks, scales, sums};
-    const size_t whole = count * planes / BESIDE * BESIDE;
-    if (product.quantized.beside == 1) /* a tile may have vectors beyond the last row */
-      memset(scales + whole * blocks, 0, (vectors - whole) * blocks * sizeof *scales);
-    product.quantize_parts = ceil_div(product.count, BESIDE);
+    int32_t *sums = (int32_t *)(scales + rows);
+    product.quantized =
+        (Quantized){count, width, count >= kernels->tiles_from, sums + rows, scales, sums};
+    product.quantize_parts = ceil_div(count, BESIDE);
   }
   in_parallel_if(spans || count > FEW, prepare_part, &product, product.quantize_parts + spans);
-  if (n > 10000) product.groups_at_once = HEAD_GROUPS;
   in_parallel(multiply_part, &product,
               ceil_div(ceil_div(product.n, LINE), product.groups_at_once));
 }
@@ -317,16 +307,37 @@ typedef struct {
 
 static void normalize_part(void *data, size_t part, int thread) {
   const Normalization *n = data;
+  const Model *m = pass.model;
   const size_t stride = pass.row;
   (void)thread;
-  for (size_t i = part * BESIDE; i < n->count && i < (part + 1) * BESIDE; i++)
-    kernels->layer_norm(n->x + i * stride, pass.model->units, n->norm, pass.model->epsilon,
-                        n->y + i * stride);
+  for (size_t i = part * BESIDE; i < n->count && i < (part + 1) * BESIDE; i++) {
+    const float *x = n->x + i * stride;
+    float *y = n->y + i * stride;
+    if (!m->int8) {
+      kernels->layer_norm(x, m->units, n->norm, m->epsilon, y);
+      continue;
+    }
+    /* Only the head's norm: the embedding that the head may share has no gamma and beta in it. */
+    const float scale = kernels->rms_scale(x, m->units, m->epsilon);
+    for (size_t c = 0; c < stride; c++) y[c] = x[c] * scale;
+    kernels->rotate(y, m->units, 1);
+    for (size_t c = 0; c < stride; c++) y[c] = y[c] * n->norm.gamma[c] + n->norm.beta[c];
+    kernels->rotate(y, m->units, 1);
+  }
 }
 
 static void normalize(const float *x, float *y, size_t count, Norm norm) {
   Normalization work = {x, y, count, norm};
   in_parallel_if(count > FEW, normalize_part, &work, ceil_div(count, BESIDE));
+}
+
+/* Multiplies after a LayerNorm, which in int8 is in the matrix but for its scale. */
+static void multiply_normed(Norm norm, const Matrix *matrix, Adapted adapted, float *y,
+                            size_t y_stride, size_t n, int gelu) {
+  const Model *m = pass.model;
+  if (!m->int8) normalize(pass.x, pass.h, pass.tokens, norm);
+  multiply(matrix, adapted, m->int8, m->int8 ? pass.x : pass.h, pass.row, NULL, y, y_stride,
+           pass.tokens, m->units, n, gelu);
 }
 
 /* --- Attention ----------------------------------------------------------------------------------- */
@@ -367,7 +378,7 @@ static void store_part(void *data, size_t part, int thread) {
         __builtin_prefetch(k + AHEAD * stride + i);
       }
       uint8_t *keys = keys_of(run->piece, at, head);
-      kernels->store_kv(m->block != 0, k, k + m->units, size, at % PAGE_TOKENS, keys,
+      kernels->store_kv(m->int8, k, k + m->units, size, at % PAGE_TOKENS, keys,
                         keys + m->heads * pass.head_bytes);
     }
   }
@@ -389,12 +400,14 @@ static void attend_part(void *data, size_t part, int thread) {
                              pages,
                              at_once,
                              size,
-                             m->heads * padded(size) * PAGE_TOKENS,
+                             pass.head_bytes,
+                             m->heads * pass.head_bytes,
                              stride,
                              pass.row,
                              run->position,
+                             m->max_length,
                              m->layers[pass.layer].attention_scale,
-                             m->block != 0};
+                             m->int8};
     float *out = pass.attended + run->token * pass.row + head * size;
     for (size_t i = 0; i < run->count;)
       i += kernels->attend(&queries, i, run->count - i, scores, out + i * pass.row);
@@ -413,20 +426,27 @@ static void attend(void) {
 
 /* Unpacks column `column`, of k numbers, of a packed matrix, such as a token's embedding. */
 static void look_up(const void *packed, size_t column, size_t k, float *row) {
-  const size_t block = pass.model->block, lane = column % LINE;
-  const uint8_t *group = (const uint8_t *)packed + column / LINE * group_bytes(k, block);
-  if (!block) {
+  const size_t lane = column % LINE;
+  const uint8_t *group =
+      (const uint8_t *)packed + column / LINE * group_bytes(k, pass.model->int8);
+  if (!pass.model->int8) {
     const float *numbers = (const float *)group;
     for (size_t i = 0; i < k; i++) row[i] = numbers[i * LINE + lane];
     return;
   }
-  for (size_t i = 0; i < k; group += LINE * (block + sizeof(float))) {
-    const float scale = ((const float *)(group + LINE * block))[lane];
-    for (const size_t begin = i; i < begin + block && i < k; i++) {
-      const size_t j = i - begin;
-      row[i] = ((int)group[j / 4 * 4 * LINE + lane * 4 + j % 4] - 128) * scale;
-    }
-  }
+  const float scale = ((const float *)(group + LINE * whole_depths(k)))[lane];
+  for (size_t i = 0; i < k; i++)
+    row[i] = ((int)group[i / 4 * 4 * LINE + lane * 4 + i % 4] - 128) * scale;
+}
+
+/* Subtracts the mean of a rotated row. A vector of equal numbers, rotated, has one number at each multiple
+   of the largest power of two in its size, and zeros between them. */
+static void center(float *x, size_t units) {
+  const size_t step = units & -units;
+  float sum = 0;
+  for (size_t i = 0; i < units; i += step) sum += x[i];
+  const float mean = sum / (units / step);
+  for (size_t i = 0; i < units; i += step) x[i] -= mean;
 }
 
 static void embed_part(void *data, size_t part, int thread) {
@@ -439,24 +459,21 @@ static void embed_part(void *data, size_t part, int thread) {
     look_up(m->embedding, run->piece->ids[run->position + i - run->piece->position], m->units, x);
     for (size_t c = 0; c < (size_t)m->units; c++) x[c] += position[c];
     for (size_t c = m->units; c < pass.row; c++) x[c] = 0;
+    if (m->int8) center(x, m->units);
   }
 }
 
 static void compute_layer(const Layer *layer, double *time) {
   const Model *m = pass.model;
   const size_t T = pass.tokens, C = m->units, F = m->hidden, row = pass.row;
-  normalize(pass.x, pass.h, T, layer->attention_norm);
-  count_time(REST, time);
-  multiply(&layer->qkv, QKV, pass.h, row, NULL, pass.qkv, wide_row(3 * C), T, C, 3 * C, 0);
+  multiply_normed(layer->attention_norm, &layer->qkv, QKV, pass.qkv, wide_row(3 * C), 3 * C, 0);
   count_time(PRODUCTS, time);
   attend();
   count_time(ATTENTION, time);
-  multiply(&layer->attention_out, ATTENTION_OUT, pass.attended, row, pass.x, pass.x, row, T, C, C, 0);
-  count_time(PRODUCTS, time);
-  normalize(pass.x, pass.h, T, layer->ffn_norm);
-  count_time(REST, time);
-  multiply(&layer->ffn_hidden, FFN_HIDDEN, pass.h, row, NULL, pass.hidden, wide_row(F), T, C, F, 1);
-  multiply(&layer->ffn_out, FFN_OUT, pass.hidden, wide_row(F), pass.x, pass.x, row, T, F, C, 0);
+  multiply(&layer->attention_out, ATTENTION_OUT, 0, pass.attended, row, pass.x, pass.x, row, T, C, C,
+           0);
+  multiply_normed(layer->ffn_norm, &layer->ffn_hidden, FFN_HIDDEN, pass.hidden, wide_row(F), F, 1);
+  multiply(&layer->ffn_out, FFN_OUT, 0, pass.hidden, wide_row(F), pass.x, pass.x, row, T, F, C, 0);
   count_time(PRODUCTS, time);
 }
 
@@ -474,28 +491,17 @@ static void compute_logits(float *logits, double *time) {
   }
   if (wanted) {
     normalize(pass.x, pass.h, wanted, m->final_norm);
-    multiply(&m->head, NOT_ADAPTED, pass.h, pass.row, NULL, logits, padded(m->vocab), wanted,
+    multiply(&m->head, NOT_ADAPTED, 0, pass.h, pass.row, NULL, logits, padded(m->vocab), wanted,
              m->units, m->vocab, 0);
   }
   count_time(HEAD, time);
 }
 
-static int has_planes(const Model *m, const Matrix *matrix) {
-  return !m->block || matrix->planes == 1 || matrix->planes == 2;
-}
-
 static int is_model(const Model *m) {
-  const int32_t most = 1 << 24; /* no product of sizes overflows */
-  if (m->num_layers < 1 || m->units < 1 || m->heads < 1 || m->hidden < 1 || m->vocab < 1 ||
-      m->max_length < 1 || m->num_layers > most || m->units > most || m->hidden > most ||
-      m->vocab > most || m->max_length > most || m->units % m->heads || m->block < 0 ||
-      m->block > MAX_BLOCK || m->block % 4 || !has_planes(m, &m->head))
-    return 0;
-  for (const Layer *layer = m->layers; layer < m->layers + m->num_layers; layer++)
-    if (!has_planes(m, &layer->qkv) || !has_planes(m, &layer->attention_out) ||
-        !has_planes(m, &layer->ffn_hidden) || !has_planes(m, &layer->ffn_out))
-      return 0;
-  return 1;
+  const int32_t most = 1 << 16; /* sums of so many numbers fit into 32 bits, see largest_number */
+  return m->num_layers >= 1 && m->units >= 1 && m->heads >= 1 && m->hidden >= 1 && m->vocab >= 1 &&
+         m->max_length >= 1 && m->num_layers <= most && m->units <= most && m->hidden <= most &&
+         m->vocab <= 1 << 24 && m->max_length <= most && m->units % m->heads == 0;
 }
 
 /* The largest rank of an adapter's products; -1 if one of them is out of range. */
@@ -521,15 +527,16 @@ static int is_piece(const Model *m, const Piece *piece) {
 }
 
 size_t page_bytes(const Model *m) {
-  const size_t number = m->block ? sizeof(uint16_t) : sizeof(float);
-  return 2 * padded(m->units / m->heads) * PAGE_TOKENS * number * m->heads * m->num_layers;
+  const size_t size = padded(m->units / m->heads);
+  const size_t token = m->int8 ? size + sizeof(float) : size * sizeof(float); /* of a head's keys */
+  return 2 * PAGE_TOKENS * token * m->heads * m->num_layers;
 }
 
 /* Places the pass's arrays one behind the other in `memory`; returns their bytes. */
 static size_t place(const Model *m, size_t count, size_t wanted, size_t length, size_t rank,
                     uint8_t *memory) {
   const size_t row = padded(m->units), threads = num_threads();
-  const size_t widest = m->hidden > m->units ? m->hidden : m->units, block = m->block;
+  const size_t widest = m->hidden > m->units ? m->hidden : m->units;
   const size_t more = count > wanted ? count : wanted;
   size_t bytes = 0;
 #define PLACE(field, size)                            \
@@ -538,17 +545,17 @@ static size_t place(const Model *m, size_t count, size_t wanted, size_t length, 
   pass.row = row;
   pass.max_pages = ceil_div(length, PAGE_TOKENS);
   const size_t queries = m->heads * FEW_QUERIES > MAX_QUERIES ? m->heads * FEW_QUERIES : MAX_QUERIES;
-  pass.scores_size =
-      queries * (pass.max_pages * PAGE_TOKENS + padded(m->units / m->heads)) + padded(queries);
+  pass.scores_size = attend_floats(queries, pass.max_pages * PAGE_TOKENS, m->units / m->heads);
   pass.down_row = padded(rank);
   PLACE(x, count * row);
-  PLACE(h, more * row);
+  PLACE(h, (m->int8 ? wanted : more) * row);
   PLACE(qkv, count * wide_row(3 * m->units) + LINE);
   PLACE(attended, count * row);
   PLACE(hidden, count * wide_row(m->hidden));
   PLACE(scores, threads * pass.scores_size);
   PLACE(pages, threads * (pass.max_pages + 1) * 2);
-  PLACE(quantized, block ? quantized_bytes(more, 2, widest, block) / sizeof(float) : 0);
+  PLACE(rotated, m->int8 ? threads * padded(m->hidden) : 0);
+  PLACE(quantized, m->int8 ? quantized_bytes(more, widest) / sizeof(float) : 0);
   PLACE(runs, (count + 1) * sizeof(Run) / sizeof(float));
   PLACE(spans, rank ? (count + 1) * sizeof(Span) / sizeof(float) : 0);
   PLACE(adapters, rank ? (count + 1) * 2 : 0);
@@ -662,42 +669,52 @@ static float read_number(const void *source, SourceType type, size_t i) {
   return value;
 }
 
-/* Quantizes the numbers of one column in one block to int8 with a scale. */
-static void pack_block(const float *numbers, size_t block, size_t lane, uint8_t *packed) {
+/* The numbers of one column of a matrix to pack. */
+typedef struct {
+  const void *source;
+  SourceType type;
+  size_t begin, stride, count;
+} Column;
+
+static float number_of(const Column *column, size_t i) {
+  if (i >= column->count) return 0;
+  return read_number(column->source, column->type, column->begin + i * column->stride);
+}
+
+/* Quantizes a column of k numbers to int8 with a scale. */
+static void pack_int8(const Column *column, size_t k, size_t lane, uint8_t *packed) {
+  const size_t width = whole_depths(k);
   float largest = 0;
-  for (size_t i = 0; i < block; i++) {
-    const float magnitude = numbers[i] < 0 ? -numbers[i] : numbers[i];
+  for (size_t i = 0; i < k; i++) {
+    const float number = number_of(column, i), magnitude = number < 0 ? -number : number;
     largest = magnitude > largest ? magnitude : largest;
   }
   const float scale = largest / 127, times = largest > 0 ? 127 / largest : 0;
-  for (size_t i = 0; i < block; i++) {
-    const float shifted = numbers[i] * times + 12582912.0f; /* rounds to the nearest, 1.5 * 2^23 */
+  for (size_t i = 0; i < width; i++) {
+    const float shifted = number_of(column, i) * times + 12582912.0f; /* 1.5 * 2^23: rounds */
     int32_t number;
     memcpy(&number, &shifted, 4);
     packed[i / 4 * 4 * LINE + lane * 4 + i % 4] = (uint8_t)(number - 0x4b400000 + 128);
   }
-  memcpy(packed + LINE * block + lane * sizeof scale, &scale, sizeof scale);
+  memcpy(packed + LINE * width + lane * sizeof scale, &scale, sizeof scale);
 }
 
 void pack(const void *source, SourceType type, size_t column_stride, size_t stride, size_t n,
-          size_t k, size_t block, size_t first, size_t last, uint8_t *packed) {
-  for (size_t group = first; group < last; group++) {
-    uint8_t *to = packed + group * group_bytes(k, block);
-    for (size_t lane = 0; lane < LINE; lane++) {
-      const size_t column = group * LINE + lane;
-      const size_t at_once = block ? block : MAX_BLOCK;
-      for (size_t begin = 0, b = 0; begin < k; begin += at_once, b++) {
-        float numbers[MAX_BLOCK] = {0};
-        const size_t count = k - begin < at_once ? k - begin : at_once;
-        if (column < n)
-          for (size_t i = 0; i < count; i++)
-            numbers[i] = read_number(source, type, column * column_stride + (begin + i) * stride);
-        if (block)
-          pack_block(numbers, block, lane, to + b * LINE * (block + sizeof(float)));
-        else
-          for (size_t i = 0; i < count; i++)
-            ((float *)to)[(begin + i) * LINE + lane] = numbers[i];
-      }
-    }
+          size_t k, int int8, size_t first, size_t last, uint8_t *packed) {
+  for (size_t c = first * LINE; c < last * LINE; c++) {
+    uint8_t *group = packed + c / LINE * group_bytes(k, int8);
+    const Column column = {source, type, c * column_stride, stride, c < n ? k : 0};
+    if (int8)
+      pack_int8(&column, k, c % LINE, group);
+    else
+      for (size_t i = 0; i < k; i++) ((float *)group)[i * LINE + c % LINE] = number_of(&column, i);
+  }
+}
+
+void add_products(const float *w, const float *x, size_t n, size_t k, float *out) {
+  for (size_t row = 0; row < n; row++, w += k) {
+    double sum = out[row];
+    for (size_t i = 0; i < k; i++) sum += (double)w[i] * (double)x[i];
+    out[row] = (float)sum;
   }
 }

@@ -18,13 +18,14 @@ static inline size_t padded(size_t count) { return (count + LINE - 1) / LINE * L
 typedef struct {
   const void *weight; /* packed, see product.h */
   const float *bias;
-  int32_t planes; /* int8 numbers for each value of x: 1 gives 8 bits, 2 give 15; unused in fp32 */
 } Matrix;
 
 typedef struct {
   const float *gamma, *beta;
 } Norm;
 
+/* In int8 a layer is in the rotated basis of engine/native/rotation.py: gamma and beta of its norms are in
+   the matrices behind them, and the vectors are NULL. */
 typedef struct {
   Norm attention_norm;
   Matrix qkv, attention_out;
@@ -37,7 +38,7 @@ typedef struct {
    (vocab, units), the same one where they are tied. */
 typedef struct {
   int32_t num_layers, units, heads, hidden, vocab, max_length;
-  int32_t block;     /* numbers that share a scale in int8; 0: weights, keys and values in fp32 */
+  int32_t int8;      /* 0: weights, keys and values in fp32 */
   int32_t gelu_tanh; /* 0: the exact form, by erf */
   float epsilon;     /* of LayerNorm */
   const Layer *layers;
@@ -93,15 +94,22 @@ int use_threads(int count);
    the processor's best. Returns the name, or NULL where the processor lacks them. */
 const char *use_kernels(const char *name);
 
-/* Bytes of n columns of k numbers, packed with `block` (0: fp32). */
-size_t packed_bytes(size_t n, size_t k, size_t block);
+/* Bytes of n columns of k numbers, packed in int8 or fp32. */
+size_t packed_bytes(size_t n, size_t k, int int8);
 
 typedef enum { SOURCE_FLOAT32, SOURCE_FLOAT16, SOURCE_BFLOAT16, SOURCE_FLOAT64 } SourceType;
 
 /* Packs the columns of groups [first, last) of a matrix: number i of column c lies at source[c *
    column_stride + i * stride], strides in numbers. Several threads may pack groups of one matrix. */
 void pack(const void *source, SourceType type, size_t column_stride, size_t stride, size_t n,
-          size_t k, size_t block, size_t first, size_t last, uint8_t *packed);
+          size_t k, int int8, size_t first, size_t last, uint8_t *packed);
+
+/* Multiplies each of x (count, n, width) with the orthogonal matrix (n, n) of attention.h, which is its own
+   inverse. The result is the same, bit for bit, on every processor. */
+void rotate(float *x, size_t count, size_t n, size_t width);
+
+/* Adds to out (n,) the products of W (n, k) with x (k,), summed in order. */
+void add_products(const float *w, const float *x, size_t n, size_t k, float *out);
 
 /* For sampling: writes the weights exp((logits[i] - largest) / temperature), returns their sum. */
 double softmax_weights(const float *logits, size_t count, float temperature, float *weights);

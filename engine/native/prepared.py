@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import json
 import logging
 import math
 import mmap
 import os
+import re
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -38,20 +40,15 @@ from engine.artifacts.config import GPT2Config
 from engine.artifacts.merged import Merged, merge
 from engine.artifacts.read_safetensors import DTYPES, read_safetensors
 from engine.backends.page_cache import Span
-from engine.native import library
+from engine.native import library, rotation
 from engine.prepared import folder as folders
 from engine.prepared import manifest as manifests
 from engine.prepared.folder import cache_folder
 from engine.prepared.manifest import Run, directly, to_manifest
 from engine.sandbox import Limits
 
-FORMAT = 1  # raise it when the layout or the quantization changes
-BLOCKS = {"int8": 64, "fp32": 0}  # numbers that share a scale
-# int8 planes of the input x of each product: 1 gives it 8 bits, 2 give it 15. With 2 for
-# `ffn_hidden`, logits are off by 1.2 to 1.5% of their deviation on the demo models instead of 1.3
-# to 1.8%. That costs nothing at one row, and 10 to 14% of the time of eight rows and of prompts; 2
-# for all products would give 0.9 to 1.0% at half the speed.
-PLANES = {"qkv": 1, "attention_out": 1, "ffn_hidden": 2, "ffn_out": 1, "head": 1}
+FORMAT = 2  # raise it when the layout or the quantization changes
+PRECISIONS = ("int8", "fp32")
 SOURCE_TYPES = {"float32": 0, "float16": 1, "bfloat16": 2, "float64": 3}  # pass.h, SourceType
 GROUPS_AT_ONCE = 256  # groups of columns that a thread packs in one task
 ALIGNMENT = 4096  # bytes, of the first tensor
@@ -84,18 +81,18 @@ class Entry(Stored):
     source: str  # its name in an artifact
     n: int
     k: int
-    block: int | None  # numbers that share a scale, 0: fp32; None: no packed matrix
+    precision: str | None  # None: no packed matrix
 
 
-def _entry(name: str, source: str, shape: tuple[int, ...], block: int | None) -> Entry:
+def _entry(name: str, source: str, shape: tuple[int, ...], precision: str | None) -> Entry:
     n, k = shape if len(shape) == 2 else (1, *shape)
     groups, line = -(-n // library.LINE), library.LINE
     stored: tuple[int, ...] = (groups, k, line)
-    if block is None:
+    if precision is None:
         stored = (n, -(-k // line) * line)
-    elif block:
-        stored = (groups, library.packed_bytes(n, k, block) // groups)
-    return Entry(name, stored, "U8" if block else "F32", source, n, k, block)
+    elif precision == "int8":
+        stored = (groups, library.packed_bytes(n, k, True) // groups)
+    return Entry(name, stored, "U8" if precision == "int8" else "F32", source, n, k, precision)
 
 
 def layout(config: GPT2Config, precision: str) -> Iterator[Entry]:
@@ -111,13 +108,15 @@ def layout(config: GPT2Config, precision: str) -> Iterator[Entry]:
         for name, pattern in (names.PRODUCTS | names.NORMS).items()
     }
     for name, source in {**blocks, "final_norm": names.FINAL_NORM}.items():
+        if precision == "int8" and name.endswith(("attention_norm", "ffn_norm")):
+            continue  # it is in the matrix behind it
         parts = ("gamma", "beta") if name.endswith("norm") else ("weight", "bias")
         sources |= {f"{name}.{part}": f"{source}.{part}" for part in parts}
     shapes = dict(names.shapes(config))
     for name, source in sources.items():
-        block = BLOCKS[precision] if name.endswith(".weight") else None
+        packed = precision if name.endswith(".weight") else None
         if source in shapes:  # a tied head has no weights of its own
-            yield _entry(name, source, shapes[source], block)
+            yield _entry(name, source, shapes[source], packed)
 
 
 def num_bytes(config: GPT2Config, precision: str) -> int:
@@ -166,7 +165,7 @@ class Prepared:
     """A model's configuration and its mapped prepared file."""
 
     config: GPT2Config
-    block: int  # numbers that share a scale, 0: fp32
+    precision: str
     file: PreparedFile
 
     def close(self) -> None:
@@ -206,7 +205,7 @@ def prepared(
         cache_dir,
         functools.partial(run, build, sources, precision, what=artifact.path.name, limits=limits),
     )
-    return Prepared(config, BLOCKS[precision], file)
+    return Prepared(config, precision, file)
 
 
 def open_prepared(
@@ -308,23 +307,78 @@ def write(
 
 def _fill(artifact: Artifact, entries: list[Entry], data: NDArray[np.uint8]) -> None:
     """Quantize or pack an artifact's weights, on all cores."""
-    at = 0
+    ends = list(itertools.accumulate(entry.num_bytes for entry in entries))
+    places = {e.name: data[end - e.num_bytes : end] for e, end in zip(entries, ends, strict=True)}
     with ThreadPoolExecutor(cpu_count()) as pool:
         futures = []
         for entry in entries:
-            weight = artifact.weights[entry.source]
-            place = data[at : at + entry.num_bytes]
-            at += entry.num_bytes
-            if entry.block is None:
-                rows = place.view(np.float32).reshape(entry.shape)
-                rows[:, : entry.k] = weight
-                continue
-            strides = (stride // weight.itemsize for stride in weight.strides)
-            matrix = (weight.ctypes.data, SOURCE_TYPES[weight.dtype.name], *strides)
-            sizes = (entry.n, entry.k, entry.block)
-            for first in range(0, entry.shape[0], GROUPS_AT_ONCE):
-                last = min(first + GROUPS_AT_ONCE, entry.shape[0])
-                target = (first, last, place.ctypes.data)
-                futures.append(pool.submit(library.pack, *matrix, *sizes, *target))
+            weight, place = artifact.weights[entry.source], places[entry.name]
+            layer = re.fullmatch(r"layers\.(\d+)\.(\w+)\.(\w+)", entry.name)
+            rotates = entries[0].precision == "int8"
+            if layer and rotates:
+                if layer[3] == "weight":
+                    bias = places[entry.name.removesuffix("weight") + "bias"]
+                    arguments = (artifact, int(layer[1]), layer[2], entry, place, bias)
+                    futures.append(pool.submit(_fill_product, *arguments))
+            elif entry.precision is None:
+                _fill_rows(weight, entry, place, rotates and entry.name == "positions")
+            else:
+                for first in range(0, entry.shape[0], GROUPS_AT_ONCE):
+                    last = min(first + GROUPS_AT_ONCE, entry.shape[0])
+                    futures.append(pool.submit(_fill_groups, weight, entry, place, first, last))
         for future in futures:
             future.result()
+
+
+def _fill_rows(
+    weight: NDArray[Any], entry: Entry, place: NDArray[np.uint8], rotates: bool = False
+) -> None:
+    rows = rotation.floats(weight)
+    if rotates:
+        rotation.rotate_rows(rows, entry.k)
+    place.view(np.float32).reshape(entry.shape)[:, : entry.k] = rows
+
+
+def _fill_product(
+    artifact: Artifact,
+    layer: int,
+    product: str,
+    entry: Entry,
+    place: NDArray[np.uint8],
+    bias_place: NDArray[np.uint8],
+) -> None:
+    """Rotate and quantize a product of a layer."""
+    weights = artifact.weights
+    gamma = beta = None
+    if product in rotation.NORM_BEFORE:
+        norm = names.NORMS[rotation.NORM_BEFORE[product]].format(layer)
+        gamma, beta = weights[f"{norm}.gamma"], weights[f"{norm}.beta"]
+    bias = rotation.floats(weights[entry.source.removesuffix("weight") + "bias"])[0]
+    weight, bias = rotation.rotated_product(
+        product, rotation.floats(weights[entry.source]), bias, artifact.config, gamma, beta
+    )
+    bias_place.view(np.float32)[: entry.n] = bias
+    _pack(weight, entry, place, 0, entry.shape[0])
+
+
+def _fill_groups(
+    weight: NDArray[Any], entry: Entry, place: NDArray[np.uint8], first: int, last: int
+) -> None:
+    """Pack some groups of columns of a matrix; rotate those of the embedding and the head."""
+    if entry.precision == "int8":
+        rows = rotation.floats(weight[first * library.LINE : last * library.LINE])
+        rotation.rotate_rows(rows, entry.k)
+        part = dataclasses.replace(entry, n=len(rows))
+        bytes_of_group = entry.num_bytes // entry.shape[0]
+        _pack(rows, part, place[first * bytes_of_group :], 0, last - first)
+    else:
+        _pack(weight, entry, place, first, last)
+
+
+def _pack(
+    weight: NDArray[Any], entry: Entry, place: NDArray[np.uint8], first: int, last: int
+) -> None:
+    strides = (stride // weight.itemsize for stride in weight.strides)
+    matrix = (weight.ctypes.data, SOURCE_TYPES[weight.dtype.name], *strides)
+    sizes = (entry.n, weight.shape[1], entry.precision == "int8")
+    library.pack(*matrix, *sizes, first, last, place.ctypes.data)

@@ -1,116 +1,182 @@
 /* Products of rows with packed matrices, y = x W^T + bias, for one set of instructions.
 
    A matrix is packed in groups of LINE columns of y; the last group is filled up with zeros. In fp32 a
-   group is (k, LINE) floats. In int8 it has, for each block of `block` numbers of its columns,
+   group is (k, LINE) floats. In int8, where k is filled up to whole DEPTHs, it has
 
-       numbers  (block / 4, LINE, 4) uint8: four of the first column, four of the second, ...;
-                weight + 128
-       scales   (LINE,) float: what the numbers of a column in this block are multiplied by
+       numbers  (k / 4, LINE, 4) uint8: four of the first column, four of the second, ...; weight + 128
+       scales   (LINE,) float: what the numbers of a column are multiplied by
 
-   Rows of x are quantized in the same blocks, to 8 bits or, in two planes, to 15. Sums within a block
-   are exact, and blocks are added one after the other. */
+   Rows of x are quantized to 15 bits, with a scale for each. Sums over k are integers: exact in any order,
+   and the same in all sets of instructions. */
 
-/* Quantizes one block: x is about scale * (128 * upper + lower); with one plane, scale * upper. From the
-   block's end to the end of its line x is 0. Each plane's numbers go to `to` by fours, `beside` fours
-   apart. A kernel adds `sums` to cancel WEIGHT_OFFSET. */
-TARGET INLINE void NAME(quantize_block)(size_t block, size_t planes, size_t beside, const float *x,
-                                        int32_t *const to[2], float *scale, int32_t sums[2]) {
-  int8_t numbers[2][MAX_BLOCK];
-  int32_t lanes[LANES];
-  ints most = {0}, total[2] = {{0}};
-  for (size_t i = 0; i < padded(block); i += LANES) { /* magnitudes compare as their bits do */
+/* Weights of LANES columns, four of each, as MULTIPLY_ADD reads them: pairs of int16 at even and at odd
+   places, or int8. */
+typedef struct {
+  ints numbers[2];
+} NAME(Weights);
+
+/* Sums of products: one or, where two are faster or multiplied with two planes, two. */
+typedef struct {
+  uints sums[SUMS];
+} NAME(Dots);
+
+TARGET INLINE NAME(Weights) NAME(load_weights)(const uint8_t *packed) {
+  ints four;
+  memcpy(&four, packed, sizeof four);
+#ifdef PLANES
+  return (NAME(Weights)){{four ^ (int32_t)0x80808080, four ^ (int32_t)0x80808080}};
+#else
+  return (NAME(Weights)){{four & 0x00ff00ff, four >> 8 & 0x00ff00ff}};
+#endif
+}
+
+TARGET INLINE NAME(Dots) NAME(begin_dots)(ints sum) {
+  NAME(Dots) dots = {{{0}}};
+  dots.sums[SUMS - 1] = (uints)sum;
+  return dots;
+}
+
+/* Adds the products of weights with the two words of a four of x. */
+TARGET INLINE void NAME(dot)(NAME(Dots) *dots, NAME(Weights) weights, const int32_t *four) {
+  EACH(i, 2)
+    dots->sums[i * (SUMS - 1)] = MULTIPLY_ADD(dots->sums[i * (SUMS - 1)], weights.numbers[i], four[i]);
+}
+
+TARGET INLINE ints NAME(total)(NAME(Dots) dots) {
+#ifdef PLANES
+  return (ints)((dots.sums[0] << 7) + dots.sums[1]);
+#else
+  return (ints)(SUMS == 2 ? dots.sums[0] + dots.sums[SUMS - 1] : dots.sums[0]);
+#endif
+}
+
+/* Writes four numbers as two words, see Quantized. */
+TARGET INLINE void NAME(store_four)(int32_t *words, const int32_t numbers[4]) {
+#ifdef PLANES
+  int8_t planes[8];
+  for (int i = 0; i < 4; i++) {
+    const int32_t upper = (numbers[i] + 64) >> 7;
+    planes[i] = (int8_t)upper;
+    planes[4 + i] = (int8_t)(numbers[i] - upper * 128);
+  }
+  memcpy(words, planes, sizeof planes);
+#else
+  uint64_t two[2];
+  memcpy(two, numbers, sizeof two);
+  const uint64_t halves = 0x0000ffff0000ffff, pairs = (two[0] & halves) | (two[1] & halves) << 16;
+  memcpy(words, &pairs, sizeof pairs);
+#endif
+}
+
+/* The largest magnitude of x (k,); NaN or infinity if one of them is. Magnitudes compare as bits do. */
+TARGET static float NAME(largest_magnitude)(const float *x, size_t k) {
+  ints most = {0};
+  int32_t lanes[LANES], largest_bits = 0;
+  size_t i = 0;
+  for (; i + LANES <= k; i += LANES) {
     const ints bits = (ints)NAME(load)(x + i) & 0x7fffffff, larger = bits > most;
     most = (bits & larger) | (most & ~larger);
   }
-  int32_t largest_bits = 0;
   memcpy(lanes, &most, sizeof lanes);
-  for (int i = 0; i < LANES; i++) largest_bits = lanes[i] > largest_bits ? lanes[i] : largest_bits;
+  for (int lane = 0; lane < LANES; lane++)
+    largest_bits = lanes[lane] > largest_bits ? lanes[lane] : largest_bits;
+  for (; i < k; i++) {
+    int32_t bits;
+    memcpy(&bits, x + i, sizeof bits);
+    bits &= 0x7fffffff;
+    largest_bits = bits > largest_bits ? bits : largest_bits;
+  }
   float largest;
   memcpy(&largest, &largest_bits, sizeof largest);
-  const float range = planes == 2 ? 127 * 128 : 127;
+  return largest;
+}
+
+/* Rounds x (count,), at most DEPTH numbers, times a factor to `numbers`, with zeros behind them. */
+TARGET INLINE void NAME(round_depth)(const float *x, size_t count, float times,
+                                     int32_t numbers[DEPTH]) {
+  float line[DEPTH] = {0};
+  if (count < DEPTH) x = memcpy(line, x, count * sizeof *x);
+  EACH(i, DEPTH / LANES) { /* 1.5 * 2^23: the last bits are the integer */
+    const floats shifted = NAME(load)(x + i * LANES) * times + 12582912.0f;
+    const ints number = (ints)shifted - 0x4b400000;
+    memcpy(numbers + i * LANES, &number, sizeof number);
+  }
+}
+
+TARGET INLINE uint32_t NAME(sum_of)(const int32_t numbers[DEPTH]) {
+  uints total = {0}, four;
+  uint32_t lanes[LANES], sum = 0;
+  for (int i = 0; i < DEPTH; i += LANES) {
+    memcpy(&four, numbers + i, sizeof four);
+    total += four;
+  }
+  memcpy(lanes, &total, sizeof lanes);
+  for (int lane = 0; lane < LANES; lane++) sum += lanes[lane];
+  return sum;
+}
+
+/* Quantizes x (k,) to fours (see Quantized) that are `beside` fours apart; returns the scale. */
+TARGET INLINE float NAME(quantize_to)(const float *x, size_t k, size_t products, size_t beside,
+                                      int32_t *fours, int32_t *sum) {
+  const float largest = NAME(largest_magnitude)(x, k), range = (float)largest_number(products);
   const float times = largest > 0 ? range / largest : 0;
-  for (size_t i = 0; i < padded(block); i += LANES) {
-    /* 1.5 * 2^23: the last bits are the integer */
-    const ints number = (ints)(NAME(load)(x + i) * times + 12582912.0f) - 0x4b400000;
-    const ints upper = planes == 2 ? (number + 64) >> 7 : number, lower = number - upper * 128;
-    const ints parts[] = {upper, lower};
-    for (size_t plane = 0; plane < planes; plane++) {
-      const bytes part = __builtin_convertvector(parts[plane], bytes);
-      memcpy(numbers[plane] + i, &part, sizeof part);
-      total[plane] += parts[plane];
-    }
+  uint32_t total = 0;
+  for (size_t begin = 0; begin < k; begin += DEPTH, fours += DEPTH / 2 * beside) {
+    int32_t numbers[DEPTH];
+    NAME(round_depth)(x + begin, k - begin < DEPTH ? k - begin : DEPTH, times, numbers);
+    total += NAME(sum_of)(numbers);
+    for (size_t i = 0; i < DEPTH / 4; i++) 
+      NAME(store_four)(fours + 2 * i * beside, numbers + 4 * i);
   }
-  *scale = largest / range;
-  for (size_t plane = 0; plane < planes; plane++) {
-    int32_t *const fours = to[plane];
-    for (size_t i = 0; i < block / 4; i++) memcpy(fours + i * beside, numbers[plane] + 4 * i, 4);
-    memcpy(lanes, &total[plane], sizeof lanes);
-    int32_t sum = 0;
-    for (int i = 0; i < LANES; i++) sum += lanes[i];
-    sums[plane] = -WEIGHT_OFFSET * sum;
-  }
+  *sum = (int32_t)(-WEIGHT_OFFSET * total);
+  return largest / range;
 }
 
-TARGET static void NAME(quantize)(const float *x, size_t block, size_t planes, size_t beside,
-                                  int32_t *const to[2], float *scale, int32_t sums[2]) {
-  if (planes == 1 && block == MAX_BLOCK)
-    NAME(quantize_block)(MAX_BLOCK, 1, beside, x, to, scale, sums);
-  else if (block == MAX_BLOCK)
-    NAME(quantize_block)(MAX_BLOCK, 2, beside, x, to, scale, sums);
-  else
-    NAME(quantize_block)(block, planes, beside, x, to, scale, sums);
+TARGET static void NAME(quantize)(const float *x, size_t k, float scale, const Quantized *to,
+                                  size_t row) {
+  int32_t *fours = to->fours + (row / BESIDE * to->width + row % BESIDE) * 2;
+  to->scales[row] = NAME(quantize_to)(x, k, k, BESIDE, fours, &to->sums[row]) * scale;
 }
 
-/* Multiplies R rows of P planes with a group of columns; R and P are constants. */
-TARGET INLINE void NAME(int8_rows)(int R, int P, const Quantized *x, size_t row,
-                                   const uint8_t *packed, const float *bias, float out[][LINE]) {
-  row *= P;
-  const int32_t *fours = x->fours + row / BESIDE * x->width + row % BESIDE;
-  const size_t others = x->blocks * BESIDE; /* from BESIDE rows to the next */
-  const float *scales = x->scales + row / BESIDE * others + row % BESIDE;
-  const int32_t *sums = x->sums + row / BESIDE * others + row % BESIDE;
-  floats y[MAX_ROWS][PARTS];
-  EACH(r, R) EACH(p, PARTS) y[r][p] = NAME(load)(bias + p * LANES);
-  for (size_t b = 0; b < x->blocks; b++, scales += BESIDE, sums += BESIDE) {
-    ints dots[MAX_ROWS][PARTS];
-    EACH(v, R * P) EACH(p, PARTS)
-      dots[v][p] = (ints){0} + sums[v / BESIDE * others + v % BESIDE];
-    _Pragma("GCC unroll 4") for (size_t i = 0; i < x->block; i += 4) {
-      __builtin_prefetch(packed + TILE_PREFETCH);
-      EACH(v, R * P) EACH(p, PARTS)
-        DOT(dots[v][p], packed + 4 * LANES * p, fours[v / BESIDE * x->width + v % BESIDE]);
-      packed += 4 * LINE;
-      fours += BESIDE;
+/* Multiplies R rows with a group of columns; R is a constant. */
+TARGET INLINE void NAME(int8_rows)(int R, const Quantized *x, size_t row, const uint8_t *packed,
+                                   const float *bias, float out[][LINE]) {
+  const int32_t *fours = x->fours + (row / BESIDE * x->width + row % BESIDE) * 2;
+  NAME(Dots) dots[MAX_ROWS][PARTS];
+  EACH(r, R) EACH(p, PARTS) dots[r][p] = NAME(begin_dots)((ints){0} + x->sums[row + r]);
+  _Pragma("GCC unroll 4") for (size_t i = 0; i < x->width; i += 4) {
+    __builtin_prefetch(packed + TILE_PREFETCH);
+    EACH(p, PARTS) {
+      const NAME(Weights) weights = NAME(load_weights)(packed + 4 * LANES * p);
+      EACH(r, R)
+        NAME(dot)(&dots[r][p], weights, fours + (r / BESIDE * x->width + r % BESIDE) * 2);
     }
-    floats scale[PARTS];
-    memcpy(scale, packed, sizeof scale);
-    packed += sizeof scale;
-    EACH(r, R) EACH(p, PARTS) {
-      const int v = r * P;
-      const ints sum = P == 1 ? dots[v][p] : dots[v][p] * 128 + dots[v + 1][p];
-      y[r][p] = FMA(__builtin_convertvector(sum, floats),
-                    scale[p] * scales[v / BESIDE * others + v % BESIDE], y[r][p]);
-    }
+    packed += 4 * LINE;
+    fours += 2 * BESIDE;
   }
-  EACH(r, R) memcpy(out[r], y[r], sizeof *out);
+  EACH(p, PARTS) {
+    const floats scales = NAME(load)((const float *)packed + p * LANES);
+    EACH(r, R)
+      NAME(store)(out[r] + p * LANES,
+                  FMA(__builtin_convertvector(NAME(total)(dots[r][p]), floats),
+                      scales * x->scales[row + r], NAME(load)(bias + p * LANES)));
+  }
 }
 
 TARGET static size_t NAME(int8_tile)(const Quantized *x, size_t row, const uint8_t *packed,
-                                     const float *bias, float out[][LINE]) {
+                                     size_t groups, size_t bytes, const float *bias,
+                                     float out[][MAX_ROWS][LINE]) {
   const size_t left = x->count - row;
-#define USE(R, P) \
-  if (x->planes == P && left >= R) return NAME(int8_rows)(R, P, x, row, packed, bias, out), R
+  (void)groups, (void)bytes;
+#define USE(R) \
+  if (left >= R) return NAME(int8_rows)(R, x, row, packed, bias, out[0]), R
 #if LANES == LINE
-  USE(12, 1);
-  USE(8, 1);
-  USE(6, 2);
-  USE(4, 2);
+  USE(12);
+  USE(8);
 #endif
-  USE(4, 1);
-  USE(2, 1);
-  USE(1, 1);
-  USE(2, 2);
-  USE(1, 2);
+  USE(4);
+  USE(2);
+  USE(1);
 #undef USE
   return 0;
 }

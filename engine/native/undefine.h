@@ -4,13 +4,14 @@
 #undef LANES
 #undef PARTS
 #undef FMA
-#undef DOT
+#undef MULTIPLY_ADD
+#undef SUMS
+#undef PLANES
 #undef WEIGHT_OFFSET
 #undef LOAD_HALVES
-#undef STORE_HALVES
 #undef PLAIN_HALVES
 #undef LOWER
 #undef HIGHER
 #undef floats
 #undef ints
-#undef bytes
+#undef uints

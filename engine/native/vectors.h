@@ -2,10 +2,10 @@
 
 typedef float NAME(floats) __attribute__((vector_size(4 * LANES)));
 typedef int32_t NAME(ints) __attribute__((vector_size(4 * LANES)));
-typedef int8_t NAME(bytes) __attribute__((vector_size(LANES)));
+typedef uint32_t NAME(uints) __attribute__((vector_size(4 * LANES))); /* whose sums may wrap around */
 #define floats NAME(floats)
 #define ints NAME(ints)
-#define bytes NAME(bytes)
+#define uints NAME(uints)
 #define PARTS (LINE / LANES) /* registers of a line */
 
 TARGET static inline floats NAME(load)(const float *x) {
@@ -99,15 +99,7 @@ static inline floats NAME(load_halves)(const uint16_t *halves) {
   const floats magnitude = (floats)((bits & 0x7fff) << 13) * 0x1p112f;
   return (floats)((ints)magnitude | (bits & 0x8000) << 16);
 }
-
-static inline void NAME(store_halves)(uint16_t *halves, floats x) {
-  const ints sign = (ints)x & (int32_t)0x80000000;
-  const ints bits = (ints)((floats)((ints)x ^ sign) * 0x1p-112f);
-  const ints half = (bits + 0xfff + ((bits >> 13) & 1)) >> 13 | (sign >> 16 & 0x8000);
-  for (int i = 0; i < LANES; i++) halves[i] = (uint16_t)half[i];
-}
 #define LOAD_HALVES(halves) NAME(load_halves)((const uint16_t *)(halves))
-#define STORE_HALVES(halves, x) NAME(store_halves)((uint16_t *)(halves), x)
 #endif
 
 /* exp((x - largest) / temperature) and their sum, for sampling. */

@@ -13,7 +13,7 @@ from scipy.special import erf
 
 from common.errors import InvalidRequest
 from engine.artifacts.config import GPT2Config
-from engine.native import library
+from engine.native import library, rotation
 
 Floats = NDArray[Any]
 
@@ -36,6 +36,9 @@ SHAPES = [
     Shape(2, 40, 5, 72, 200, 90),
     Shape(1, 150, 2, 30, 33, 50),
 ]
+
+
+PRODUCTS = {"qkv": "qkv", "attention_out": "out", "ffn_hidden": "up", "ffn_out": "down"}
 
 
 def supported_kernels() -> list[str]:
@@ -73,40 +76,81 @@ def random_weights(shape: Shape, seed: int = 0, scale: float = 0.3) -> dict[str,
     return weights
 
 
-def pack(weight: Floats, block: int) -> NDArray[np.uint8]:
+def pack(weight: Floats, int8: bool) -> NDArray[np.uint8]:
     """A matrix of (columns, numbers), of any strides, as the library wants it."""
     n, k = weight.shape
-    packed = np.zeros(library.packed_bytes(n, k, block), np.uint8)
+    packed = np.zeros(library.packed_bytes(n, k, int8), np.uint8)
     source = {"float32": 0, "float16": 1, "uint16": 2}[weight.dtype.name]  # uint16: bfloat16's bits
     strides = [stride // weight.itemsize for stride in weight.strides]
     groups = -(-n // library.LINE)
     address = weight.ctypes.data
     for first in range(0, groups, 3):  # as several threads would
         last = min(first + 3, groups)
-        library.pack(address, source, *strides, n, k, block, first, last, packed.ctypes.data)
+        library.pack(address, source, *strides, n, k, int8, first, last, packed.ctypes.data)
     return packed
 
 
-def rounded(weight: Floats, block: int) -> Floats:
-    """A matrix as int8 numbers with a scale for each `block` of a column give it."""
-    if not block:
-        return weight
-    n, k = weight.shape
-    blocks = np.pad(weight.astype(np.float64), ((0, 0), (0, -k % block))).reshape(n, -1, block)
-    scales = np.abs(blocks).max(axis=2, keepdims=True) / 127
-    numbers = np.rint(np.divide(blocks, scales, out=np.zeros_like(blocks), where=scales > 0))
-    return (numbers * scales).reshape(n, -1)[:, :k]
+def rounded(weight: Floats) -> Floats:
+    """A matrix as int8 numbers with a scale for each column, (columns, numbers), give it."""
+    scales = np.abs(weight.astype(np.float64)).max(axis=1, keepdims=True) / 127
+    numbers = np.divide(weight, scales, out=np.zeros(weight.shape), where=scales > 0)
+    result: Floats = np.rint(numbers) * scales
+    return result
+
+
+def config_of(shape: Shape) -> GPT2Config:
+    sizes = (shape.vocab, shape.units, shape.layers, shape.heads, shape.hidden)
+    return GPT2Config(*sizes, max_length=shape.max_length)
+
+
+def as_rounded(shape: Shape, weights: dict[str, Floats]) -> dict[str, Floats]:
+    """The weights whose logits are those of the rounded, rotated ones: these, rotated back."""
+    config, result = config_of(shape), dict(weights)
+    for name, value in rotated(shape, weights).items():
+        if name.startswith(("norm", "positions")):
+            continue
+        product = next((p for p, n in PRODUCTS.items() if name.split()[1:2] == [n]), "")
+        weight = (
+            rotation.floats(value).T if name.endswith("bias") else rotation.floats(rounded(value))
+        )
+        weight = np.ascontiguousarray(weight)
+        if product not in ("", "ffn_hidden"):
+            size = config.head_size if product == "qkv" else shape.units
+            rotation.rotate_columns(weight, size)
+        if not name.endswith("bias"):
+            weight = rotation.rotate_inputs(product, weight, config)
+        result[name] = (
+            weight[:, 0] if name.endswith("bias") else weight[:, : weights[name].shape[1]]
+        )
+        if product in rotation.NORM_BEFORE:
+            norm = rotation.NORM_BEFORE[product].replace("_", " ")
+            result[f"{name[0]} {norm}"] = np.array([[1.0], [0.0]]) + np.zeros((2, shape.units))
+    return result
+
+
+def rotated(shape: Shape, weights: dict[str, Floats]) -> dict[str, Floats]:
+    """The weights of a model in int8, before they are rounded; a layer's norms are gone."""
+    config, result = config_of(shape), {"norm": weights["norm"]}
+    for name in ("embedding", "positions"):
+        result[name] = rotation.floats(weights[name])
+        rotation.rotate_rows(result[name], shape.units)
+    for i in range(shape.layers):
+        for product, name in PRODUCTS.items():
+            norm = rotation.NORM_BEFORE.get(product)
+            gamma, beta = weights[f"{i} {norm.replace('_', ' ')}"] if norm else (None, None)
+            weight = rotation.floats(weights[f"{i} {name}"])
+            bias = rotation.floats(weights[f"{i} {name} bias"])[0]
+            result[f"{i} {name}"], result[f"{i} {name} bias"] = rotation.rotated_product(
+                product, weight, bias, config, gamma, beta
+            )
+    return result
 
 
 def reference(
-    shape: Shape, weights: dict[str, Floats], ids: Sequence[int], block: int = 0, tanh: bool = False
+    shape: Shape, weights: dict[str, Floats], ids: Sequence[int], tanh: bool = False
 ) -> Floats:
-    """Logits (tokens, vocab) of one row, in double precision, with the weights of `block`."""
-    w = {
-        name: rounded(value, block) if value.ndim == 2 and value.shape[0] > 2 else value
-        for name, value in weights.items()
-        if name != "positions"
-    }
+    """Logits (tokens, vocab) of one row, in double precision."""
+    w, c = weights, shape.units
     length, heads, size = len(ids), shape.heads, shape.units // shape.heads
 
     def norm(x: Floats, name: str) -> Floats:
@@ -126,7 +170,7 @@ def reference(
         scores = q @ k.swapaxes(1, 2) / math.sqrt(size) + future
         scores = np.exp(scores - scores.max(-1, keepdims=True))
         attended = scores / scores.sum(-1, keepdims=True) @ v
-        x = x + dense(attended.swapaxes(0, 1).reshape(length, -1), f"{i} out")
+        x = x + dense(attended.swapaxes(0, 1).reshape(length, c), f"{i} out")
         y = dense(norm(x, f"{i} ffn norm"), f"{i} up")
         if tanh:
             y = 0.5 * y * (1 + np.tanh(math.sqrt(2 / math.pi) * (y + 0.044715 * y**3)))
@@ -147,13 +191,13 @@ class NativeModel:
         self,
         shape: Shape,
         weights: dict[str, Floats],
-        block: int = 0,
-        planes: int = 1,
+        int8: bool = False,
         tanh: bool = False,
         pages: int = 32,
         run_pass: Callable[..., None] = library.run_pass,
     ) -> None:
         self.shape, self._run_pass = shape, run_pass
+        weights = rotated(shape, weights) if int8 else weights
         self._arrays: list[Any] = []
 
         def keep(array: Any) -> int:
@@ -168,10 +212,10 @@ class NativeModel:
 
         def matrix(name: str) -> library.Matrix:
             bias = padded(weights[name + " bias"])
-            return library.Matrix(keep(pack(weights[name], block)), bias, planes)
+            return library.Matrix(keep(pack(weights[name], int8)), bias)
 
         def norm(name: str) -> library.Norm:
-            return library.Norm(*(padded(values) for values in weights[name]))
+            return library.Norm(*(padded(values) for values in weights.get(name, ())))
 
         layers = (library.Layer * shape.layers)()
         for i in range(shape.layers):
@@ -180,18 +224,15 @@ class NativeModel:
                 *(norm(f"{i} ffn norm"), matrix(f"{i} up"), matrix(f"{i} down")),
                 (shape.units // shape.heads) ** -0.5,
             )
-        embedding = keep(pack(weights["embedding"], block))
+        embedding = keep(pack(weights["embedding"], int8))
         sizes = (shape.layers, shape.units, shape.heads, shape.hidden, shape.vocab)
         self.struct = library.Model(
-            *(*sizes, shape.max_length, block, tanh, 1e-5, layers, norm("norm"), embedding),
+            *(*sizes, shape.max_length, int8, tanh, 1e-5, layers, norm("norm"), embedding),
             padded(weights["positions"]),
-            library.Matrix(embedding, None, planes),
+            library.Matrix(embedding, None),
         )
         # Not zeros: a pass must not depend on what was on a page.
-        config = GPT2Config(
-            shape.vocab, shape.units, shape.layers, shape.heads, shape.hidden, shape.max_length
-        )
-        self.page_bytes = library.page_bytes(config, fp32=not block)
+        self.page_bytes = library.page_bytes(config_of(shape), "int8" if int8 else "fp32")
         self.arena = np.full(pages * self.page_bytes, 0xFF, np.uint8)
 
     def run(self, parts: Sequence[Part]) -> Floats:

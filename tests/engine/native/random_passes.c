@@ -49,8 +49,8 @@ static float *random_floats(size_t count, float about, float scale) {
   return x;
 }
 
-static const void *random_matrix(size_t n, size_t k, size_t block) {
-  const size_t bytes = packed_bytes(n, k, block);
+static const void *random_matrix(size_t n, size_t k, int int8) {
+  const size_t bytes = packed_bytes(n, k, int8);
   const int type = between(0, 2), transposed = between(0, 1);
   float *numbers = allocate(n * k * sizeof *numbers);
   for (size_t i = 0; i < n * k; i++) {
@@ -64,13 +64,13 @@ static const void *random_matrix(size_t n, size_t k, size_t block) {
       ((uint16_t *)numbers)[i] = type == SOURCE_FLOAT16 ? half : bits >> 16;
   }
   uint8_t *packed = keep(bytes);
-  pack(numbers, type, transposed ? 1 : k, transposed ? n : 1, n, k, block, 0, (n + 15) / 16, packed);
+  pack(numbers, type, transposed ? 1 : k, transposed ? n : 1, n, k, int8, 0, (n + 15) / 16, packed);
   free(numbers);
   return packed;
 }
 
-static Matrix random_product(size_t n, size_t k, size_t block, int planes) {
-  return (Matrix){random_matrix(n, k, block), random_floats(n, 0, 0.3f), planes};
+static Matrix random_product(size_t n, size_t k, int int8) {
+  return (Matrix){random_matrix(n, k, int8), random_floats(n, 0, 0.3f)};
 }
 
 static Norm random_norm(size_t units) {
@@ -79,22 +79,21 @@ static Norm random_norm(size_t units) {
 
 static Model random_model(void) {
   static Layer layers[2];
-  static const int blocks[] = {0, 0, 4, 32, 64, 64};
   Model m = {.num_layers = between(1, 2), .heads = between(1, 4), .hidden = between(1, 90)};
   m.vocab = between(1, 120);
   m.max_length = between(1, MAX_LENGTH);
   m.units = m.heads * between(1, 40);
-  m.block = blocks[between(0, 5)];
+  m.int8 = between(0, 2) > 0;
   m.gelu_tanh = between(0, 1);
   m.epsilon = 1e-5f;
-  const size_t c = m.units, f = m.hidden, b = m.block;
+  const size_t c = m.units, f = m.hidden, b = m.int8;
   for (int i = 0; i < m.num_layers; i++)
     layers[i] = (Layer){random_norm(c),
-                        random_product(3 * c, c, b, between(1, 2)),
-                        random_product(c, c, b, between(1, 2)),
+                        random_product(3 * c, c, b),
+                        random_product(c, c, b),
                         random_norm(c),
-                        random_product(f, c, b, between(1, 2)),
-                        random_product(c, f, b, between(1, 2)),
+                        random_product(f, c, b),
+                        random_product(c, f, b),
                         1 / sqrtf((float)(c / m.heads))};
   m.layers = layers;
   m.final_norm = random_norm(c);
@@ -104,14 +103,14 @@ static Model random_model(void) {
     for (size_t j = 0; j < padded(c); j++)
       positions[i * padded(c) + j] = j < c ? random_bits() / 4e9f - 0.5f : 0;
   m.positions = positions;
-  m.head = between(0, 1) ? (Matrix){m.embedding, NULL, between(1, 2)}
-                         : random_product(m.vocab, c, b, between(1, 2));
+  m.head = between(0, 1) ? (Matrix){m.embedding, NULL}
+                         : random_product(m.vocab, c, b);
   return m;
 }
 
 /* A packed matrix of an adapter: of fp16 numbers where the model is in int8, else of floats. */
 static const void *random_thin(const Model *m, size_t n, size_t k) {
-  if (!m->block) return random_matrix(n, k, 0);
+  if (!m->int8) return random_matrix(n, k, 0);
   const size_t groups = (n + 15) / 16;
   uint16_t *halves = keep(groups * k * LINE * sizeof *halves);
   for (size_t i = 0; i < groups * k * LINE; i++) {
@@ -221,30 +220,16 @@ static void check_models(const Model *model, uint8_t *arena, const Row *rows) {
   const Piece piece = {rows[0].ids, rows[0].pages, 1, 0, 1, NULL};
   const int32_t wrong[] = {INT32_MIN, -1, 0, (1 << 24) + 1, INT32_MAX};
   for (int i = 0; i < 5; i++)
-    for (int field = 0; field < 7; field++) {
+    for (int field = 0; field < 6; field++) {
       Model m = *model;
       int32_t *fields[] = {&m.num_layers, &m.units,      &m.heads, &m.hidden,
-                           &m.vocab,      &m.max_length, &m.block};
-      if (field == 6 && i == 2) continue; /* a block of 0 is fp32 */
+                           &m.vocab,      &m.max_length};
       *fields[field] = wrong[i];
       CHECK(run_pass(&m, arena, &piece, 1, NULL) == PASS_BAD_MODEL);
     }
-  Model odd = *model, thin = *model;
+  Model odd = *model;
   odd.heads = odd.units + 1; /* does not divide the units */
-  thin.block = 6;
   CHECK(run_pass(&odd, arena, &piece, 1, NULL) == PASS_BAD_MODEL);
-  CHECK(run_pass(&thin, arena, &piece, 1, NULL) == PASS_BAD_MODEL);
-  for (int planes = -1; model->block && planes < 4; planes++) {
-    Model head = *model, layer = *model;
-    Layer layers[2];
-    memcpy(layers, model->layers, model->num_layers * sizeof *layers);
-    head.head.planes = planes;
-    layers[model->num_layers - 1].ffn_out.planes = planes;
-    layer.layers = layers;
-    if (planes == 1 || planes == 2) continue;
-    CHECK(run_pass(&head, arena, &piece, 1, NULL) == PASS_BAD_MODEL);
-    CHECK(run_pass(&layer, arena, &piece, 1, NULL) == PASS_BAD_MODEL);
-  }
 }
 
 static void check_adapters(const Model *m, uint8_t *arena, const Row *rows) {
@@ -374,10 +359,10 @@ static void check_model(void) {
         if (compared) difference += pow(x - first[t * width + v], 2);
         all += x * x;
       }
-    CHECK(difference <= all * (m.block ? 0.01 : 1e-9)); /* in int8 x may be rounded otherwise */
+    CHECK(difference <= all * (m.int8 ? 1e-4 : 1e-9)); /* in int8 x may be rounded otherwise */
     const size_t bytes = m.max_length * width * sizeof *first;
     if (!compared++) memcpy(first, found, bytes);
-    if (!strcmp(*name, "vnni")) CHECK(!memcmp(first, found, bytes)); /* also as with AMX's tiles */
+    if (m.int8 && strcmp(*name, "plain")) CHECK(!memcmp(first, found, bytes)); /* integers are exact */
   }
   while (num_allocated) free(allocated[--num_allocated]);
 }

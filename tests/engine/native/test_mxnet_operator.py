@@ -15,7 +15,7 @@ IDS = np.random.default_rng(0).integers(0, SHAPES[0].vocab, 60).tolist()
 def test_the_operator_gives_the_same_bits_as_the_library() -> None:
     weights = random_weights(SHAPES[0])
     direct = NativeModel(SHAPES[0], weights, 64)
-    by_operator = NativeModel(SHAPES[0], weights, 64, run_pass=mxnet_operator.run_pass)
+    by_operator = NativeModel(SHAPES[0], weights, True, run_pass=mxnet_operator.run_pass)
     passes = [
         [(IDS, range(4), 0, 60), (IDS[30:], range(4, 8), 0, 2)],
         [(IDS[:1], range(4), 60, 1), (IDS[3:8], range(4, 8), 30, 0)],
@@ -33,7 +33,7 @@ def test_the_operator_raises_the_errors_of_the_library() -> None:
     with pytest.raises(InvalidRequest, match="a piece's tokens or positions are out of range"):
         model.run([([1, -1], [0], 0, 1)])
     assert np.isfinite(model.run([([1, 1], [0], 0, 1)])).all()
-    model.struct.block = 3
+    model.struct.units = -1
     with pytest.raises(InvalidRequest, match="the model's sizes are out of range"):
         model.run([([1], [0], 0, 1)])
 

@@ -19,7 +19,7 @@ def _best_kernels() -> Iterator[None]:
 
 def test_all_halves_are_read_exactly() -> None:
     halves = np.arange(2**16, dtype=np.uint16).view(np.float16).reshape(256, 256)
-    packed = pack(halves, 0).view(np.float32).reshape(16, 256, 16)  # 16 columns side by side
+    packed = pack(halves, False).view(np.float32).reshape(16, 256, 16)  # 16 columns side by side
     unpacked = packed.swapaxes(1, 2).reshape(256, 256)
     np.testing.assert_array_equal(unpacked, halves.astype(np.float32))
 
