@@ -128,8 +128,8 @@ def test_the_cheapest_instance_that_holds_the_models(aws: Cloud) -> None:
     aws.put_image()
     aws.put_models(a=3 * MIB, b=3 * MIB)
     options = ("poems", "--models", MODELS, "--dry-run")
-    # 8 models of 700 MiB do not fit into 8 GiB less the reserve and the K/V caches, but into 16.
-    size = ("--models-in-memory", "8", "--memory-per-model", "700")
+    # 8 models of 740 MiB do not fit into 8 GiB less the reserve and the K/V caches, but into 16.
+    size = ("--models-in-memory", "8", "--memory-per-model", "740")
     out = aws.run("deploy", *options, *size)
     assert re.search(r"ml\.m5\.large .* 7 +too small", out)
     assert re.search(r"ml\.r5\.large .*<- chosen", out)
