@@ -350,7 +350,7 @@ WRITABLE = [
 ]
 
 
-@pytest.mark.parametrize(("form", "texts"), WRITABLE, ids=str)
+@pytest.mark.parametrize(("form", "texts"), WRITABLE, ids=["choice", "regex", "schema"])
 def test_only_branches_that_the_tokens_can_write_are_begun(
     korean: Vocabulary, form: Form, texts: set[str]
 ) -> None:
