@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -90,19 +91,27 @@ def test_signals_are_handled_before_anything_large_is_imported() -> None:
     assert done.stdout.split() == named
 
 
+@pytest.fixture
+def temporary() -> Iterator[Path]:
+    """A folder whose path is short enough for unix sockets in it."""
+    with tempfile.TemporaryDirectory(prefix="s-") as folder:
+        yield Path(folder)
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
-def test_a_signal_during_the_checks_ends_the_start(tmp_path: Path, number: int) -> None:
+def test_a_signal_during_the_checks_ends_the_start(
+    tmp_path: Path, temporary: Path, number: int
+) -> None:
     java = tmp_path / "bin" / "java"
     java.parent.mkdir()
     java.write_text(f"#!/bin/sh\n: > {tmp_path}/checked\nexec sleep 600\n")
     java.chmod(0o755)
-    (tmp_path / "tmp").mkdir()
     process = subprocess.Popen(
         [sys.executable, "-m", "serving.entrypoint", "serve", "--host", "127.0.0.1"],
         cwd=REPOSITORY,
         env={
             "PATH": os.environ["PATH"], "JAVA_HOME": str(tmp_path),
-            "TMPDIR": str(tmp_path / "tmp"), "SAGEMAKER_BIND_TO_PORT": str(free_port()),
+            "TMPDIR": str(temporary), "SAGEMAKER_BIND_TO_PORT": str(free_port()),
             "MANAGEMENT_PORT": str(free_port()),
         },
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
@@ -111,7 +120,7 @@ def test_a_signal_during_the_checks_ends_the_start(tmp_path: Path, number: int) 
         eventually((tmp_path / "checked").exists)
         process.send_signal(number)
         said, _ = process.communicate(timeout=60)
-    assert process.returncode == 0
+    assert process.returncode == 0, said
     assert "Traceback" not in said
     assert f"stopping: {signal.Signals(number).name}" in said
-    assert list((tmp_path / "tmp").iterdir()) == []
+    assert list(temporary.iterdir()) == []
