@@ -20,10 +20,10 @@ CHUNK_BYTES = 256 << 10
 class Output:
     """The folder that an archive is unpacked to; checks each member before it is written.
 
-    Raises `ArchiveError` for absolute paths, `..`, names not in UTF-8, paths deeper than
-    `MAX_DEPTH`, links to anything but an earlier file of the archive, duplicate names, more than
-    `MAX_FILES` members or `max_bytes` bytes. Hidden files are skipped; `.prepared`, which the
-    engine trusts, is one.
+    Raises `ArchiveError` for absolute paths, `..`, files without a name, names not in UTF-8, paths
+    deeper than `MAX_DEPTH`, links to anything but an earlier file of the archive, duplicate names,
+    more than `MAX_FILES` members or `max_bytes` bytes. Hidden files are skipped; `.prepared`, which
+    the engine trusts, is one.
     `reserve` is called with a file's size in bytes before it is written and may raise.
     """
 
@@ -57,7 +57,7 @@ class Output:
     ) -> None:
         """Writes the next `size` bytes of `source` to a new file."""
         self._count(size)
-        path = inside(name, name)
+        path = file_inside(name)
         if is_hidden(path):
             return
         target = self._target(path, name)
@@ -74,7 +74,7 @@ class Output:
     def add_link(self, name: str, linked: str) -> None:
         """Makes a hard link to an earlier file of the archive; other targets could be outside."""
         self._count(0)
-        path, linked = inside(name, name), inside(linked, name)
+        path, linked = file_inside(name), inside(linked, name)
         if is_hidden(path):
             return
         if linked not in self._files:
@@ -104,6 +104,14 @@ class Output:
             self._count(0)
             (self._root / path).mkdir()
             self._folders.add(path)
+
+
+def file_inside(name: str) -> str:
+    """Normalizes the path of a file. Raises `ArchiveError` if it is that of the folder itself."""
+    path = inside(name, name)
+    if path == ".":
+        raise ArchiveError(f"{name!r} is no name of a file")
+    return path
 
 
 def inside(path: str, member: str) -> str:

@@ -39,7 +39,8 @@ def test_a_mar_becomes_a_folder(tmp_path: Path) -> None:
     [
         ("../outside", "leads out"),
         ("./first", "twice"),
-        ("", "twice"),
+        ("", "no name of a file"),
+        (".", "no name of a file"),
     ],
 )
 def test_what_no_archive_may_hold_is_refused(tmp_path: Path, name: str, reason: str) -> None:
