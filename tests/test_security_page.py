@@ -135,7 +135,14 @@ TESTS = {
         "test_the_secret_of_the_probe_is_not_told "
         "test_no_error_and_no_log_has_the_query_of_an_address"
     ),
-    "[A": "test_a_hostile_form_is_refused_or_stays_small",
+    "Each [form](../api/requests.md#the-form-of-an-answer)": (
+        "test_a_hostile_form_is_refused_or_stays_small "
+        "test_a_form_that_takes_too_long_is_refused_then_refused_at_once "
+        "test_a_form_that_takes_too_much_memory_is_refused "
+        "test_a_form_that_is_compiled_delays_no_other_and_ends_with_its_request "
+        "test_a_mask_that_is_late_ends_the_answers_of_its_form_only "
+        "test_a_form_whose_process_is_killed_can_be_used_again"
+    ),
     "The console shows models' text as text,": (
         "test_the_page_is_small_and_whole_and_asks_no_other_host "
         "test_a_call_is_copied_as_code_that_works test_what_it_shows_needs_a_token "
@@ -152,8 +159,9 @@ TESTS = {
         "test_grpc_denies_a_team_anothers_model test_lists_show_a_team_its_own_models_only"
     ),
     "Loading by hand needs `load`.": "test_loading_needs_the_right_and_a_name_that_matches",
-    "An [alias](../api/requests.md#aliases)": (
+    "An [alias](../api/requests.md#aliases) or": (
         "test_a_team_needs_an_aliass_name_and_all_of_its_models "
+        "test_a_team_needs_an_adapters_name_and_its_base test_a_team_needs_the_right_to_the_base "
         "test_no_route_lets_a_team_use_anothers_model"
     ),
     "Requests a minute and in flight are": (
