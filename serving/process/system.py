@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import logging
 import math
 import os
 import signal
@@ -26,6 +27,8 @@ KILLED_S = 2.0
 CLOSE_S = 0.1
 
 T = TypeVar("T")
+
+logger = logging.getLogger(__name__)
 
 
 class Processes:
@@ -111,7 +114,8 @@ class Processes:
 class Poll(Generic[T]):
     """Calls `poll` repeatedly on a thread of its own; calling this returns the latest result.
 
-    `pause_s` maps a result to the seconds until the next call, None for no more calls.
+    `pause_s` maps a result to the seconds until the next call, None for no more calls. A call that
+    raises counts as one that returned `first`.
     """
 
     def __init__(
@@ -139,8 +143,13 @@ class Poll(Generic[T]):
     def _run(self) -> None:
         while not self._closed.is_set():
             began = time.monotonic()
-            self._latest = began, self._poll()
-            pause_s = self._pause_s(self._latest[1])
+            try:
+                result = self._poll()
+            except Exception as error:  # such as ENFILE: this thread has to outlive it
+                logger.warning("a check failed: %r", error)
+                result = self._first
+            self._latest = began, result
+            pause_s = self._pause_s(result)
             if pause_s is None:
                 return
             self._closed.wait(pause_s)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import signal
 import subprocess
@@ -53,6 +54,27 @@ def test_a_poll_gives_no_answer_to_a_question_from_before() -> None:
         assert poll(restarted)
         go.release(1000)
     assert not [t for t in threading.enumerate() if t.name == "poll"]
+
+
+def test_a_check_that_fails_counts_as_unhealthy_and_the_next_one_runs() -> None:
+    """As where the machine has too many open files."""
+    began, go = threading.Semaphore(0), threading.Semaphore(0)
+    answers = iter([True, OSError(errno.ENFILE, os.strerror(errno.ENFILE)), True])
+
+    def check() -> bool:
+        began.release()
+        assert go.acquire(timeout=60)
+        answer = next(answers)
+        if isinstance(answer, OSError):
+            raise answer
+        return answer
+
+    with contextlib.closing(Poll(check, False, lambda healthy: 0.0)) as poll:
+        for healthy in (False, True, False, True):
+            assert began.acquire(timeout=60)  # the check before has its result
+            assert poll() is healthy
+            go.release()
+        go.release(1000)
 
 
 FORKS = """
