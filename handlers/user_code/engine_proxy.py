@@ -15,7 +15,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
 
-from common.errors import EngineError, EngineUnavailable
+from common.errors import EngineError, EngineUnavailable, Overloaded
 from handlers.user_code.messages import error_from, error_row, receive, send
 
 if TYPE_CHECKING:
@@ -24,14 +24,20 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MAX_CONCURRENT_CALLS = 16  # per script process; further calls wait
+# Calls of a script process that wait or run; further ones are refused. Larger: a script that calls
+# without limit takes the worker's memory. Smaller: a large batch of prompts is refused.
+MAX_CALLS = 256
 THREAD_RETRY_S = 0.1  # poll interval while the first thread cannot start
 
 
 def serve(connection: Connection, name: str, model_dir: str) -> None:
-    """Answers one model's `EngineModel` calls until the script ends, on a thread of the worker."""
+    """Answers one model's `EngineModel` calls until the script ends, on a thread of the worker.
+
+    A call gets the error `Overloaded` if `MAX_CALLS` others have no answer yet.
+    """
     from handlers.text import text_model  # here, so that its imports do not delay the script
 
-    lock = threading.Lock()
+    lock, free = threading.Lock(), threading.Semaphore(MAX_CALLS)
     handle: ModelHandle | None = None
 
     def answer(call: dict[str, Any]) -> dict[str, Any]:
@@ -53,6 +59,10 @@ def serve(connection: Connection, name: str, model_dir: str) -> None:
         except Exception:
             logger.exception("%s: a call of its script to the engine failed", name)
             reply = {"error": error_row(EngineError("the call to the engine failed"))}
+        free.release()
+        send_reply(call, reply)
+
+    def send_reply(call: dict[str, Any], reply: dict[str, Any]) -> None:
         with contextlib.suppress(OSError), lock:
             send(connection, {**reply, "call": call.get("call")})
 
@@ -65,7 +75,12 @@ def serve(connection: Connection, name: str, model_dir: str) -> None:
         while not _submitted(pool, int):  # starts its first thread
             time.sleep(THREAD_RETRY_S)
         while True:
-            _submitted(pool, respond, receive(connection)[0])
+            call = receive(connection)[0]
+            if free.acquire(blocking=False):
+                _submitted(pool, respond, call)
+            else:
+                full = Overloaded(f"{MAX_CALLS} calls of the script wait for its model already")
+                send_reply(call, {"error": error_row(full)})
     if handle is not None:
         handle.close()
 
@@ -98,7 +113,10 @@ class EngineModel:
         timeout_s: float = 60.0,
         request_id: str | None = None,
     ) -> dict[str, Any]:
-        """Generate texts in the engine. Raises what `ModelHandle.generate` does."""
+        """Generate texts in the engine. Raises what `ModelHandle.generate` does.
+
+        Raises `Overloaded`, too, if `MAX_CALLS` calls of this process have no answer yet.
+        """
         return self._call({"generate": [inputs, parameters, timeout_s, request_id]})
 
     def _call(self, call: dict[str, Any]) -> dict[str, Any]:

@@ -12,9 +12,10 @@ from typing import Any
 
 import pytest
 
-from common.errors import InvalidRequest
+from common.errors import InvalidRequest, Overloaded
 from handlers.text import text_model
-from handlers.user_code.engine_proxy import EngineModel, serve
+from handlers.user_code.engine_proxy import MAX_CALLS, EngineModel, serve
+from handlers.user_code.messages import error_from, receive, send
 from tests.processes import no_thread_starts
 
 WIDE_S = 60
@@ -90,6 +91,35 @@ def test_calls_of_several_threads_run_concurrently(connection: Connection) -> No
     with ThreadPoolExecutor(2) as pool:
         answers = [pool.submit(model.generate, "함께", {"i": i}) for i in range(2)]
         assert [a.result(WIDE_S)["parameters"] for a in answers] == [{"i": 0}, {"i": 1}]
+
+
+def test_calls_beyond_a_number_are_refused_and_those_before_are_answered(
+    connection: Connection, handle: Handle
+) -> None:
+    def call(number: int, inputs: str) -> None:
+        send(connection, {"generate": [inputs, {}, 60, None], "call": number})
+
+    def replies(count: int) -> dict[int, dict[str, Any]]:
+        received = [receive(connection)[0] for _ in range(count)]
+        return {reply["call"]: reply for reply in received}
+
+    send(connection, {"call": -1})
+    assert replies(1)[-1]["answer"] == handle.model
+    for number in range(MAX_CALLS + 3):
+        call(number, "기다림")
+    refused = replies(3)
+    assert sorted(refused) == [MAX_CALLS, MAX_CALLS + 1, MAX_CALLS + 2]
+    for reply in refused.values():
+        error = error_from(reply["error"])
+        assert isinstance(error, Overloaded)
+        assert error.retry_after_s == 1
+        assert "256 calls of the script wait for its model" in error.message
+    handle.go_on.set()
+    answered = replies(MAX_CALLS)
+    assert sorted(answered) == list(range(MAX_CALLS))
+    assert all(reply["answer"]["text"] == "기다림" for reply in answered.values())
+    call(0, "봄")
+    assert replies(1)[0]["answer"]["text"] == "봄"
 
 
 @pytest.mark.parametrize("nonsense", [b"{", b"[]", b'{"bodies": -1}', b'{"inputs": 1}', b"1"])
