@@ -31,9 +31,10 @@ class Convert:
     rank: int = option(16, "for adapter")
     text: Path | None = option(
         None,
-        "lines for which both tokenizers must give the same ids, beside built-in ones; for adapter:"
-        " lines on which both models are compared",
+        "lines for which both tokenizers must give the same ids, beside built-in ones; for adapter"
+        " and prepared: lines on which both models are compared",
     )
+    compare: bool = option(True, "for prepared: compare int8 with fp32", "--compare/--no-compare")
 
 
 def run(options: Convert) -> None:
@@ -45,7 +46,8 @@ def run(options: Convert) -> None:
     v1: *.params and *.spiece, as KoGPT2 v1 has them.
 
     prepared: the same model and its prepared file, so that its first load is as fast as any later
-    one, on all processors and with both backends of a CPU.
+    one, on all processors and with both backends of a CPU. Shows what int8 changes: in the lines of
+    --text, or in the model's own greedy texts.
 
     adapter: the difference between a whole fine-tune and its --base, as a LoRA adapter of --rank,
     and a table of what each rank would cost. Adapters of one base share its memory and its steps.
@@ -78,7 +80,8 @@ def run(options: Convert) -> None:
 
 def _convert(options: Convert, source: Artifact) -> list[str]:
     """Converts to hf, v1 or prepared; returns lines for the user."""
-    from scripts.artifacts import conversion
+    from engine.prepared.folder import NAME as PREPARED
+    from scripts.artifacts import comparison, conversion
 
     texts, lines = _texts(options), list[str]()
     precision = options.precision if options.to == "prepared" else "fp32"
@@ -89,7 +92,12 @@ def _convert(options: Convert, source: Artifact) -> list[str]:
             lines = conversion.to_v1(source, folder, options.spiece, texts, advance)
         else:
             conversion.to_prepared(source, folder, precision)
-        lines.append(conversion.verify(source, folder, options.to, precision))
+        if precision == "fp32":
+            lines.append(conversion.verify(source, folder, options.to))
+        elif options.compare:
+            cache = folder / PREPARED
+            converted = conversion.open_source(folder)
+            lines.append(comparison.report(options.target, converted, texts, cache))
     if options.to == "prepared":
         conversion.prepare(options.target, precision)
     return lines

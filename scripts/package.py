@@ -14,26 +14,34 @@ class Package:
     folder: Path = argument("the model's folder, or an archive of it")
     out: Path | None = option(None, "the archive to write (FOLDER.tar.gz)")
     check: bool = option(False, "check only, write nothing")
+    text: Path | None = option(
+        None, "lines on which int8 is compared with fp32 (the model's own greedy texts)"
+    )
+    compare: bool = option(True, "compare int8 with fp32", "--compare/--no-compare")
 
 
 def run(options: Package) -> None:
     """Checks a model's folder as the server would, and packs it as NAME.tar.gz.
 
-    The same files give the same bytes. Hidden files and the state of transformers' Trainer, such as
-    optimizer.pt, are left out.
+    Shows what int8 changes in a model that is served in it. The same files give the same bytes.
+    Hidden files and the state of transformers' Trainer, such as optimizer.pt, are left out.
 
     Examples:
     kogpt2 package my-model                            writes my-model.tar.gz beside the folder
     kogpt2 package my-model --out store/poem.tar.gz
+    kogpt2 package my-model --text lines.txt           compares int8 with fp32 on these lines
     kogpt2 package my-model --check                    checks it and writes nothing
     """
     from tqdm import tqdm
 
+    from command.documents import read_text
     from command.errors import Problem
     from common.misnamed import misnamed
     from scripts.artifacts.archive import SUFFIX, check, write_archive
+    from scripts.artifacts.comparison import report
     from scripts.artifacts.folder import model_folder
 
+    texts = read_text(options.text).splitlines() if options.text else []
     given = options.folder.resolve()
     target = options.out or given.with_name(given.name + SUFFIX)
     if given.is_file() and not (options.check or options.out):
@@ -43,6 +51,8 @@ def run(options: Package) -> None:
             print(f"{options.folder}: {warning}", file=sys.stderr)
         checked = check(folder)
         print(f"{options.folder}: {checked.summary}")
+        if options.compare and checked.in_int8:
+            print(f"{options.folder}: {report(options.folder, checked.in_int8, texts)}")
         if options.check:
             return
         with tqdm(

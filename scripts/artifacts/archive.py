@@ -15,9 +15,10 @@ from typing import IO, Any
 from tqdm.utils import CallbackIOWrapper
 
 from command.errors import Problem
-from common.errors import EngineError
+from common.errors import EngineError, ServiceError
 from common.model_files import is_adapter, visible
 from engine.artifacts import adapter as adapters
+from engine.artifacts.artifact import Artifact
 from engine.artifacts.open import open_artifact
 from engine.prepared.folder import MODEL
 from engine.prepared.folder import NAME as PREPARED
@@ -26,6 +27,7 @@ from engine.text.prompts import Prompts
 from handlers.dispatch import handler_for
 from handlers.user_code.entry_point import Script
 from scripts.artifacts.folder import belongs
+from serving.models.model_settings import ModelSettings
 from serving.settings import Settings
 from serving.store.archive_limits import MAX_FILES
 
@@ -41,6 +43,7 @@ class Checked:
     folder: Path
     summary: str
     files: tuple[Path, ...]
+    in_int8: Artifact | None = None  # a model that the server computes in int8 unless configured
 
     @property
     def num_bytes(self) -> int:
@@ -58,21 +61,26 @@ def check(folder: Path) -> Checked:
             f"{folder} has {len(files)} files and {total >> 20} MiB; the server unpacks at most"
             f" {MAX_FILES} files and {Settings.model_max_mib} MiB (MODEL_MAX_MIB)"
         )
+    in_int8 = None
     try:
+        precision = ModelSettings.read(folder).precision
         handler = handler_for(str(folder))
         if isinstance(handler, Script):  # scripts are never run here
             summary = "the model's own script"
+        elif not handler.IN_ENGINE:
+            summary = _check_tensors(handler, folder)
+        elif is_adapter(path.name for path in visible(folder)):
+            summary = _check_adapter(folder)
         else:
-            summary = _check_model(folder) if handler.IN_ENGINE else _check_tensors(handler, folder)
-    except EngineError as error:
+            artifact = open_artifact(folder)
+            summary = _check_model(artifact)
+            in_int8 = artifact if precision in (None, "int8") else None
+    except (EngineError, ServiceError) as error:
         raise Problem(f"{folder} cannot be served: {error.message}") from None
-    return Checked(folder, summary, files)
+    return Checked(folder, summary, files, in_int8)
 
 
-def _check_model(folder: Path) -> str:
-    if is_adapter(path.name for path in visible(folder)):
-        return _check_adapter(folder)
-    artifact = open_artifact(folder)
+def _check_model(artifact: Artifact) -> str:
     content_of(artifact)  # raises for NaN or infinity
     prompts = Prompts(artifact)
     c = artifact.config

@@ -16,19 +16,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from command.errors import Problem
-from command.logits import divergence, greedy, logits_after
+from command.logits import Comparison
 from command.model_writer import write_adapter
 from engine.artifacts.adapter import BASE_NAMES
 from engine.artifacts.artifact import Artifact
 from engine.native.adapter import LowRank, NativeAdapter
 from engine.native.model import NativeModel
 from engine.native.prepared import prepared
-from engine.text.prompts import Prompts
+from scripts.artifacts.comparison import reference
 
 RANKS = (4, 8, 16, 32, 64)
 MAX_TOKENS = 2048  # tokens compared in all
-WINDOW = 128  # tokens compared in one row
-PROMPT, NEW, PROMPTS = 8, 20, 12  # tokens of a greedy text's prompt and answer; texts
 Floats = NDArray[np.float32]
 Module = tuple[int, str]
 
@@ -86,57 +84,21 @@ def _factors(delta: NDArray[np.float64]) -> tuple[Floats, Floats]:
 
 def compare(
     whole: Artifact, base: Artifact, texts: Sequence[str], adapters: Iterable[dict[Module, LowRank]]
-) -> Iterator[dict[str, float]]:
+) -> Iterator[tuple[int, Comparison]]:
     """Compares a fine-tune with its base and each of these adapters, in fp32.
 
-    Yields `bytes` in fp16, `same` (share of equal likeliest tokens), `kl` in nats, and `texts`, the
-    number of equal greedy texts of `of`.
+    Yields the bytes of each in fp16, and the comparison.
     """
     with (
         tempfile.TemporaryDirectory(prefix="convert-") as work,
         closing(NativeModel(prepared(whole, "fp32", Path(work)))) as whole_model,
         closing(NativeModel(prepared(base, "fp32", Path(work)))) as base_model,
     ):
-        windows = list(_windows(whole, texts))
-        expected = [logits_after(whole_model, ids, len(ids)) for ids in windows]
-        prompts = [ids[:PROMPT] for ids in windows[:PROMPTS]]
-        answers = [greedy(whole_model, prompt, NEW) for prompt in prompts]
-        tokens = sum(map(len, windows))
+        expected = reference(whole, whole_model, texts, MAX_TOKENS)
         for matrices in adapters:
             adapter = NativeAdapter.of(base.config, "fp32", matrices)
-            same = kl = 0.0
-            for ids, wanted in zip(windows, expected, strict=True):
-                logits = logits_after(base_model, ids, len(ids), adapter)
-                same += float((logits.argmax(1) == wanted.argmax(1)).sum())
-                kl += divergence(wanted, logits)
-            adapted = (greedy(base_model, prompt, NEW, adapter=adapter) for prompt in prompts)
-            yield {
-                "bytes": sum(2 * (m.down.size + m.up.size) for m in matrices.values()),
-                "same": same / tokens,
-                "kl": kl / tokens,
-                "texts": sum(a == b for a, b in zip(adapted, answers, strict=True)),
-                "of": len(answers),
-            }
-
-
-def _windows(artifact: Artifact, texts: Sequence[str]) -> Iterator[list[int]]:
-    """Yields the texts' ids in rows of at most `WINDOW`; random ids if no text has two tokens."""
-    c, left = artifact.config, MAX_TOKENS
-    size = min(WINDOW, c.max_length - NEW)
-    encode = Prompts(artifact).encode
-    rows = [ids for text in texts if text.strip() and len(ids := encode(text)) > 1]
-    if not rows:
-        rng = np.random.default_rng(0)
-        rows = [rng.integers(0, c.vocab_size, size).tolist() for _ in range(PROMPTS)]
-    for row in rows:
-        for at in range(0, len(row), size):
-            ids = row[at : at + size][:left]
-            if len(ids) < 2:
-                continue
-            yield ids
-            left -= len(ids)
-            if left <= 0:
-                return
+            size = sum(2 * (m.down.size + m.up.size) for m in matrices.values())
+            yield size, expected.compare(base_model, adapter)
 
 
 def to_adapter(
@@ -155,10 +117,10 @@ def to_adapter(
     lines = ["rank       size  likeliest token  KL, nats  greedy texts"]
     ranks = [0, *sorted({rank, *(r for r in RANKS if r <= base.config.units)})]
     adapters = (delta.of_rank(each) if each else {} for each in ranks)
-    for each, row in zip(ranks, compare(whole, base, texts, adapters), strict=True):
+    for each, (size, c) in zip(ranks, compare(whole, base, texts, adapters), strict=True):
         lines.append(
-            f"{each or 'base':>4} {row['bytes'] / 1e6:>7.1f} MB  {row['same']:>15.1%}"
-            f"  {row['kl']:>8.3g}  {row['texts']:>6.0f} of {row['of']:.0f}"
+            f"{each or 'base':>4} {size / 1e6:>7.1f} MB  {c.top1_agreement:>15.1%}"
+            f"  {c.kl_divergence:>8.3g}  {c.same_texts:>6} of {c.texts}"
         )
     outside = {name: change for name, change in delta.others.items() if change > 1e-6}
     if outside:

@@ -26,6 +26,7 @@ from tests.engine.hugging_face import TINY, make_hugging_face, write_json
 from tests.engine.models import make_artifact, spiece
 from tests.engine.sentences import SENTENCES
 from tests.scripts import command
+from tests.scripts.test_package import harm_int8
 
 pytestmark = pytest.mark.slow
 
@@ -107,7 +108,7 @@ def test_a_file_of_torch_becomes_safetensors(tmp_path: Path) -> None:
 def test_a_prepared_model_is_found_by_its_first_load(tmp_path: Path, backend: str) -> None:
     source, to = make_artifact(tmp_path / "v1"), ["--to", "prepared"]
     output = convert(source, tmp_path / "ready", *to)
-    assert "the likeliest token is the same" in output
+    assert "int8 against fp32: KL" in output
     files = {p.name: p.stat().st_ino for p in (tmp_path / "ready" / ".prepared").iterdir()}
     with closing(Engine(Settings(backend=backend, precision="int8", memory_mib=256))) as engine:
         engine.load("m", str(tmp_path / "ready"))
@@ -116,6 +117,20 @@ def test_a_prepared_model_is_found_by_its_first_load(tmp_path: Path, backend: st
     blobs = {n: t for n, t in files.items() if not n.endswith(".json")}
     assert blobs.items() <= after.items()
     assert after.keys() == files.keys()
+
+
+def test_a_prepared_model_is_compared_on_lines_unless_it_is_fp32(tmp_path: Path) -> None:
+    source = harm_int8(make_artifact(tmp_path / "v1"))
+    (tmp_path / "시.txt").write_text("\n".join(SENTENCES), encoding="utf-8")
+    done = run(source, tmp_path / "봄", "--to", "prepared", "--text", tmp_path / "시.txt")
+    assert "int8 against fp32: KL" in command.output(done)
+    assert done.stderr.startswith(f"{tmp_path / '봄'}: int8 changes")
+    assert '"precision": "fp32"' in done.stderr
+    done = run(source, tmp_path / "여름", "--to", "prepared", "--no-compare")
+    assert ("int8 against" in command.output(done), done.stderr) == (False, "")
+    done = run(source, tmp_path / "가을", "--to", "prepared", "--precision", "fp32")
+    assert "logits: 0 apart" in command.output(done)
+    assert not done.stderr
 
 
 def test_an_adapter_is_compared_without_a_text_of_two_tokens(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import time
 from collections.abc import Callable
@@ -13,10 +14,12 @@ from typing import Any
 import pytest
 
 from command.errors import Problem
+from engine.artifacts.artifact import ATTENTION_OUT, QKV
 from engine.artifacts.open import open_artifact
 from scripts.artifacts.archive import check, write_archive
+from testbed import random_model
 from tests.engine.hugging_face import make_hugging_face, write_json
-from tests.engine.models import make_artifact
+from tests.engine.models import make_artifact, params_of, write_params
 from tests.handlers.tensors.graphs import TinyLM, classifier
 from tests.scripts import command
 from tests.scripts.command import output, refusal
@@ -152,3 +155,62 @@ def test_the_tensors_of_a_graph_or_symbol_are_shown(tmp_path: Path) -> None:
     (tmp_path / "model.onnx").write_bytes(b"no graph")
     with pytest.raises(Problem, match=r"cannot be served: model.onnx cannot be loaded"):
         check(tmp_path)
+
+
+# What int8 changes
+
+
+def harm_int8(folder: Path) -> Path:
+    """Make a channel of each layer's values 1,000 times larger; the model computes the same."""
+    weights = params_of(folder)
+    units = 64
+    for layer in range(2):
+        for name in (f"{QKV.format(layer)}.weight", f"{QKV.format(layer)}.bias"):
+            weights[name][2 * units + 3] *= 1000
+        weights[f"{ATTENTION_OUT.format(layer)}.weight"][:, 3] /= 1000
+    write_params(folder / "kogpt2.params", weights)
+    return folder
+
+
+def test_a_demo_model_in_int8_is_compared_without_a_warning(tmp_path: Path) -> None:
+    model = random_model.demo("sowol", tmp_path)
+    lines = tmp_path / "시.txt"
+    lines.write_text(
+        "나 보기가 역겨워 가실 때에는\n\n말없이 고이 보내 드리우리다\n", encoding="utf-8"
+    )
+    counts = []
+    for options in ((), ("--text", lines)):
+        done = run(model, "--check", *options)
+        assert "int8 against fp32: KL" in output(done)
+        assert not done.stderr
+        counts.append(re.findall(r"of (\d+)", done.stdout))
+    assert counts[0] == ["240", "12"]  # its own greedy texts
+    assert counts[1][1] == "2"  # lines
+    assert not (model / ".prepared").exists()
+
+
+def test_a_model_that_int8_harms_gets_a_warning_until_it_is_served_in_fp32(
+    folder: Path, packed: Path
+) -> None:
+    done = run(harm_int8(folder))
+    assert "int8 against fp32" in output(done)
+    assert done.stderr.count("\n") == 1
+    assert done.stderr.startswith(f"{folder}: int8 changes")
+    assert '"precision": "fp32"' in done.stderr
+    packed.unlink()
+    done = run(folder, "--no-compare")
+    assert ("int8 against" in output(done), done.stderr) == (False, "")
+    write_json(folder / "serving.json", {"precision": "fp32"})
+    done = run(folder, "--check")
+    assert ("int8 against" in output(done), done.stderr) == (False, "")
+
+
+def test_lines_to_compare_are_read_before_anything_else(folder: Path) -> None:
+    lines = folder.with_name("문장.txt")
+    lines.write_text("나는 오늘\n", encoding="cp949")
+    assert "문장.txt is not UTF-8" in refusal(run(folder, "--text", lines), 2)
+
+
+def test_settings_that_the_server_refuses_are_refused(folder: Path) -> None:
+    write_json(folder / "serving.json", {"precision": "int4"})
+    assert "serving.json: precision" in refusal(run(folder, "--check"), 2)
