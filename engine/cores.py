@@ -50,7 +50,8 @@ class Cores:
         """Make a model on the core with this key, which is opened first if it is not loaded.
 
         If several threads load adapters of one base at once, one of them opens the base. A whole
-        model shares a core only with its own adapters. Raises what `open` and `make` raise.
+        model shares a core only with its own adapters. `make` is called with the lock, so it must
+        not wait for anything, a file included. Raises what `open` raises.
         """
         with self._changed:
             while is_adapter and key in self._opening:
@@ -85,10 +86,11 @@ class Cores:
             if core.models:
                 return False
             self.forget(core)
+            self._names.discard(core.name)
             return True
 
     def forget(self, core: Core) -> None:
-        """Remove a core, so that no new model shares it."""
+        """Remove a core, so that no new model shares it; its name is taken until its last model
+        is removed."""
         with self._changed:
             self.by_name.pop(core.name, None)
-            self._names.discard(core.name)

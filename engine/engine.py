@@ -23,7 +23,6 @@ from common.errors import (
 )
 from common.memory import MIB, container_memory
 from common.parameters import Parameters
-from engine.backends.page_cache import read_in
 from engine.budget import Budget
 from engine.cores import Cores
 from engine.futures import after, completed
@@ -299,7 +298,7 @@ class Engine:
             if deadline is not None and time.monotonic() >= deadline:
                 raise DeadlineExceeded(f"the request waited for its timeout, {timeout_s:.1f} s")
             if model.adapter is not None:  # so that no step waits for the disk
-                read_in(model.adapter.mapped)
+                model.adapter.read_in()
             ids = model.texts.encode(inputs)
             labels = model.texts.labels(form) if form is not None and scored else None
             if labels is not None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import json
 import logging
 import time
@@ -20,7 +19,6 @@ from engine.artifacts.artifact import Artifact
 from engine.artifacts.hugging_face import TOKENIZER_FILE
 from engine.artifacts.merged import Merged, merge
 from engine.backends.interface import BackendModel
-from engine.backends.page_cache import read_in
 from engine.budget import Budget
 from engine.cores import Cores
 from engine.model import Core, Model
@@ -158,19 +156,15 @@ class Loader:
                     tokenizer_file=own if own.is_file() else artifact.tokenizer_file,
                 )
 
-            @functools.cache
-            def texts() -> Texts:
-                """Create the model's texts once; their process starts while weights are opened."""
-                queue = self._settings.max_queue
-                made = Texts(described, statistics, queue, self._text_processes)
-                undo.callback(made.close, ModelNotFound("the model was not loaded"))
-                return made
-
+            # Their process starts while weights are opened. Not under the engine's lock: the
+            # tokenizer's files are read and hashed, and no token is made while that is held.
+            texts = Texts(described, statistics, self._settings.max_queue, self._text_processes)
+            undo.callback(texts.close, ModelNotFound("the model was not loaded"))
             model = self._cores.load(
                 source.key,
                 lambda: self._open_core(request, source, texts, reading),
                 lambda core: Model(
-                    request.name, request.path, core, texts(), packed, request.base, statistics
+                    request.name, request.path, core, texts, packed, request.base, statistics
                 ),
                 is_adapter=source.adapter is not None,
             )
@@ -202,12 +196,10 @@ class Loader:
         undo.callback(self._budget.withdraw, size, row, request.name)
         packed = load_adapter(adapter, base, request.precision, self._cache_dir, reading.run)
         undo.callback(packed.close)
-        read_in(packed.mapped)
+        packed.read_in()
         return packed
 
-    def _open_core(
-        self, request: Request, source: Source, texts: Callable[[], Texts], reading: Reading
-    ) -> Core:
+    def _open_core(self, request: Request, source: Source, texts: Texts, reading: Reading) -> Core:
         artifact = source.artifact
         needed, row = self._bytes(artifact, request.precision)
         name = self._cores.take_name(
@@ -223,7 +215,7 @@ class Loader:
                 backend=request.backend,
                 precision=request.precision,
                 artifact=artifact,
-                open=self._opener(request, source, texts()),
+                open=self._opener(request, source, texts),
                 batch=Batch(request.max_rows, self._budget, self._prefixes),
                 reserved_bytes=needed,
             )

@@ -36,7 +36,8 @@ class Adapter(Protocol):
 
     address: int
     num_bytes: int
-    mapped: Sequence[Span]  # the spans that are mapped files
+
+    def read_in(self) -> None: ...
 
     def close(self) -> None: ...
 

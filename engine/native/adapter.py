@@ -6,6 +6,7 @@ LoRA: https://arxiv.org/abs/2106.09685
 from __future__ import annotations
 
 import ctypes
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -21,7 +22,7 @@ from engine.artifacts import artifact as names
 from engine.artifacts.adapter import BASE_NAMES, Adapter
 from engine.artifacts.artifact import Artifact
 from engine.artifacts.config import GPT2Config
-from engine.backends.page_cache import Span
+from engine.backends.page_cache import Span, read_in
 from engine.native import library, rotation
 from engine.native.prepared import Stored, open_prepared, write
 from engine.prepared import manifest as manifests
@@ -56,7 +57,8 @@ class NativeAdapter:
         """`tensors`: addresses, valid until `close`, and packed shapes, by `3.qkv.down`."""
         self._layers = (library.AdapterLayer * config.num_layers)()
         self.address = ctypes.addressof(self._layers)
-        self.num_bytes, self.mapped, self._close = num_bytes, mapped, close
+        self.num_bytes, self._mapped, self._close = num_bytes, mapped, close
+        self._lock, self._readers, self._closed = threading.Lock(), 0, False
         for name, (address, shape) in tensors.items():
             layer, product, part = name.split(".")
             entry = getattr(self._layers[int(layer)], product)
@@ -75,10 +77,28 @@ class NativeAdapter:
         size = sum(array.nbytes for array in arrays.values())
         return cls(config, tensors, size, arrays.clear)  # `clear` references the arrays
 
+    def read_in(self) -> None:
+        """Read the file into memory; does nothing after `close`, which waits for no disk."""
+        with self._lock:
+            if self._closed:
+                return
+            self._readers += 1
+        try:
+            read_in(self._mapped)
+        finally:
+            self._end(readers=1)
+
     def close(self) -> None:
-        """Release the matrices; no pass may use them any more."""
-        self.mapped = ()
-        self._close()
+        """Release the matrices, which no pass may use any more, once no thread reads them in."""
+        self._end(closed=True)
+
+    def _end(self, readers: int = 0, closed: bool = False) -> None:
+        with self._lock:
+            self._readers -= readers
+            self._closed |= closed
+            over = self._closed and not self._readers
+        if over:
+            self._close()
 
 
 def load_adapter(

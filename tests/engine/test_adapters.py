@@ -13,17 +13,26 @@ from typing import Any
 import numpy as np
 import pytest
 
-from common.errors import ArtifactError, InvalidRequest, ModelAlreadyLoaded, ModelNotFound
-from engine.artifacts.artifact import EMBEDDING
+from common.errors import (
+    ArtifactError,
+    EngineError,
+    InvalidRequest,
+    ModelAlreadyLoaded,
+    ModelNotFound,
+)
+from engine.artifacts.artifact import EMBEDDING, Artifact
 from engine.artifacts.merged import merge
 from engine.artifacts.open import open_artifact
 from engine.backends.interface import Piece
+from engine.backends.page_cache import Span, present
 from engine.engine import Engine
 from engine.native.adapter import LowRank, NativeAdapter, load_adapter
 from engine.native.model import NativeModel
 from engine.native.prepared import prepared
 from engine.prepared.manifest import Manifests
 from engine.sequence import Sequence, State
+from engine.text import texts
+from engine.text.child import source_of
 from engine.text.texts import Texts
 from tests.engine.adapters import make_adapter, merged
 from tests.engine.backends.running import logits_of
@@ -298,6 +307,67 @@ def test_a_load_that_fails_as_the_last_on_its_base_waits_for_the_step(
         assert unloading.result()
     assert core.compute is None
     assert (native.budget.declared_bytes, native.budget.weight_bytes) == (0, 0)
+
+
+def test_no_token_waits_while_an_adapters_tokenizer_is_read(
+    native: Engine, base: Path, adapters: Paths, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    native.load("all", str(adapters["all"]), base=str(base))
+    gate = Gate()
+
+    def read_slowly(artifact: Artifact) -> Any:
+        gate()
+        return source_of(artifact)
+
+    monkeypatch.setattr(texts, "source_of", read_slowly)
+    with ThreadPoolExecutor() as pool:
+        loading = pool.submit(native.load, "biases", str(adapters["biases"]), base=str(base))
+        gate.reached()
+        answer = pool.submit(ask, native, "all")
+        try:
+            eventually(lambda: answer.done() and answer.result().done)
+        finally:
+            gate.open()
+        assert loading.result().core is native._models["all"].core
+
+
+def test_a_lost_base_does_not_hide_the_one_that_was_loaded_in_its_place(
+    native: Engine, base: Path, adapters: Paths, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lost = native.load("all", str(adapters["all"]), base=str(base)).core
+    gate, ready = Gate(), Texts.ready
+    gates = [gate]
+    monkeypatch.setattr(Texts, "ready", lambda t: (gates and gates.pop()(), ready(t))[1])
+    with ThreadPoolExecutor() as pool:
+        failing = pool.submit(native.load, "biases", str(adapters["biases"]), base=str(base))
+        gate.reached()
+        native._loop.call(lambda: native._lose(lost))
+        core = native.load("all", str(adapters["all"]), base=str(base)).core
+        gate.open()
+        with pytest.raises(EngineError, match="a step failed while the model was loaded"):
+            failing.result()
+    assert core is not lost
+    assert native._cores.by_name == {core.name: core}
+    assert native.load("halves", str(adapters["halves"]), base=str(base)).core is core
+    native.unload("all")
+    native.unload("halves")
+    assert (native.budget.declared_bytes, native.budget.weight_bytes) == (0, 0)
+
+
+def test_an_adapter_stays_mapped_while_a_thread_reads_it_in(
+    base: Path, adapters: Paths, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manifests, was = Manifests(), []
+    adapter = load_adapter(manifests.open_adapter(adapters["all"]), manifests.open(base), "int8")
+
+    def unload_then_read(spans: list[Span]) -> None:
+        adapter.close()
+        was.extend(present(*span).size for span in spans)  # raises where nothing is mapped
+
+    monkeypatch.setattr("engine.native.adapter.read_in", unload_then_read)
+    adapter.read_in()
+    adapter.read_in()  # nothing is mapped any more
+    assert len(was) == 1
 
 
 def test_prefixes_are_shared_among_the_rows_of_one_adapter_only(loaded: Engine) -> None:
