@@ -61,6 +61,23 @@ KERNEL = {
     "request_key": (249, 218),
     "keyctl": (250, 219),
 }
+# System V's and POSIX's shared memory, semaphores and queues. They count in no limit of a process,
+# outlive it, and are open to other processes of its user.
+IPC = {
+    "shmget": (29, 194),
+    "shmat": (30, 196),
+    "shmctl": (31, 195),
+    "semget": (64, 190),
+    "semop": (65, 193),
+    "semctl": (66, 191),
+    "semtimedop": (220, 192),
+    "msgget": (68, 186),
+    "msgsnd": (69, 189),
+    "msgrcv": (70, 188),
+    "msgctl": (71, 187),
+    "mq_open": (240, 180),
+    "mq_unlink": (241, 181),
+}
 # io_uring creates and connects sockets without the calls for that. Programs work without it.
 IO_URING_SETUP = (425, 425)
 # Calls that change the extended attributes of files that the user owns.
@@ -148,6 +165,9 @@ WRITES = {
     "utimensat": (280, 88),
     **EXTENDED_ATTRIBUTES,
 }
+# Files in memory, which no limit counts.
+MEMORY_FILES = {"memfd_create": (319, 279), "memfd_secret": (447, 447)}
+MMAP, MAP_SHARED_ANONYMOUS, MAP_GROWSDOWN = (9, 222), 0x21, 0x100
 CLONE, CLONE3 = (56, 220), (435, 435)
 TGKILL, PRLIMIT64 = (234, 131), (302, 261)
 OPEN, OPENAT, OPENAT2 = (2, -1), (257, 56), (437, 437)
@@ -208,10 +228,23 @@ def argument(number: int) -> Instruction:
 
 
 def always() -> Iterator[Rule]:
-    """Yield the rules of all filters: no `KERNEL` calls, and no limits of other processes."""
-    yield from refuse(KERNEL.values())
+    """Yield the rules of all filters: no `KERNEL` or `IPC` calls, no limits of other processes."""
+    yield from refuse([*KERNEL.values(), *IPC.values()])
     yield from refuse([IO_URING_SETUP, CLONE3], ENOSYS)  # no filter sees clone3's arguments
     yield PRLIMIT64, [argument(0), (JEQ, 1, 0, 0), refused(), ALLOWED]
+
+
+def only_private_memory() -> Iterator[Rule]:
+    """Yield rules that refuse memory which RLIMIT_DATA does not count, except that of files."""
+    yield from refuse(MEMORY_FILES.values())
+    yield (
+        MMAP,
+        [
+            *(argument(3), (JSET, 0, 1, MAP_GROWSDOWN), refused()),
+            *((AND, 0, 0, MAP_SHARED_ANONYMOUS), (JEQ, 0, 1, MAP_SHARED_ANONYMOUS), refused()),
+            ALLOWED,
+        ],
+    )
 
 
 def refuse(calls: Iterable[Numbers], error: int = EPERM) -> Iterator[Rule]:
@@ -221,6 +254,7 @@ def refuse(calls: Iterable[Numbers], error: int = EPERM) -> Iterator[Rule]:
 
 def _computing() -> Iterator[Rule]:
     yield from always()
+    yield from only_private_memory()
     yield from refuse([*OTHERS.values(), *WRITES.values()])
     yield from refuse([OPENAT2], ENOSYS)
     for call, flags in ((OPEN, 1), (OPENAT, 2)):

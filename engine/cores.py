@@ -90,7 +90,9 @@ class Cores:
             return True
 
     def forget(self, core: Core) -> None:
-        """Remove a core, so that no new model shares it; its name is taken until its last model
-        is removed."""
+        """Remove a core, so that no new model shares it.
+
+        Its name is taken until its last model is removed.
+        """
         with self._changed:
             self.by_name.pop(core.name, None)

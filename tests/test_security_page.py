@@ -228,7 +228,8 @@ ROWS = {
     "sends by half of a pair, connects to an abstract socket, lists sockets by netlink, "
     "limits the server, has io_uring, mounts, makes a device, makes a user namespace, "
     "starts a process in a user namespace, starts a process in a user namespace by clone3, "
-    "sets an attribute of another model",
+    "sets an attribute of another model, makes System V's memory, makes System V's semaphores, "
+    "makes System V's queues, makes POSIX's queues",
     "change the mode, owner or times": "changes the mode of another model, slows the server down",
 }
 # What is said of the page, of kernels, or to whoever runs the server.

@@ -32,7 +32,13 @@ def launch(script: Script, spec: ModelSpec, settings: Settings) -> ScriptPool:
             os.chown(temporary, uid, uid)
         shared = filter(None, settings.script_paths.split(":"))
         read = [str(script.root), str(Path(spec.folder) / PACKAGES), *shared]
-        confinement = Confinement(read, [str(temporary)], settings.script_network, uid)
+        confinement = Confinement(
+            read,
+            [str(temporary)],
+            settings.script_network,
+            uid,
+            shared_memory=not settings.script_memory_mib,
+        )
     script_spec = script.spec(spec.name) | {
         "packages": install(script, spec, settings, confinement),
         "engine_name": spec.engine_name,

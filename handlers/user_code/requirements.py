@@ -52,7 +52,7 @@ def install(
             if confinement.uid is not None:
                 os.chown(folder, confinement.uid, confinement.uid)
             write = [*confinement.write, str(folder)]
-            confinement = replace(confinement, write=write, network=True)
+            confinement = replace(confinement, write=write, network=True, shared_memory=True)
         _pip(file, str(shown), folder, settings.load_timeout_s, confinement)
         done.touch()
     return str(folder)

@@ -137,6 +137,9 @@ def count(server: Server, name: str) -> int:
     [
         ("raise ValueError('값이 틀림')", 500, "raised ValueError: 값이 틀림"),
         ("x = [bytearray(1 << 20) for _ in range(5000)]", 507, "ran out of memory"),
+        ("import mmap; x = mmap.mmap(-1, 1 << 20)", 500, "raised PermissionError"),
+        ("x = os.memfd_create('x')", 500, "raised PermissionError"),
+        ("open('/dev/shm/글', 'w')", 500, "raised PermissionError"),
     ],
 )
 def test_an_exception_ends_the_request_and_not_the_process(

@@ -8,6 +8,7 @@ kernel enforces.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import fcntl
 import glob
@@ -24,6 +25,7 @@ from typing import Any
 from common import landlock
 from common.errors import Overloaded
 from common.oom import SCRIPT, expendable
+from common.trees import remove
 from handlers.user_code.confinement import capabilities, seccomp
 
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_KEEPCAPS, PR_SET_NO_NEW_PRIVS = 1, 4, 8, 38
@@ -72,12 +74,16 @@ UIDS = range(60578, 61184)
 
 @dataclass(frozen=True)
 class Confinement:
-    """The limits of a program; `read` and `write` are paths beyond those of Python and system."""
+    """The limits of a program; `read` and `write` are paths beyond those of Python and system.
+
+    Without `shared_memory` all its memory counts in its RLIMIT_DATA: `/dev/shm` is closed, too.
+    """
 
     read: Sequence[str]
     write: Sequence[str]
     network: bool = True
     uid: int | None = None
+    shared_memory: bool = True
 
     def enter(self) -> None:
         """Permanently confines this thread and its children. Raises `OSError`."""
@@ -85,7 +91,8 @@ class Confinement:
         if landlock.abi():
             devices = [*DEVICES, *(path for name in GPU_DEVICES for path in glob.glob(name))]
             read = [*SYSTEM_PATHS, *ETC_PATHS, *_python(), *self.read]
-            landlock.restrict(read, [SHARED_MEMORY, *self.write], devices)
+            shared = [SHARED_MEMORY] if self.shared_memory else []
+            landlock.restrict(read, [*shared, *self.write], devices)
         remaining = _remaining_capabilities()
         if self.uid is not None:
             _prctl(PR_SET_KEEPCAPS, 1)
@@ -96,7 +103,7 @@ class Confinement:
         capabilities.drop_all_but(remaining)
         if seccomp.available():
             truncation = 0 < landlock.abi() < landlock.TRUNCATE_ABI
-            seccomp.refuse_calls(self.network, truncation)
+            seccomp.refuse_calls(self.network, truncation, self.shared_memory)
 
 
 def become_model_process(worker: int, confinement: Mapping[str, Any] | None) -> None:
@@ -154,7 +161,7 @@ def pip_environment(temporary: str, given: Mapping[str, str] = os.environ) -> di
 def allocate_user(run_dir: str) -> int | None:
     """Reserve a uid for a model until this process ends; None if this process is not root.
 
-    Raises `Overloaded` if all are in use: the model's program would run as root.
+    Removes what an earlier model with this uid has left in `/dev/shm`. Raises `Overloaded` if all are in use: the model's program would run as root.
     """
     if not may_change_user():
         return None
@@ -164,9 +171,14 @@ def allocate_user(run_dir: str) -> int | None:
         lock = os.open(folder / str(uid), os.O_WRONLY | os.O_CREAT, 0o600)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # held until this process ends
-            return uid
         except BlockingIOError:
             os.close(lock)
+            continue
+        for left in Path(SHARED_MEMORY).glob("*"):
+            with contextlib.suppress(OSError):
+                if left.lstat().st_uid == uid:
+                    remove(left)
+        return uid
     raise Overloaded(
         f"all {len(UIDS)} users for models' programs are in use; unload a model that has a program"
     )

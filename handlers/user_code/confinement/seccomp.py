@@ -25,13 +25,15 @@ def available() -> bool:
     return platform.machine() in bpf.ARCHITECTURES
 
 
-def refuse_calls(network: bool, truncation: bool) -> None:
+def refuse_calls(network: bool, truncation: bool, shared_memory: bool) -> None:
     """Permanently filters this thread and its children. Needs `no_new_privs`. Raises `OSError`.
 
+    `shared_memory`: allow memory that processes can share, which RLIMIT_DATA does not count.
     `truncation`: also refuse to truncate files that are not open for writing, which Landlock before
     ABI 3 does not restrict.
     """
     rules = [*_rules(network), *(_truncation() if truncation else ())]
+    rules += () if shared_memory else bpf.only_private_memory()
     if not bpf.load(ctypes.CDLL(None), rules):
         raise OSError(ENOSYS, "the kernel does not support seccomp filters")
 

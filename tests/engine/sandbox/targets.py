@@ -126,8 +126,10 @@ def attempts(folder: str, pid: int, own: int = -1) -> dict[str, int]:
     reader, _ = os.pipe()
     column = list(seccomp.ARCHITECTURES).index(platform.machine())
 
+    calls = {**seccomp.OTHERS, **seccomp.IPC, **seccomp.MEMORY_FILES}
+
     def syscall(name: str, *arguments: int) -> Callable[[], Any]:
-        number = seccomp.OTHERS[name][column]
+        number = calls[name][column]
         return lambda: call("syscall", number, *map(ctypes.c_long, arguments))
 
     return {
@@ -146,6 +148,14 @@ def attempts(folder: str, pid: int, own: int = -1) -> dict[str, int]:
         "ioprio_set": _errno(syscall("ioprio_set", 1, pid, 0)),
         "migrate_pages": _errno(syscall("migrate_pages", pid, 0, 0, 0)),
         "move_pages": _errno(syscall("move_pages", pid, 0, 0, 0, 0, 0)),
+        "System V's memory": _errno(syscall("shmget", 0, 1 << 20, 0o1600)),
+        "System V's queue": _errno(syscall("msgget", 0, 0o1600)),
+        "System V's semaphore": _errno(syscall("semget", 0, 1, 0o1600)),
+        "POSIX's queue": _errno(syscall("mq_open", 0, os.O_CREAT, 0o600, 0)),
+        "a file in memory": _errno(lambda: os.memfd_create("글")),
+        "shared memory": _errno(lambda: mmap.mmap(-1, 1 << 20)),
+        "a stack": _errno(lambda: mmap.mmap(-1, 1 << 20, mmap.MAP_PRIVATE | seccomp.MAP_GROWSDOWN)),
+        "own memory": _errno(lambda: mmap.mmap(-1, 1 << 20, mmap.MAP_PRIVATE)),
         "own affinity": _errno(lambda: os.sched_setaffinity(0, os.sched_getaffinity(0))),
         "open to write": _errno(lambda: file.open("r+")),
         "another's memory": _errno(lambda: Path(f"/proc/{pid}/mem").open("r+b")),

@@ -103,6 +103,9 @@ def attempts(folder: Path, server: int, address: Any) -> dict[str, dict[str, Cal
     def connect(address: str) -> None:
         socket.socket(socket.AF_UNIX).connect(address)
 
+    def made(name: str, *arguments: int) -> None:
+        call("syscall", seccomp.IPC[name][COLUMN], *map(ctypes.c_long, arguments))
+
     def half_of_a_pair(kind: int, name: str) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, kind)
         with ours, theirs:
@@ -193,6 +196,10 @@ def attempts(folder: Path, server: int, address: Any) -> dict[str, dict[str, Cal
         },
         "seccomp": {
             "sets an attribute of another model": lambda: os.setxattr(weights, "user.a", b"x"),
+            "makes System V's memory": partial(made, "shmget", 0, 1 << 20, 0o1600),
+            "makes System V's semaphores": partial(made, "semget", 0, 1, 0o1600),
+            "makes System V's queues": partial(made, "msgget", 0, 0o1600),
+            "makes POSIX's queues": partial(made, "mq_open", 0, os.O_CREAT, 0o600, 0),
             "opens files by number": lambda: call("open_by_handle_at", -100, None, 0),
             "connects to a socket of the server": lambda: connect(str(folder / "mms.sock")),
             "connects half of a pair": partial(half_of_a_pair, socket.SOCK_STREAM, "mms.sock"),

@@ -105,6 +105,19 @@ def test_a_model_without_a_user_left_for_it_is_refused(
         rules.allocate_user(str(tmp_path))
 
 
+def test_a_user_gets_nothing_that_an_earlier_model_has_left_in_shared_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rules, "may_change_user", lambda: True)
+    monkeypatch.setattr(rules, "UIDS", [os.geteuid()])
+    monkeypatch.setattr(rules, "SHARED_MEMORY", str(tmp_path))
+    run_dir = tmp_path.parent
+    (tmp_path / "비밀").write_text("가중치", encoding="utf-8")
+    (tmp_path / "폴더" / "속").mkdir(parents=True)
+    assert rules.allocate_user(str(run_dir)) == os.geteuid()
+    assert not os.listdir(tmp_path)
+
+
 def test_a_script_gets_no_variables_of_the_server() -> None:
     given = {"PROBE_SECRET": "a", "MMS_JOB_QUEUE_SIZE": "1", "PIP_INDEX_URL": "b", "LANG": "c"}
     found = environment("/tmp/x", {**given, "HOME": "/root"})  # noqa: S108
