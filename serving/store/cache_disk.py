@@ -1,6 +1,7 @@
 """The files of the cache: folders, locks, sizes and eviction.
 
     models/<key>      a complete model, put there by a rename
+    fetched/<key>     the boot in which the model was fetched, then SYNCED
     parts/<key>       a running or interrupted download
     temporary/<key>   a model being unpacked or removed; garbage after a kill
     locks/<key>.pin   locked shared while the model is used or fetched, exclusively for its removal
@@ -16,13 +17,14 @@ import contextlib
 import logging
 import os
 import shutil
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
 from common.trees import remove
 from serving.errors import DiskFull, ModelTooLarge, StartError
-from serving.store.disk import closing_descriptor, lock, size_bytes, wait_for_lock
-from serving.store.download import Stopping
+from serving.store.disk import closing_descriptor, lock, size_bytes, sync, wait_for_lock
+from serving.store.download import Stopping, boot
 from serving.store.stopping import Stop
 
 logger = logging.getLogger(__name__)
@@ -32,6 +34,7 @@ logger = logging.getLogger(__name__)
 # to a step each.
 STEPS = 1000
 STEP_BYTES = 4 << 20
+SYNCED = "synced"  # the model's files are on the disk, and outlive a power cut
 
 
 class CacheDisk:
@@ -42,9 +45,10 @@ class CacheDisk:
         self.step_bytes = max_bytes // STEPS or STEP_BYTES
         self.models, self.parts = root / "models", root / "parts"
         self.temporary, self._locks = root / "temporary", root / "locks"
+        self._records = root / "fetched"
         self.published: set[str] = set()  # keys that this process has fetched
         try:
-            for folder in (self.models, self.parts, self.temporary, self._locks):
+            for folder in (self.models, self._records, self.parts, self.temporary, self._locks):
                 folder.mkdir(parents=True, exist_ok=True)
             self._remove_leftovers()
         except OSError as error:
@@ -58,10 +62,34 @@ class CacheDisk:
         return wait_for_lock(self._pin_file(key), stop, shared=True)
 
     def publish(self, key: str) -> Path:
-        """Moves a complete model from `temporary` to `models`."""
+        """Moves a complete model from `temporary` to `models`.
+
+        The load does not wait until its files are on the disk. Should the machine crash before, the
+        next start removes the model.
+        """
+        record = self._records / key
+        remove(record)
+        record.write_text(boot(), "ascii")
         os.rename(self.temporary / key, self.models / key)
         self.published.add(key)
+        with contextlib.suppress(RuntimeError):  # no thread can start
+            threading.Thread(target=self._sync, args=(key,), name="sync", daemon=True).start()
         return self.models / key
+
+    def _sync(self, key: str) -> None:
+        try:
+            with open(self._records / key, "r+", encoding="ascii") as record:
+                sync(self.models / key)
+                record.write(SYNCED)
+                record.truncate()
+        except OSError as error:  # such as an eviction
+            logger.info("%s in the cache may not outlive a power cut: %s", key, error)
+
+    def _may_be_incomplete(self, key: str) -> bool:
+        try:
+            return (self._records / key).read_text("ascii") not in (SYNCED, boot())
+        except (OSError, ValueError):
+            return True
 
     def free(
         self,
@@ -132,6 +160,7 @@ class CacheDisk:
         """
         self.published.discard(key)
         remove(self.temporary / key)
+        remove(self._records / key)
         try:
             os.rename(self.models / key, self.temporary / key)
         except FileNotFoundError:
@@ -144,7 +173,8 @@ class CacheDisk:
     def _remove_leftovers(self) -> None:
         """Removes files of killed processes, except for downloads, which can be resumed.
 
-        Does nothing while another process evicts: the start does not wait for it.
+        Also removes models of which files were not on the disk when the machine crashed. Does
+        nothing while another process evicts: the start does not wait for it.
         """
         descriptor = lock(self._root / "lock")
         if descriptor is None:
@@ -156,6 +186,9 @@ class CacheDisk:
                 if pin is not None:
                     self._remove_all(key, self.temporary / key)
                     os.close(pin)
+            for key in [path.name for path in self.models.iterdir()]:
+                if self._may_be_incomplete(key):
+                    self.remove_if_unused(key)
 
     def _pin_alone(self, key: str) -> int | None:
         """Locks a model's pin exclusively; None if it is in use, or its file is another user's."""

@@ -121,3 +121,13 @@ def size_bytes(folder: Path, *, allocated: bool = False) -> int:
             status = entry.stat(follow_symlinks=False)
             size += min(status.st_size, status.st_blocks * 512) if allocated else status.st_size
     return size
+
+
+def sync(folder: Path) -> None:
+    """Waits until all files below `folder`, and its name, are on the disk. Raises `OSError`."""
+    files = [Path(entry.path) for entry in walk(folder) if entry.is_file(follow_symlinks=False)]
+    parents = {parent for file in files for parent in file.relative_to(folder).parents}
+    for path in (*files, *(folder / parent for parent in parents), folder.parent):
+        descriptor = os.open(path, os.O_RDONLY)
+        with closing_descriptor(descriptor):
+            os.fsync(descriptor)

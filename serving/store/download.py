@@ -58,7 +58,7 @@ class Download:
         self.folder = folder / "files"
         # A list from before a reboot is ignored: in a crash of the machine, data of listed ranges
         # may not have reached the disk.
-        self._notes = folder / f"finished-{_boot()}"
+        self._notes = folder / f"finished-{boot()}"
         with raise_disk_full("a model"):
             if folder.exists() and not self._notes.exists():
                 remove(folder)
@@ -263,7 +263,7 @@ class Reader(io.RawIOBase):
         return True
 
 
-def _boot() -> str:
+def boot() -> str:
     """Returns an id that changes with each boot of the machine."""
     with contextlib.suppress(OSError):
         return Path("/proc/sys/kernel/random/boot_id").read_text("ascii").strip()

@@ -23,7 +23,7 @@ from serving.errors import (
     StoreUnavailable,
     Unavailable,
 )
-from serving.store import Cache, Stop, Store, StoredModel, download, open_store
+from serving.store import Cache, Stop, Store, StoredModel, disk, download, open_store
 from serving.store.catalog import StoredFile
 from serving.store.download import Stopping
 from serving.store.s3 import S3Bucket
@@ -487,7 +487,7 @@ def test_a_disk_on_which_not_even_a_folder_can_be_made_is_full(
 ) -> None:
     model = put_here(tmp_path, "a", 10 * KIB)
     cache = open_cache(small_disk / "cache", max_bytes=100 << 30)
-    subprocess.run(["mount", "-o", "remount,nr_inodes=7", str(small_disk)], check=True)
+    subprocess.run(["mount", "-o", "remount,nr_inodes=8", str(small_disk)], check=True)
     with pytest.raises(DiskFull) as raised:
         cache.acquire(model)
     assert raised.value.missing_bytes > 0
@@ -525,3 +525,37 @@ def test_a_lock_that_another_process_holds_is_named_and_delays_neither_start_nor
     os.close(holder)
     os.close(pin)
     cache.acquire(model)
+
+
+def test_a_model_that_was_not_on_the_disk_at_a_crash_is_fetched_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    go_on, synced = threading.Event(), list[str]()
+
+    def sync(folder: Path) -> None:
+        if folder.name.startswith("봄"):
+            assert go_on.wait(60)
+        disk.sync(folder)
+        synced.append(folder.name)
+
+    monkeypatch.setattr("serving.store.cache_disk.sync", sync)
+    late, early = put_here(tmp_path, "봄"), put_here(tmp_path, "시")
+    root, location = tmp_path / "cache", str(tmp_path / "store")
+    cache = open_cache(root, location)
+    for model in (late, early):
+        cache.release(cache.acquire(model).path)
+    eventually(lambda: (root / "fetched" / early.key).read_text() == "synced")
+    assert synced == [early.key]
+    cache = open_cache(root, location)  # as after a kill: the kernel still writes the files
+    assert cache.holds(late)
+    assert cache.holds(early)
+    monkeypatch.setattr("serving.store.cache_disk.boot", lambda: "the next one")
+    (root / "models" / late.key / "봄.params").write_bytes(b"")
+    cache = open_cache(root, location)
+    assert not cache.holds(late)
+    assert cache.holds(early)
+    go_on.set()
+    found = cache.acquire(late)
+    assert not found.hit
+    assert (found.path / "봄.params").stat().st_size == 400 * KIB
+    eventually(lambda: (root / "fetched" / late.key).read_text() == "synced")
