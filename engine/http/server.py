@@ -40,6 +40,7 @@ from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
+from anyio import CapacityLimiter, to_thread
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
@@ -62,6 +63,7 @@ from engine.text.texts import Texts
 logger = logging.getLogger(__name__)
 
 MAX_TIMEOUT_S = 3600
+MAX_LOADS = 64  # threads that load, or check a load; all others share the default forty
 MAX_CANCELLED_IDS = 1000  # of cancelled requests that may still arrive
 LARGE_ENTRIES = 500  # answers with more token texts are rendered on a thread
 T = TypeVar("T")
@@ -74,6 +76,7 @@ class EngineApp:
         self._engine = engine
         self.stopping = asyncio.Event()
         self._leases = leases.Leases(engine, self.stopping)
+        self._loads = CapacityLimiter(MAX_LOADS)
         self._running: dict[str, set[Callable[[], None]]] = {}  # by request id
         # A request may still be on its way when it is cancelled.
         self._cancelled: deque[str] = deque(maxlen=MAX_CANCELLED_IDS)
@@ -125,7 +128,8 @@ class EngineApp:
     async def _unless_gone(self, request: Request, work: Callable[[Reading], T]) -> T:
         """Run `work` on a thread, and cancel it if the client disconnects or the engine stops."""
         reading = Reading()
-        working = asyncio.ensure_future(run_in_threadpool(work, reading))
+        thread = to_thread.run_sync(work, reading, limiter=self._loads)
+        working = asyncio.ensure_future(thread)
         ends: list[asyncio.Future[Any]] = [
             asyncio.ensure_future(disconnected(request.receive)),
             asyncio.ensure_future(self.stopping.wait()),

@@ -161,7 +161,8 @@ def pip_environment(temporary: str, given: Mapping[str, str] = os.environ) -> di
 def allocate_user(run_dir: str) -> int | None:
     """Reserve a uid for a model until this process ends; None if this process is not root.
 
-    Removes what an earlier model with this uid has left in `/dev/shm`. Raises `Overloaded` if all are in use: the model's program would run as root.
+    Removes what an earlier model with this uid has left in `/dev/shm`. Raises `Overloaded` if all
+    are in use: the model's program would run as root.
     """
     if not may_change_user():
         return None

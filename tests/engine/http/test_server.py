@@ -314,6 +314,37 @@ def test_a_request_is_cancelled_while_it_is_tokenized(
     assert (model["requests"], model["running"], model["waiting"]) == (0, 0, 0)
 
 
+def test_loads_that_wait_for_a_slow_disk_keep_no_other_call_waiting(
+    model_dir: Path, new_engine: NewEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, gate = new_engine({"m": model_dir}), Gate()
+    app, loads = EngineApp(engine), 2 * server.MAX_LOADS
+    monkeypatch.setattr(engine, "load", lambda **_: gate() and engine._models["m"])
+
+    def load() -> Any:
+        body = {"name": "m", "model_dir": str(model_dir)}
+        sent = [{"type": "http.request", "body": json.dumps(body).encode()}]
+
+        async def receive() -> Any:
+            return sent.pop() if sent else await asyncio.Event().wait()
+
+        return app._load(Request({"type": "http"}, receive))
+
+    async def run() -> list[int]:
+        loading = [asyncio.ensure_future(load()) for _ in range(loads)]
+        while app._loads.statistics().tasks_waiting < server.MAX_LOADS:
+            await asyncio.sleep(0)
+        answers = [await app._statistics(Request({"type": "http"}))]
+        answers.append(await app._unload(Request({"type": "http", "path_params": {"name": "m"}})))
+        await app._statistics(Request({"type": "http"}))
+        app.stopping.set()
+        gate.open()
+        await asyncio.gather(*loading, return_exceptions=True)
+        return [answer.status_code for answer in answers]
+
+    assert asyncio.run(asyncio.wait_for(run(), WAIT_S)) == [200, 204]
+
+
 @pytest.mark.parametrize(("tokens", "elsewhere"), [(4, False), (60, True)])
 def test_large_bodies_are_read_and_written_on_threads_of_their_own(
     model_dir: Path,
