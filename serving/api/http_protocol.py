@@ -41,6 +41,7 @@ HEALTH_PATHS = frozenset(("/ping", "/health", "/v2/health/live", "/v2/health/rea
 CHUNK_BYTES = 2048
 MAX_PIPELINED = 8  # requests that wait for the answers before theirs; later bytes stay unparsed
 TCP_NOTSENT_LOWAT = 25  # from Linux's tcp.h
+TCP_INFO = struct.Struct("=120xQ")  # Linux's struct tcp_info, up to its field tcpi_bytes_acked
 FRAMING = (b"content-length", b"transfer-encoding")
 
 
@@ -76,8 +77,9 @@ class HTTPProtocol(HttpToolsProtocol):
     # silent connections and health checks.
     max_connections = 4096
     head_s = 10.0  # for a request's head to arrive, its first byte included
-    # A client that sends a body or reads an answer must move `pace_bytes` in each `pace_s`.
-    pace_s, pace_bytes = 10.0, 1000
+    # A client must send `pace_bytes` of a body in each `pace_s`, and read as many of an answer in
+    # each `read_s`: what it reads shows in steps of its receive buffer, 128 kB by default.
+    pace_s, read_s, pace_bytes = 10.0, 150.0, 1000
     unsent_bytes = 128 << 10  # of answers, buffered in the kernel for a client that does not read
     # A client that still sends when it is answered would lose the answer to a TCP reset. So what it
     # sends is read and discarded until it stops, within these limits (nginx: lingering close).
@@ -90,9 +92,8 @@ class HTTPProtocol(HttpToolsProtocol):
         self._answering: RequestResponseCycle | None = None  # the request passed on last
         self._timer: asyncio.TimerHandle | None = None
         self._pace_timer: asyncio.TimerHandle | None = None
-        self._pace_due = 0.0
-        # Bytes moved since the last check of the pace, and bytes unwritten at that check.
-        self._moved = self._unwritten = 0
+        # Bytes moved since the last check of the pace, and `_bytes_read` at that check.
+        self._moved = self._read_before = 0
         self._unread = 0  # bytes since the last callback of the parser
         self._body_left = 0  # missing bytes of a body with a Content-Length
         self._unparsed = b""
@@ -178,15 +179,30 @@ class HTTPProtocol(HttpToolsProtocol):
         size: int = self.transport.get_write_buffer_size()
         return size
 
+    def _bytes_read(self) -> int:
+        """Return a count that grows by the bytes of answers that the client takes.
+
+        It counts the bytes that the client's TCP has acknowledged. The transport's buffer, which
+        shrinks in steps of 64 KiB and more, counts only where the kernel does not report them.
+        """
+        connected: socket.socket = self.transport.get_extra_info("socket")
+        try:
+            info = connected.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, TCP_INFO.size)
+            (acknowledged,) = TCP_INFO.unpack(info)
+        except (OSError, AttributeError, struct.error):
+            return -self._unwritten_bytes()
+        return int(acknowledged)
+
     def _owes_body(self) -> bool:
         cycle = self.cycle
         return cycle is not None and cycle.more_body and not cycle.response_complete
 
     def _start_pace(self) -> None:
-        self._pace_due = self.loop.time() + self.pace_s
-        self._moved, self._unwritten = 0, self._unwritten_bytes()
-        if self._pace_timer is None:
-            self._pace_timer = self.loop.call_at(self._pace_due, self._check_pace)
+        if self._pace_timer is not None:
+            self._pace_timer.cancel()
+        self._moved, self._read_before = 0, self._bytes_read()
+        seconds = self.read_s if self._unwritten_bytes() else self.pace_s
+        self._pace_timer = self.loop.call_later(seconds, self._check_pace)
 
     def _check_pace(self) -> None:
         self._pace_timer = None
@@ -194,10 +210,8 @@ class HTTPProtocol(HttpToolsProtocol):
         owes_body = self._owes_body() and not self._lingering
         if not (owes_body or unread):
             return
-        if self.loop.time() < self._pace_due:
-            self._pace_timer = self.loop.call_at(self._pace_due, self._check_pace)
-        elif (
-            max(self._unwritten - unread, 0) + self._moved >= self.pace_bytes
+        if (
+            max(self._bytes_read() - self._read_before, 0) + self._moved >= self.pace_bytes
             or (owes_body and self.flow.read_paused)
             or (unread and not self.flow.write_paused and not self._is_answered())
         ):

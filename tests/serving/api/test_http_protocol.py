@@ -24,7 +24,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from serving.api import http_protocol
-from serving.api.http_protocol import HEALTH_PATHS, MAX_PIPELINED, HTTPProtocol
+from serving.api.http_protocol import HEALTH_PATHS, MAX_PIPELINED, TCP_INFO, HTTPProtocol
 from tests.e2e.server import eventually
 
 LARGE = b"x" * 200_000
@@ -379,7 +379,7 @@ def test_clients_that_stall_make_room_for_others(stall: str) -> None:
 
 def test_clients_that_stall_are_cut_off() -> None:
     with (
-        Served(head_s=0.2, pace_s=0.2, linger_s=0.2) as served,
+        Served(head_s=0.2, pace_s=0.2, read_s=0.2, linger_s=0.2) as served,
         contextlib.ExitStack() as opened,
     ):
         clients = [opened.enter_context(served.connect(reads_little=True)) for _ in STALLS]
@@ -392,8 +392,54 @@ def test_clients_that_stall_are_cut_off() -> None:
         assert served.gone.wait(60)
 
 
+def test_a_client_reads_its_receive_buffer_of_default_size_at_1_kb_a_second_in_time() -> None:
+    with Served(read_s=1e6) as served, served.connect() as client:
+        client.sendall(GET_LARGE.replace(b"large", b"endless"))
+        eventually(lambda: served.connections.silent)
+        (server,) = served.connections.open
+        before, read = server._bytes_read(), 0
+        while server._bytes_read() < before + server.pace_bytes:
+            read += len(client.recv(1000))
+        assert read < HTTPProtocol.read_s * 1000
+
+
+def test_a_client_that_reads_slowly_gets_its_answer_and_one_that_stops_is_cut_off() -> None:
+    with (
+        Served(read_s=1e6) as served,  # the pace is checked by this test, after each step
+        served.connect(reads_little=True) as client,
+    ):
+        client.sendall(GET_LARGE.replace(b"large", b"endless"))
+        eventually(lambda: served.connections.silent)
+        (server,) = served.connections.open
+
+        def acknowledged() -> int:
+            connected = server.transport.get_extra_info("socket")
+            info = connected.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, TCP_INFO.size)
+            return int(TCP_INFO.unpack(info)[0])
+
+        def is_open_after_check() -> bool:
+            checked = threading.Event()
+
+            def at_its_time() -> None:
+                server._check_pace()
+                checked.set()
+
+            server.loop.call_soon_threadsafe(at_its_time)
+            assert checked.wait(60)
+            return server in served.connections.open and not server.transport.is_closing()
+
+        for _ in range(20):  # the transport's buffer shrinks in few of these steps, if any
+            before = acknowledged()
+            while acknowledged() < before + server.pace_bytes:
+                assert client.recv(500)
+            assert is_open_after_check()
+        eventually(lambda: not is_open_after_check())
+        eventually(lambda: not served.connections.open)
+        assert is_reset(client)
+
+
 def test_what_the_server_keeps_for_a_client_that_does_not_read_is_bounded() -> None:
-    with Served(pace_s=60) as served, served.connect(reads_little=True) as client:
+    with Served() as served, served.connect(reads_little=True) as client:
         client.sendall(GET_LARGE * 400)
         eventually(lambda: served.connections.silent)
         assert served.made <= 4  # of 200 kB each; the kernel alone would take 15
@@ -434,7 +480,7 @@ def test_requests_for_health_are_answered_where_no_others_are() -> None:
 def test_a_client_that_hangs_up_during_an_answer_is_no_error(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    with Served(pace_s=0.2) as served:
+    with Served(read_s=0.2) as served:
         for path in ("endless", "large"):
             for reset in (0, 1):
                 served.gone.clear()
