@@ -7,18 +7,24 @@ endless line would use up the server's memory. Output above the limits is droppe
 from __future__ import annotations
 
 import io
+import re
 import sys
 import threading
 import time
+from collections.abc import Callable
 from typing import IO
 
 MAX_LINE_BYTES = 8192  # longer lines are split
-# A token bucket: its size, and the rate at which it refills. Larger values drop less output of a
-# busy script, and fill the log faster.
+# A token bucket of bytes in the server's log: its size, and the rate at which it refills. Larger
+# values drop less output of a busy script, and fill the log faster.
 BURST_BYTES = 1 << 20
 BYTES_PER_S = 64 << 10
-
-_write = threading.Lock()
+# What the server's log has around a line: time, level, thread and the names of the fields, 115
+# bytes and the model's id. A smaller value lets short lines exceed the limits.
+LINE_BYTES = 160
+# Characters that JSON writes as six bytes, and those that it writes as two.
+CONTROLS, QUOTED = re.compile(r"[\x00-\x1f\x7f-\x9f]"), re.compile(r'["\\]')
+LINE_ENDS = re.compile(r"[\r\n]+")  # of Java's reader of lines
 
 
 def print_anything() -> None:
@@ -28,37 +34,77 @@ def print_anything() -> None:
             stream.reconfigure(errors="backslashreplace")
 
 
-def relay(stream: IO[bytes], name: str) -> None:
-    """Copies the lines of `stream` to stdout in a thread, prefixed with the model's `name`."""
-    thread = threading.Thread(target=_relay, args=(stream, name), name="output", daemon=True)
-    thread.start()
+class Output:
+    """The output of all processes of a worker's script, which share one limit.
+
+    A process that is restarted for each request has no limit of its own. `write` gets lines.
+    """
+
+    def __init__(
+        self, write: Callable[[bytes], object], clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._write, self._clock = write, clock
+        self._lock = threading.Lock()
+        self._budget, self._last = float(BURST_BYTES), clock()
+        self._dropped = 0  # bytes of output since the last line
+
+    def relay(self, stream: IO[bytes], name: str) -> None:
+        """Copies the lines of `stream` in a thread, prefixed with the model's `name`."""
+        thread = threading.Thread(target=self.copy, args=(stream, name), name="output", daemon=True)
+        thread.start()
+
+    def copy(self, stream: IO[bytes], name: str) -> None:
+        """Copies the lines of `stream` until it ends."""
+        name = name.encode("utf-8", "backslashreplace").decode()
+        with stream:
+            while read := stream.readline(MAX_LINE_BYTES):
+                with self._lock:
+                    for text in LINE_ENDS.split(read.decode("utf-8", "backslashreplace")):
+                        if text:
+                            self._add(name, text)
+        with self._lock:
+            if self._dropped and self._pay(note := self._note(name)):
+                self._print(note)
+
+    def _add(self, name: str, text: str) -> None:
+        lines = [*([self._note(name)] if self._dropped else []), f"{name}: {text}"]
+        if not self._pay(*lines):
+            self._dropped += len(text.encode())
+            return
+        self._dropped = 0
+        for line in lines:
+            self._print(line)
+
+    def _note(self, name: str) -> str:
+        return (
+            f"{name}: {self._dropped} bytes of output were dropped, the limit is {BYTES_PER_S} a"
+            " second, as the log writes it"
+        )
+
+    def _pay(self, *lines: str) -> bool:
+        """Return whether all lines fit into the budget, which is then reduced by them."""
+        now = self._clock()
+        self._budget += (now - self._last) * BYTES_PER_S
+        self._budget, self._last = min(self._budget, BURST_BYTES), now
+        needed = sum(map(logged_bytes, lines))
+        if needed > self._budget:
+            return False
+        self._budget -= needed
+        return True
+
+    def _print(self, line: str) -> None:
+        self._write(line.encode() + b"\n")
 
 
-def _relay(stream: IO[bytes], name: str) -> None:
-    budget, dropped, last = float(BURST_BYTES), 0, time.monotonic()
-    with stream:
-        while line := stream.readline(MAX_LINE_BYTES):
-            now = time.monotonic()
-            budget, last = min(budget + (now - last) * BYTES_PER_S, BURST_BYTES), now
-            if len(line) > budget:
-                dropped += len(line)
-                continue
-            budget -= len(line)
-            if dropped:
-                _print_dropped(name, dropped)
-                dropped = 0
-            text = line.decode("utf-8", "backslashreplace").rstrip("\r\n")
-            if text:
-                _print(f"{name}: {text}")
-    if dropped:
-        _print_dropped(name, dropped)
+def logged_bytes(line: str) -> int:
+    """Return the size of a line in the server's log, where it is a text of a JSON object."""
+    escapes = 5 * len(CONTROLS.findall(line)) + len(QUOTED.findall(line))
+    return LINE_BYTES + len(line.encode()) + escapes
 
 
-def _print_dropped(name: str, num_bytes: int) -> None:
-    _print(f"{name}: {num_bytes} bytes of output were dropped, the limit is {BYTES_PER_S} a second")
+def _to_stdout(line: bytes) -> None:
+    sys.stdout.buffer.write(line)
+    sys.stdout.buffer.flush()
 
 
-def _print(line: str) -> None:
-    with _write:
-        sys.stdout.buffer.write(line.encode("utf-8", "backslashreplace") + b"\n")
-        sys.stdout.buffer.flush()
+relay = Output(_to_stdout).relay  # a worker has one model
