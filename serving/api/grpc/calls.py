@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import uuid
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -16,6 +17,7 @@ from urllib.parse import quote
 
 import grpc
 from anyio import CancelScope
+from google.protobuf.message import DecodeError
 from starlette.types import ASGIApp
 
 from common.errors import cut
@@ -45,6 +47,9 @@ MAX_MESSAGE = 600
 FORWARDED = ("authorization", REQUEST_ID, TRACEPARENT, "tracestate", SESSION_ID)
 # gRPC's own name for Retry-After: https://github.com/grpc/proposal/blob/master/A6-client-retries.md
 PUSHBACK = "grpc-retry-pushback-ms"
+
+# What gRPC raises at a write to, or an end of, a call that its client has ended.
+CLIENT_GONE = (grpc.aio.InternalError, grpc.aio.UsageError)
 
 T = TypeVar("T")
 Answering = Callable[[Any, Any], Awaitable[Any]]  # a request, or requests, and the call's context
@@ -198,33 +203,55 @@ def with_request(idle: Idle, answer: Answering) -> Answering:
     return answer_one
 
 
+async def parsed(messages: AsyncIterator[bytes], kind: Any) -> AsyncIterator[Any]:
+    """Yield the requests of a call. Raises `BadRequest`; gRPC's own parser would say INTERNAL."""
+    async for content in messages:
+        try:
+            request = kind.FromString(content)
+        except DecodeError:
+            raise BadRequest(f"the request is not a {kind.DESCRIPTOR.full_name}") from None
+        yield request
+
+
 def service(name: str, answers: Mapping[str, Answering], idle: Idle) -> Any:
     """Return the handler of a service; `answers` has the functions that answer its methods."""
     handlers = {}
     for method_name, method in methods(name).items():
         answer = answers[method_name]
         stream, unary = grpc.stream_stream_rpc_method_handler, grpc.stream_unary_rpc_method_handler
+        taken = message(method.input_type.full_name)
         handlers[method_name] = (stream if method.server_streaming else unary)(
-            guarded(answer if method.client_streaming else with_request(idle, answer)),
-            request_deserializer=message(method.input_type.full_name).FromString,
+            guarded(answer if method.client_streaming else with_request(idle, answer), taken),
             response_serializer=message(method.output_type.full_name).SerializeToString,
         )
     return grpc.method_handlers_generic_handler(name, handlers)
 
 
-def guarded(answer: Answering) -> Answering:
-    """Wrap a method to end its call at an error; details of unexpected errors are only logged."""
+def guarded(answer: Answering, kind: Any) -> Answering:
+    """Wrap a method that takes requests of a `kind` to end its call at an error.
 
-    async def guarded_answer(request: Any, context: Any) -> Any:
+    Details of unexpected errors are only logged, and nothing of a call that its client has ended.
+    """
+
+    async def answer_or_abort(requests: AsyncIterator[bytes], context: Any) -> Any:
         try:
-            return await answer(request, context)
+            return await answer(parsed(requests, kind), context)
         except grpc.aio.AbortError:
             raise
         except ServingError as error:
             await abort(context, error)
         except Exception as error:
-            logger.error("a gRPC call failed", exc_info=error)
-            await context.abort(grpc.StatusCode.INTERNAL, "an error inside the server; see its log")
+            id = dict(context.trailing_metadata() or ()).get(REQUEST_ID) or str(uuid.uuid4())
+            context.set_trailing_metadata(((REQUEST_ID, id),))
+            logger.error("a gRPC call failed", exc_info=error, extra={"fields": {"request_id": id}})
+            message = "an error inside the server; the log has it under the request id"
+            await context.abort(grpc.StatusCode.INTERNAL, message)
+
+    async def guarded_answer(requests: AsyncIterator[bytes], context: Any) -> Any:
+        try:
+            return await answer_or_abort(requests, context)
+        except CLIENT_GONE:
+            raise asyncio.CancelledError from None  # which gRPC does not log
 
     return guarded_answer
 

@@ -20,7 +20,7 @@ import orjson
 from common.hints import HINTS, timeout_s
 from common.worker_protocol import SERVED_MODEL
 from serving.api.gateway import Gateway
-from serving.api.grpc.calls import Call, Idle, Reply, Routes, superseded
+from serving.api.grpc.calls import CLIENT_GONE, Call, Idle, Reply, Routes, superseded
 from serving.api.grpc.convert import EMPTY_END, ModelInferResponse, one_text, parameters
 from serving.api.grpc.inference import converted, infer, model_path
 from serving.api.grpc.messages import message
@@ -46,30 +46,36 @@ class Streams:
         places, writing = anyio.Semaphore(AT_ONCE), asyncio.Lock()
         metadata = context.invocation_metadata()
         reading: anyio.CancelScope | None = None  # set while the call waits for its next request
-        ended = False
+        failure: ServingError | None = None  # ends the call once its requests are answered
 
         def note_idle() -> None:
             if reading is not None and places.value == AT_ONCE:
                 self._idle.add(reading)
 
         async def read() -> Any:
-            """Return the next request; None at the end of the call, or if `Idle` ends it."""
-            nonlocal reading, ended
+            """Return the next request; None at the end of the call or at a failure."""
+            nonlocal reading, failure
             with anyio.CancelScope() as scope:
                 reading = scope
                 note_idle()
                 try:
                     return await anext(requests, None)
+                except BadRequest as error:
+                    failure = error
+                    return None
                 finally:
                     self._idle.remove(scope)
                     reading = None
-            ended = True
+            failure = superseded()
             return None
 
         async def write(response: Any) -> None:
             async with writing:
                 with anyio.CancelScope(shield=True):  # a response is sent whole or not at all
-                    await context.write(response)
+                    try:
+                        await context.write(response)
+                    except CLIENT_GONE:
+                        raise asyncio.CancelledError from None
 
         async def stream(request: Any, model: str) -> None:
             try:
@@ -92,8 +98,8 @@ class Streams:
                         await write(await self._whole(request, metadata, model))
                 except ServingError as error:
                     await write(_error(request, error.message))
-        if ended:
-            raise superseded()
+        if failure is not None:
+            raise failure
 
     def _choose(self, request: Any, metadata: Any) -> str:
         """Return the model that answers, known in advance as an alias may mix kinds of models."""

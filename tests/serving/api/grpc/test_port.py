@@ -159,6 +159,48 @@ async def test_a_cancelled_call_leaves_the_engine() -> None:
         assert world.model.line.running == 0
 
 
+async def test_calls_that_their_clients_end_log_no_error(caplog: pytest.LogCaptureFixture) -> None:
+    async with served(streaming()) as (client, world):
+        world.model.line.capacity = 100
+        for _ in range(30):
+            call = client("ModelStreamInfer", iter([asked(num_return_sequences=8, do_sample=True)]))
+            await call.read()
+            call.cancel()
+        method = client._channel.stream_stream(
+            f"/{SERVICE}/ModelStreamInfer", request_serializer=ModelInferRequest.SerializeToString
+        )
+        for _ in range(100):
+            call = method(iter([asked(num_return_sequences=8, do_sample=True)]), timeout=0.001)
+            with contextlib.suppress(grpc.aio.AioRpcError):
+                _ = [response async for response in call]
+        for name in ("ServerLive", "ModelMetadata", "ModelInfer"):
+            for i in range(20):
+                request = asked().SerializeToString() if name == "ModelInfer" else b""
+                call = client._channel.unary_unary(f"/{SERVICE}/{name}")(request, timeout=i / 5000)
+                with contextlib.suppress(grpc.aio.AioRpcError):
+                    await call
+        with anyio.fail_after(WIDE_S):
+            while world.engine.running or world.gateway.requests or world.model.in_flight:
+                await asyncio.sleep(0)
+        assert await responses(client, asked())
+    assert [record.getMessage() for record in caplog.records if record.levelname == "ERROR"] == []
+
+
+@pytest.mark.parametrize("name", ["ModelInfer", "ModelStreamInfer", "ServerLive"])
+async def test_a_malformed_message_is_the_clients_fault(
+    name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with served(streaming()) as (client, _):
+        call = client._channel.stream_unary(f"/{SERVICE}/{name}")
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await call(iter(["\xff봄".encode()]), timeout=WIDE_S)
+        assert caught.value.code() == grpc.StatusCode.INVALID_ARGUMENT
+        kind = "ModelInfer" if "Infer" in name else name
+        assert caught.value.details() == f"the request is not a inference.{kind}Request"
+        assert await responses(client, asked())
+    assert [record for record in caplog.records if record.levelname == "ERROR"] == []
+
+
 async def number_of_the_call(number: int) -> Answer:
     """A worker's tensor."""
     await asyncio.sleep(0.01 if number == 0 else 0)  # the first takes longest
