@@ -46,8 +46,10 @@ TESTS = {
     "Short of memory, the": "test_scripts_go_first_when_memory_runs_out_and_the_engine_last",
     "It cannot flood the log or send malformed": (
         "test_megabytes_of_output_stop_nothing_and_flood_no_log "
+        "test_no_output_takes_more_of_the_log_than_its_limit "
         "test_unusual_errors_reach_the_client"
     ),
+    "In a browser no answer of a": "test_a_browser_runs_no_answer_as_the_consoles_origin",
     "`SCRIPT_NETWORK=false` takes the network": (
         "test_isolation_can_be_widened_and_scripts_be_without_the_network_which_pip_keeps"
     ),

@@ -31,6 +31,12 @@ logger = logging.getLogger(__name__)
 GIVEN_ID = re.compile(r"[\x21-\x7e]{1,128}")
 # A `traceparent` of W3C: the ids of a trace and of a span, neither of them 0. Others are ignored.
 PARENT = re.compile(r"00-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}")
+# What a browser may do with an answer, a script's HTML too: show it without running it as this
+# origin, which is the console's. The console and /docs have policies of their own.
+PASSIVE = (
+    (b"content-security-policy", b"default-src 'none'; frame-ancestors 'none'; sandbox"),
+    (b"x-content-type-options", b"nosniff"),
+)
 
 
 class App:
@@ -64,8 +70,10 @@ class App:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
+                given = {name for name, _ in message["headers"]}
                 message["headers"] = [
                     *message["headers"],
+                    *((name, value) for name, value in PASSIVE if name not in given),
                     (REQUEST_ID.encode(), request_id.encode()),
                 ]
                 if scope["state"]["alias"] is not None:

@@ -49,7 +49,9 @@ async def describe(gateway: Gateway, request: Request) -> Response:
 
 
 async def docs(gateway: Gateway, request: Request) -> Response:
-    return HTMLResponse(_page(is_managing(gateway, request)))
+    policy = "default-src 'none'; style-src 'unsafe-inline'; frame-ancestors 'none'"
+    headers = {"content-security-policy": policy}
+    return HTMLResponse(_page(is_managing(gateway, request)), headers=headers)
 
 
 async def describe_model(gateway: Gateway, request: Request) -> Response:

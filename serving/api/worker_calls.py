@@ -56,7 +56,8 @@ WITHHELD = {
     "connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "proxy-connection",
     "te", "trailer", "transfer-encoding", "upgrade", "content-length", "date", "server",
     "alt-svc", "clear-site-data", "set-cookie", "set-cookie2", "strict-transport-security",
-    "cache-control", "expires", "pragma", REQUEST_ID, WORKER_HEADER, TOKENS_HEADER, SERVED_MODEL,
+    "cache-control", "expires", "pragma", "content-security-policy", "x-content-type-options",
+    REQUEST_ID, WORKER_HEADER, TOKENS_HEADER, SERVED_MODEL,
 }  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""What the log has of requests."""
+"""What the log has of requests, and what a browser may do with answers."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import logging
 
 import pytest
 
-from tests.serving.api.gateways import World
+from serving.mms.client import Answer
+from tests.serving.api.gateways import World, answered
 
 PATH = "/predictions/봄"
 
@@ -42,3 +43,22 @@ async def test_the_traceback_of_a_defect_has_the_id_of_its_request(
     (failed,) = (record for record in caplog.records if record.message == "a request failed")
     assert "KeyError: '겨울'" in (failed.exc_text or "")
     assert fields(caplog)[0] == {"request_id": "find-me"}
+
+
+async def test_a_browser_runs_no_answer_as_the_consoles_origin() -> None:
+    async def script(_: int) -> Answer:
+        own = {"Content-Security-Policy": "script-src *", "X-Content-Type-Options": "no"}
+        page = "<script>alert('봄')</script>".encode()
+        return answered(200, page, **{"content-type": "text/html"}, **own)
+
+    world = World()
+    world.mms.answer = script
+    status, headers, _ = await world.call("POST", PATH)
+    assert (status, headers["content-type"]) == (200, "text/html")
+    assert "sandbox" in headers["content-security-policy"].split("; ")
+    assert headers["x-content-type-options"] == "nosniff"
+    for path in ("/docs", "/metrics", "/ping", "/없음"):
+        _, headers, _ = await world.call("GET", path)
+        assert headers["x-content-type-options"] == "nosniff", path
+        policy = headers["content-security-policy"].split("; ")
+        assert {"default-src 'none'", "frame-ancestors 'none'"} <= set(policy), path
