@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import inspect
 import json
 import os
 import re
@@ -14,6 +15,8 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import pytest
+from openai.resources import Completions
+from openai.resources import chat as chat_api
 from playwright.sync_api import Browser, Locator, Page, expect, sync_playwright
 
 from tests.e2e.server import Server, eventually
@@ -316,6 +319,42 @@ def test_a_call_is_copied_as_code_that_works(open_page: Callable[..., Page]) -> 
     assert run(sys.executable, "-c", code["openai (Python)"]) == shown
     answered = ast.literal_eval(run(sys.executable, "-c", code["boto3 (Python)"]))
     assert answered["generated_text"] == shown
+
+
+CODE_OF_FIELDS = """async ([model, chat]) => {
+  const { snippets } = await import("/console/snippets.js");
+  const values = { do_sample: true, stop: ["끝"], bad_words: ["나"], logit_bias: { 5: -1 } };
+  const code = {};
+  const copy = (name, value) => {
+    const parameters = { max_new_tokens: 2, [name]: value };
+    code[name] = snippets({ model, prompt: "나는", parameters, chat })["openai (Python)"];
+  };
+  for (const field of document.querySelectorAll('[id^="parameter-"]')) {
+    const name = field.id.replace("parameter-", "");
+    if (name === "form") for (const { value } of field.options) value && copy(value, ["산"]);
+    else if (name !== "form_text") copy(name, values[name] ?? (field.type === "checkbox" || 1));
+  }
+  return code;
+}"""
+
+
+def test_the_openai_client_takes_every_field_as_it_is_copied(
+    open_page: Callable[..., Page],
+) -> None:
+    page = open_page()
+    for chat, method in ((False, Completions.create), (True, chat_api.Completions.create)):
+        codes = page.evaluate(CODE_OF_FIELDS, [FOUR[0], chat])
+        assert {"typical_p", "min_new_tokens", "no_repeat_ngram_size", "bad_words"} < set(codes)
+        known = set(inspect.signature(method).parameters)
+        for name, code in codes.items():
+            (call,) = (
+                node
+                for node in ast.walk(ast.parse(code))
+                if isinstance(node, ast.Call) and ast.unparse(node.func).endswith(".create")
+            )
+            assert {keyword.arg for keyword in call.keywords} <= known, name
+            others = [ast.literal_eval(k.value) for k in call.keywords if k.arg == "extra_body"]
+            assert not any(set(other) & known for other in others), name
 
 
 # Its reader

@@ -2,7 +2,6 @@
 
 import { tokens } from "./api.js";
 import { call, openaiParameters } from "./calls.js";
-import { FORMS } from "./parameters.js";
 
 const TOKEN = "INFERENCE_TOKEN"; // code names the variable; the token itself stays in the page
 
@@ -12,6 +11,12 @@ export function snippets(query) {
   if (!query.chat) found["boto3 (Python)"] = boto3(query);
   return found;
 }
+
+// Parameters that OpenAI's Python client takes as arguments; others go into `extra_body`.
+const OPENAI = [
+  "echo", "frequency_penalty", "logit_bias", "logprobs", "max_tokens", "n", "presence_penalty", "seed", "stop",
+  "temperature", "top_logprobs", "top_p",
+];
 
 const quoted = (text) => `'${text.replaceAll("'", `'\\''`)}'`;
 
@@ -38,9 +43,8 @@ function python(value) {
 const lines = (values) => Object.entries(values).map(([name, value]) => `    ${name}=${python(value)},\n`).join("");
 
 function openai({ model, prompt, parameters, chat }) {
-  const own = ["top_k", "repetition_penalty", ...FORMS];
   const all = Object.entries(openaiParameters(parameters, chat));
-  const [known, more] = [false, true].map((is) => Object.fromEntries(all.filter(([name]) => own.includes(name) === is)));
+  const [known, more] = [true, false].map((is) => Object.fromEntries(all.filter(([name]) => OPENAI.includes(name) === is)));
   const stream = !known.n;
   const given = {
     model,
