@@ -6,8 +6,9 @@ import logging
 
 import pytest
 
+from common.worker_protocol import WORKER_HEADER
 from serving.mms.client import Answer
-from tests.serving.api.gateways import World, answered
+from tests.serving.api.gateways import World
 
 PATH = "/predictions/봄"
 
@@ -49,7 +50,7 @@ async def test_a_browser_runs_no_answer_as_the_consoles_origin() -> None:
     async def script(_: int) -> Answer:
         own = {"Content-Security-Policy": "script-src *", "X-Content-Type-Options": "no"}
         page = "<script>alert('봄')</script>".encode()
-        return answered(200, page, **{"content-type": "text/html"}, **own)
+        return Answer(200, {"content-type": "text/html", WORKER_HEADER: "1", **own}, page)
 
     world = World()
     world.mms.answer = script

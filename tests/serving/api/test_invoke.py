@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from common.errors import EngineUnavailable, ModelNotFound, OutOfMemory
+from serving.api.app import PASSIVE
 from serving.errors import Unavailable
 from serving.mms.client import Answer
 from tests.serving.api.gateways import FakeEngine, World, always, answered, held, model, settle
@@ -242,6 +243,7 @@ async def test_headers_of_a_service_reach_the_client_unless_they_are_dangerous()
         "content-type": "application/json",
         "content-length": str(len(body)),
         "x-request-id": "ours",
+        **{name.decode(): value.decode() for name, value in PASSIVE},
     }
 
 

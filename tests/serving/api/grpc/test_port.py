@@ -171,13 +171,13 @@ async def test_calls_that_their_clients_end_log_no_error(caplog: pytest.LogCaptu
         )
         for _ in range(100):
             call = method(iter([asked(num_return_sequences=8, do_sample=True)]), timeout=0.001)
-            with contextlib.suppress(grpc.aio.AioRpcError):
+            with contextlib.suppress(grpc.aio.AioRpcError, asyncio.CancelledError):
                 _ = [response async for response in call]
         for name in ("ServerLive", "ModelMetadata", "ModelInfer"):
             for i in range(20):
                 request = asked().SerializeToString() if name == "ModelInfer" else b""
                 call = client._channel.unary_unary(f"/{SERVICE}/{name}")(request, timeout=i / 5000)
-                with contextlib.suppress(grpc.aio.AioRpcError):
+                with contextlib.suppress(grpc.aio.AioRpcError, asyncio.CancelledError):
                     await call
         with anyio.fail_after(WIDE_S):
             while world.engine.running or world.gateway.requests or world.model.in_flight:
@@ -399,7 +399,7 @@ async def test_connections_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
 
 async def until_ended(calls: list[Any], count: int) -> None:
     async def code(call: Any) -> grpc.StatusCode:
-        with contextlib.suppress(grpc.aio.AioRpcError):
+        with contextlib.suppress(grpc.aio.AioRpcError, asyncio.CancelledError):
             while await call.read() != grpc.aio.EOF:
                 pass
         found: grpc.StatusCode = await call.code()
