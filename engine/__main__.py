@@ -7,6 +7,7 @@ import sys
 
 from common.errors import ServiceError
 from common.logs import log_as_json
+from common.open_files import raise_open_files_limit
 from common.parent_death import end_with_server
 from common.settings import read_settings
 from engine.backends import import_backend
@@ -21,6 +22,7 @@ SWITCH_INTERVAL_S = 0.0002
 def main() -> int:
     end_with_server()
     log_as_json("engine")
+    raise_open_files_limit()
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     try:
         settings = read_settings(Settings)

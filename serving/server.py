@@ -8,6 +8,7 @@ import functools
 import json
 import logging
 import os
+import resource
 import secrets
 import shutil
 import socket
@@ -47,6 +48,8 @@ logger = logging.getLogger(__name__)
 
 MAX_SOCKET_PATH = 107  # bytes; Linux's sockaddr_un less its final zero
 LONGEST_SOCKET = ".mms.sock.999999"  # the longest file name of a worker's socket
+# Files that a process may open. With fewer the first dozens of connections and models take all.
+MIN_OPEN_FILES = 1024
 PROBE_TIMEOUT_S = 2.0
 # Longer than for other processes: a gateway that is slow under many clients must not be restarted.
 GATEWAY_TIMEOUT_S = 10.0
@@ -76,6 +79,7 @@ def _serve(settings: Settings, signals: StopSignals, stack: contextlib.ExitStack
     root_opener = [stack.enter_context(opener) for opener in _give_up_root(settings)]
     if not (root_opener or settings.sagemaker_multi_model):
         _check_model(Path(settings.base_dir) / "model")
+    _check_open_files()
     close_to_others()
     check_device(settings.device, settings.backend)
     check_java(signals)
@@ -94,7 +98,11 @@ def _serve(settings: Settings, signals: StopSignals, stack: contextlib.ExitStack
     run_dir = stack.enter_context(_run_dir(settings))
     counts = Counts(run_dir)
     secret = secrets.token_urlsafe()
-    shared = {"RUN_DIR": str(run_dir), "PROBE_SECRET": secret, SERVER_PID: str(os.getpid())}
+    shared = {
+        **{"RUN_DIR": str(run_dir), "PROBE_SECRET": secret, SERVER_PID: str(os.getpid())},
+        "PYTHONUTF8": "1",  # models' names are UTF-8 in any locale
+        "PYTHONOPTIMIZE": "",  # at level 2 MXNet misses its docstrings and cannot be imported
+    }
     python = {**os.environ, "PYTHONPATH": str(REPOSITORY), **shared}
     # RUN_DIR may be the only writable folder: models are prepared there if there is no other.
     engine = {
@@ -156,6 +164,15 @@ def _serve(settings: Settings, signals: StopSignals, stack: contextlib.ExitStack
     progress = poll(lambda: _progress(settings), Progress.STARTING, PROGRESS_S.get)
     limits = (settings.start_timeout_s, settings.drain_s)
     return Supervisor(children, progress, on_ready, *limits, signals, on_restart=counts.add).run()
+
+
+def _check_open_files() -> None:
+    """Raises `StartError` if processes may not open enough files."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)  # they raise the soft limit themselves
+    if most < MIN_OPEN_FILES:
+        raise StartError(
+            f"a process may open only {most} files (ulimit -n), must be at least {MIN_OPEN_FILES}"
+        )
 
 
 def _give_up_root(settings: Settings) -> list[socket.socket]:

@@ -17,7 +17,7 @@ import pytest
 import requests
 
 from tests.e2e.server import START_S, Server, eventually, free_port
-from tests.e2e.stores import FAST, SHORT, bearer, small, statistics, text
+from tests.e2e.stores import FAST, SHORT, bearer, packed, serving, small, statistics, text
 from tests.processes import has_ended, kill_at_once, python
 
 pytestmark = pytest.mark.slow
@@ -53,6 +53,14 @@ def test_what_stands_in_the_way_of_a_start_is_told_at_once(clean: Server) -> Non
             assert said in done.stdout + done.stderr
             assert "Traceback" not in done.stdout + done.stderr
     assert clean.is_ready()
+
+
+def test_pythons_own_variables_and_the_locale_change_nothing(tmp_path: Path) -> None:
+    packed(small(tmp_path / "소월"), tmp_path / "store" / "소월.tar.gz")
+    unusual = {"PYTHONOPTIMIZE": "2", "PYTHONUTF8": "0", "LC_ALL": "C", "ENGINE_BACKEND": "mxnet"}
+    with serving(tmp_path / "server", tmp_path / "store", **unusual) as server:
+        assert server.load("소월.tar.gz").status_code == 200
+        assert text(server.predict("소월.tar.gz", SHORT))
 
 
 def test_a_server_that_is_killed_and_the_next_whose_output_nobody_reads(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -51,6 +52,16 @@ def test_a_second_server_in_a_run_dir_names_the_first(tmp_path: Path) -> None:
                 pass
     with _run_dir(settings):
         pass
+
+
+def test_too_few_open_files_end_the_start() -> None:
+    def limit() -> None:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (128, 128))
+
+    command = [sys.executable, "-m", "serving.entrypoint", "serve"]
+    done = subprocess.run(command, preexec_fn=limit, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert "only 128 files (ulimit -n), must be at least 1024" in done.stderr
 
 
 def test_a_folder_without_room_for_temporary_files_is_told(
