@@ -215,6 +215,7 @@ class Loop:
                 waited_s = time.monotonic() - part.sequence.queued_at
                 part.sequence.model.statistics.queue_s.observe(waited_s)
         if scheduled:
+            compute.check()
             logits = self._compute(core, compute, scheduled)
             if logits is not None:
                 self._postprocess(core, scheduled, logits)

@@ -77,6 +77,9 @@ class BackendModel(ABC):
     def close_row(self, row: Row) -> None:
         """Close a row and free its memory."""
 
+    def check(self) -> None:  # noqa: B027  only mapped weights can be lost
+        """Raise `EngineError` if the weights are lost, so that no pass can be computed."""
+
     @abstractmethod
     def run(self, pieces: Sequence[Piece]) -> Logits:
         """Append pieces, each to a row of its own; return the logits (N, V) in their order.

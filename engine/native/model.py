@@ -88,6 +88,9 @@ class NativeModel(BackendModel):
         self._rows.discard(row)
         row.truncate(0)
 
+    def check(self) -> None:
+        self._prepared.file.check_size()
+
     def run(self, pieces: Sequence[Piece]) -> Logits:
         for piece in pieces:
             check_ids(self.config, piece.ids, piece.row.length + len(piece.ids))

@@ -154,6 +154,14 @@ class PreparedFile:
                 os.utime(path)
         self.addresses = {name: self.span[0] + tensor.offset for name, tensor in index.items()}
 
+    def check_size(self) -> None:
+        """Raise `ArtifactError` if the file is shorter than its mapping, which would crash a pass.
+
+        A file that is cut off during a pass still ends the process, by SIGBUS.
+        """
+        if self._memory.size() < self.num_bytes:  # 1 us
+            raise ArtifactError("the model's prepared file was overwritten while it was loaded")
+
     def close(self) -> None:
         """Unmap the file; nothing may point into it any more."""
         self.addresses = {}
@@ -199,13 +207,21 @@ def prepared(
     )
     file = open_prepared(
         artifact.path,
-        [content, precision, dataclasses.asdict(config)],
+        [content, precision, _non_defaults(config)],
         list(layout(config, precision)),
         content,
         cache_dir,
         functools.partial(run, build, sources, precision, what=artifact.path.name, limits=limits),
     )
     return Prepared(config, precision, file)
+
+
+def _non_defaults(config: GPT2Config) -> dict[str, Any]:
+    """Return the fields that are no defaults, so that a new field renames no prepared file."""
+    values = dataclasses.asdict(config)
+    return {
+        f.name: values[f.name] for f in dataclasses.fields(config) if values[f.name] != f.default
+    }
 
 
 def open_prepared(

@@ -27,6 +27,8 @@ logger = logging.getLogger(__name__)
 
 _pruned: dict[Path, tuple[int, int]] = {}  # modification time and limit of the last `prune`
 
+_artifacts: dict[Path, Any] = {}  # the artifact of each manifest, whose name is its path's hash
+
 
 def cache_folder(artifact: Path, cache_dir: Path | None) -> Path | None:
     """Return `cache_dir` or the artifact's `.prepared`; None if others may write to the latter."""
@@ -99,7 +101,10 @@ def prune(folder: Path, max_bytes: int) -> None:
                 logger.info("the prepared model %s is removed: not loaded for longest", path.stem)
                 path.unlink(missing_ok=True)
         for source in folder.glob("*" + SOURCE):
-            artifact = read_object(source).get("path")
+            if source not in _artifacts:
+                _artifacts[source] = read_object(source).get("path")
+            artifact = _artifacts[source]
             if not isinstance(artifact, str) or not os.path.exists(artifact):
                 source.unlink(missing_ok=True)
+                del _artifacts[source]
         _pruned[folder] = (folder.stat().st_mtime_ns, max_bytes)

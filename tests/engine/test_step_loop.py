@@ -69,6 +69,8 @@ class Fake:
     def close_row(self, row: FakeRow) -> None:
         self._do("close_row")
 
+    def check(self) -> None: ...
+
     def run(self, pieces: list[Piece]) -> NDArray[np.float32]:
         self.before_run(pieces)
         if any(len(piece.ids) > 1 for piece in pieces):
@@ -348,6 +350,22 @@ def test_a_model_that_was_lost_is_loaded_anew(tmp_path: Path, new_engine: NewEng
     eventually(lambda: (engine.budget.weight_bytes, engine.budget.kv_bytes) == (0, 0))
     engine.load("m", str(folder))
     assert len(Request(engine, "m", "가", max_new_tokens=4).wait().ids()) == 4
+
+
+def test_a_prepared_file_that_is_cut_off_loses_its_model_only(
+    tmp_path: Path, new_engine: NewEngine
+) -> None:
+    folders = {name: make_talkative(tmp_path / name) for name in ("소월", "other")}
+    engine = new_engine(folders)
+    before = Request(engine, "소월", "가", max_new_tokens=4).wait().ids()
+    (file,) = (folders["소월"] / ".prepared").glob("*.safetensors")
+    with file.open("r+b") as opened:  # as `cp` and `rsync --inplace` do
+        opened.truncate()
+    assert isinstance(Request(engine, "소월", "가").wait().error, EngineError)
+    assert Request(engine, "other", "가", max_new_tokens=4).wait().ids()
+    eventually(lambda: [model["name"] for model in engine.models()] == ["other"])
+    engine.load("소월", str(folders["소월"]))
+    assert Request(engine, "소월", "가", max_new_tokens=4).wait().ids() == before
 
 
 # Health

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 import os
@@ -15,6 +16,7 @@ import pytest
 
 from common.errors import ArtifactError
 from engine.artifacts.artifact import Artifact
+from engine.artifacts.config import GPT2Config
 from engine.native import prepared as module
 from engine.native.model import NativeModel
 from engine.native.prepared import (
@@ -161,3 +163,31 @@ def test_the_least_recently_loaded_models_are_removed(tmp_path: Path) -> None:
     assert len(list(cache.glob("*" + folders.SOURCE))) == 2
     prune(cache, 0)
     assert list(cache.glob("*.safetensors")) == files[2:]  # the newest stays
+
+
+def test_each_manifest_is_parsed_once_for_all_preparations(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parsed: list[Path] = []
+    read = folders.read_object
+    monkeypatch.setattr(folders, "read_object", lambda path: (parsed.append(path), read(path))[1])
+    cache = tmp_path / "cache"
+    for i in range(3):
+        Manifests(cache).open(make_artifact(tmp_path / f"m{i}", max_length=64, seed=i))
+        prune(cache, 1 << 30)
+    assert len(parsed) == len(set(parsed)) == 3
+
+
+def test_a_new_field_of_the_configuration_renames_no_prepared_file(
+    artifact: Artifact, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prepared(artifact, "int8", None).close()
+    file = file_of(artifact)
+
+    @dataclasses.dataclass(frozen=True)
+    class Later(GPT2Config):
+        rotary: bool = False
+
+    config = Later(**dataclasses.asdict(artifact.config))
+    prepared(dataclasses.replace(artifact, config=config), "int8", None, Counted()).close()
+    assert file_of(artifact) == file
