@@ -38,6 +38,7 @@ class Bench:
     )
     adapters: bool = option(False, "measure adapters (LoRA) of one base")
     forms: bool = option(False, "measure answers that are held to a form")
+    hard: bool = option(False, "measure how exact int8 is on models with outliers")
     only: str | None = option(None, "what to measure; a wrong name lists all", metavar="NAME,...")
     json: Path | None = option(None, "(benchmark.json in the working folder)", metavar="FILE")
     plot: Path | None = option(None, "(benchmark.png in the working folder)", metavar="FILE")
@@ -107,6 +108,7 @@ def run(options: Bench) -> int:
     kogpt2 bench --switching          eight models where five fit, and what a swap takes
     kogpt2 bench --switching --against 3e223a9 --sweep
     kogpt2 bench --forms              JSON, labels and expressions
+    kogpt2 bench --hard               int8's error on models with outliers, ours and peers'
     kogpt2 bench --adapters --container-mib 2048 --minutes 10    a thousand adapters of one base
     """
     from benchmarks.adapters import measurements as adapters
@@ -115,6 +117,7 @@ def run(options: Bench) -> int:
     from benchmarks.fleet import measurements as fleet
     from benchmarks.forms import measurements as forms
     from benchmarks.gateway import measurements as gateway
+    from benchmarks.hard import measurements as hard
     from benchmarks.switching import measurements as switching
     from testbed.process import Program, ProgramError
 
@@ -127,6 +130,7 @@ def run(options: Bench) -> int:
         "switching": switching.SwitchingRun,
         "adapters": adapters.AdaptersRun,
         "forms": forms.FormsRun,
+        "hard": hard.HardRun,
         ENGINES: engine.EngineRun,
     }
     name = chosen(options, kinds)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -97,26 +97,37 @@ class Reference:
     ) -> Comparison:
         """Compare a model, or a base with an adapter, with the reference."""
         texts = greedy(model, self._prompts, self._new_tokens, self._eos, adapter, progress)
-        tokens, agreed, kl, worst, squares, power = 0, 0, 0.0, 0.0, 0.0, 0.0
-        for ids, count, exact in self._rows:
-            logits = logits_after(model, ids, count, adapter)
-            error = logits - exact
-            tokens += count
-            agreed += int((logits.argmax(axis=-1) == exact.argmax(axis=-1)).sum())
-            kl += divergence(exact, logits)
-            worst = float(np.maximum(worst, np.abs(error).max()))  # NaN stays NaN
-            squares += float(np.square(error, dtype=np.float64).mean(axis=-1).sum())
-            power += float(exact.var(axis=-1, dtype=np.float64).sum())
-        return Comparison(
-            texts=len(texts),
-            same_texts=sum(a == b for a, b in zip(texts, self._texts, strict=True)),
-            tokens=tokens,
-            top1_agreement=agreed / tokens,
-            kl_divergence=kl / tokens,
-            max_logit_error=worst,
-            rms_logit_error=float(np.sqrt(squares / tokens)),
-            relative_logit_error=float(np.sqrt(squares / power)),
+        pairs = (
+            (exact, logits_after(model, ids, count, adapter)) for ids, count, exact in self._rows
         )
+        return comparison(pairs, self._texts, texts)
+
+
+def comparison(
+    pairs: Iterable[tuple[Logits, Logits]],
+    texts: Sequence[list[int]],
+    others: Sequence[list[int]],
+) -> Comparison:
+    """Compare pairs of exact and other logits (T, V), and greedy texts."""
+    tokens, agreed, kl, worst, squares, power = 0, 0, 0.0, 0.0, 0.0, 0.0
+    for exact, logits in pairs:
+        error = logits - exact
+        tokens += len(exact)
+        agreed += int((logits.argmax(axis=-1) == exact.argmax(axis=-1)).sum())
+        kl += divergence(exact, logits)
+        worst = float(np.maximum(worst, np.abs(error).max()))  # NaN stays NaN
+        squares += float(np.square(error, dtype=np.float64).mean(axis=-1).sum())
+        power += float(exact.var(axis=-1, dtype=np.float64).sum())
+    return Comparison(
+        texts=len(texts),
+        same_texts=sum(a == b for a, b in zip(texts, others, strict=True)),
+        tokens=tokens,
+        top1_agreement=agreed / tokens,
+        kl_divergence=kl / tokens,
+        max_logit_error=worst,
+        rms_logit_error=float(np.sqrt(squares / tokens)),
+        relative_logit_error=float(np.sqrt(squares / power)),
+    )
 
 
 def divergence(exact: Logits, other: Logits) -> float:

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import ctypes
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
+from benchmarks.contenders.logits import logits_command
 from benchmarks.worker import Clock, Started, generation
 from common.model_files import ADAPTER
 from engine.artifacts import artifact as artifacts
@@ -126,40 +128,54 @@ def start(path: str, threads: str) -> Started:
     vocabulary = lib.llama_vocab_n_tokens(lib.llama_model_get_vocab(model))
     batch = lib.llama_batch_init(options.n_ctx, 0, 1)
 
-    def run(rows: list[tuple[int, int, list[int]]]) -> list[int]:
-        """Append ids to rows, given as (row, its length, ids); return the next id of each row."""
-        n, last = 0, []
+    def run(rows: list[tuple[int, int, Sequence[int]]], count: int = 1) -> list[NDArray[Any]]:
+        """Append ids to rows, given as (row, its length, ids).
+
+        Returns the logits after the last `count` ids of each row, until the next call.
+        """
+        n, wanted = 0, []
         for row, begin, ids in rows:
             for i, token in enumerate(ids):
                 batch.token[n], batch.pos[n] = token, begin + i
                 batch.n_seq_id[n], batch.seq_id[n][0] = 1, row
-                batch.logits[n] = i == len(ids) - 1
+                batch.logits[n] = i >= len(ids) - count
+                if batch.logits[n]:
+                    wanted.append(n)
                 n += 1
-            last.append(n - 1)
         batch.n_tokens = n
         if lib.llama_decode(context, batch):
             raise RuntimeError("llama_decode failed")
-        logits = (ctypes.cast(lib.llama_get_logits_ith(context, at), FLOATS) for at in last)
-        return [int(np.argmax(np.ctypeslib.as_array(each, (vocabulary,)))) for each in logits]
+        logits = (ctypes.cast(lib.llama_get_logits_ith(context, at), FLOATS) for at in wanted)
+        return [np.ctypeslib.as_array(each, (vocabulary,)) for each in logits]
+
+    def next_ids(rows: list[tuple[int, int, Sequence[int]]]) -> list[int]:
+        return [int(np.argmax(logits)) for logits in run(rows)]
+
+    def clear() -> None:
+        lib.llama_memory_clear(lib.llama_get_memory(context), True)
 
     def generate(prompts: list[list[int]], new_tokens: int, clock: Clock) -> list[list[int]]:
-        lib.llama_memory_clear(lib.llama_get_memory(context), True)
-        next_ids = run([(row, 0, prompt) for row, prompt in enumerate(prompts)])
-        made = [[token] for token in next_ids]
+        clear()
+        new = next_ids([(row, 0, prompt) for row, prompt in enumerate(prompts)])
+        made = [[token] for token in new]
         clock.step()
         for step in range(new_tokens - 1):
             begin = len(prompts[0]) + step
-            next_ids = run([(row, begin, [token]) for row, token in enumerate(next_ids)])
-            for row, token in zip(made, next_ids, strict=True):
+            new = next_ids([(row, begin, [token]) for row, token in enumerate(new)])
+            for row, token in zip(made, new, strict=True):
                 row.append(token)
             clock.step()
         return made
+
+    def logits_after(ids: Sequence[int], count: int) -> NDArray[Any]:
+        clear()
+        return np.stack(run([(0, 0, ids)], count))
 
     about = {
         "version": f"llama-cpp-python {metadata.version('llama-cpp-python')}",
         "weight_bytes": lib.llama_model_size(model),
     }
-    return about, {"generate": generation(generate)}
+    return about, {"generate": generation(generate), "logits": logits_command(logits_after)}
 
 
 if __name__ == "__main__":  # writes a model's or an adapter's folder as a GGUF file

@@ -12,12 +12,15 @@ from __future__ import annotations
 import itertools
 import threading
 import time
+from collections.abc import Sequence
+from functools import cached_property
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from benchmarks.contenders.logits import logits_command
 from benchmarks.engine.uses import SAMPLED, measurement
 from benchmarks.worker import Clock, Started, generation
 
@@ -55,6 +58,7 @@ class Pipeline:
         scheduler = openvino_genai.SchedulerConfig()
         scheduler.enable_prefix_caching = keeps
         how = {"PERFORMANCE_HINT": "LATENCY", "INFERENCE_NUM_THREADS": threads}
+        self._folder, self._how = folder, how
         self.pipeline = openvino_genai.ContinuousBatchingPipeline(folder, scheduler, "CPU", how)
         self._numbers = itertools.count()
         self._requests: list[OpenRequest] = []
@@ -94,6 +98,26 @@ class Pipeline:
                     request.poll()
                 self._requests = [each for each in self._requests if not each.done.is_set()]
 
+    @cached_property
+    def _model(self) -> Any:
+        """The model alone, with the pipeline's properties: the pipeline returns no logits."""
+        import openvino
+
+        file = Path(self._folder) / "openvino_model.xml"
+        return openvino.Core().compile_model(file, "CPU", self._how).create_infer_request()
+
+    def logits_after(self, ids: Sequence[int], count: int) -> Any:
+        """Return the logits (count, V) after each of the last `count` ids."""
+        self._model.reset_state()
+        given = {
+            "input_ids": np.array([ids], dtype=np.int64),
+            "attention_mask": np.ones((1, len(ids)), dtype=np.int64),
+            "position_ids": np.arange(len(ids), dtype=np.int64)[None],
+            "beam_idx": np.zeros(1, dtype=np.int32),
+        }
+        logits = self._model.infer(given)["logits"]  # (1, T, V)
+        return logits[0, -count:].copy()
+
     def generate(self, prompts: list[list[int]], new_tokens: int, clock: Clock) -> list[list[int]]:
         handles = [self.add(prompt, new_tokens) for prompt in prompts]
         while self.pipeline.has_non_finished_requests():
@@ -109,5 +133,9 @@ def start(folder: str, threads: str, *keeps: str) -> Started:
         "version": f"openvino-genai {metadata.version('openvino-genai')}",
         "weight_bytes": (Path(folder) / "openvino_model.bin").stat().st_size,
     }
-    commands = {"generate": generation(pipeline.generate), "measure": measurement(pipeline.ask)}
+    commands = {
+        "generate": generation(pipeline.generate),
+        "measure": measurement(pipeline.ask),
+        "logits": logits_command(pipeline.logits_after),
+    }
     return about, commands

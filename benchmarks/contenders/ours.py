@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 
+from benchmarks.contenders.logits import logits_command
 from benchmarks.worker import Clock, Started, generation
+from command.logits import logits_after
 from engine import backends
 from engine.artifacts.open import open_artifact
 from engine.backends.interface import BackendModel, Piece
@@ -40,4 +42,5 @@ def start(folder: str, backend: str, precision: str) -> Started:
         "weight_bytes": model.weight_bytes,
         "step_bytes": model.weight_bytes - sum(unread),
     }
-    return about, {"generate": generation(partial(generate, model))}
+    logits = logits_command(partial(logits_after, model))
+    return about, {"generate": generation(partial(generate, model)), "logits": logits}

@@ -26,6 +26,7 @@ from benchmarks.engine import tables, uses
 from benchmarks.fleet import measurements as fleet
 from benchmarks.forms import measurements as forms
 from benchmarks.gateway import measurements as gateway
+from benchmarks.hard import measurements as hard
 from benchmarks.report import tables as report
 from benchmarks.report.tables import added, judge
 from benchmarks.run import in_turns
@@ -33,7 +34,7 @@ from benchmarks.switching import clients as switching_clients
 from benchmarks.switching import tables as switching
 from benchmarks.switching.measurements import SwitchingRun
 from engine.artifacts.open import open_artifact
-from testbed import random_model
+from testbed import hard_model, random_model
 from testbed.control_group import ControlGroup
 from testbed.process import ROOT, ProgramError
 from testbed.server import Server, Streamed
@@ -104,6 +105,43 @@ def test_what_is_asked_for_is_measured_and_shown(
     assert options[1:] or all("value" in goal for goal in results["goals"])
 
 
+def test_int8_is_compared_on_hard_models(tmp_path: Path) -> None:
+    results, output = run(tmp_path, "--hard", "--only", "dongju")
+    assert set(results["skipped"]) <= peers.NAMES
+    assert hard.lines(results) in output
+    assert set(results["dongju"]) == set(hard_model.KINDS)
+    for measured in results["dongju"].values():
+        assert measured["int8"]["top1_agreement"] > 0.9
+        assert measured["int8"]["kl_divergence"] < 0.01
+
+
+def test_a_hard_model_without_a_peer_has_an_empty_cell_and_the_goal_is_the_worst_model() -> None:
+    def model(**kl: float) -> dict[str, Any]:
+        """The errors of contenders, of which the KL differs."""
+        same = {"top1_agreement": 1, "tokens": 64, "relative_logit_error": 0.01}
+        same |= {"same_texts": 7, "texts": 8}
+        return {name: {**same, "kl_divergence": value} for name, value in kl.items()}
+
+    better, worse = ({"int8": kl, "llama.cpp": 0.02, "openvino": 0.1} for kl in (0.01, 0.06))
+    results = {
+        "dongju": {"unchanged": model(**better), "values x 100": model(**worse)},
+        "sowol": {"unchanged": model(**better)},
+        "random": {"heavy tails": model(**better)},
+    }
+    (goal,) = judge(results, hard.GOALS)
+    assert goal["value"]["median"] == pytest.approx(3)
+    assert goal["met"] is False
+    del results["random"]["heavy tails"]["openvino"]
+    (goal,) = judge(results, hard.GOALS)
+    assert "value" not in goal
+    rows = {name: cells for name, *cells in hard._kl_rows(results)}
+    assert rows["dongju, values x 100"] == ["2.0e-02", "1.0e-01", "6.0e-02"]
+    assert rows["random, heavy tails"] == ["2.0e-02", "", "1.0e-02"]
+    engines = [(name, engine) for name, engine, *_ in hard._rows(results)]
+    assert ("dongju, unchanged", "OpenVINO int8") in engines
+    assert ("random, heavy tails", "OpenVINO int8") not in engines
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -117,6 +155,7 @@ def test_what_is_asked_for_is_measured_and_shown(
         ("--rounds 2 --gateway", "--rounds is for --fleet, --switching, --adapters, --forms or"),
         ("--plot 그림.png --fleet", "--plot is for --switching or the run that no option names"),
         ("--pages --quick", "--quick is for --gateway, --fleet"),
+        ("--hard --rounds 2", "--rounds is for --fleet"),
         ("--gateway --fleet", "give --gateway or --fleet, not both"),
         ("--cpus 0 --fleet", "Invalid value for '--cpus': 0 is not a number above 0"),
     ],
