@@ -79,7 +79,7 @@ class Server(Program):
 
     def id_of(self, name: str) -> str:
         """Return a model's name in Multi Model Server."""
-        rows = json.loads((self.run_dir / "models.json").read_text(encoding="utf-8"))
+        rows = json.loads((self.run_dir / "models.json").read_text(encoding="utf-8"))["models"]
         (results,) = (row["id"] for row in rows if row["name"] == name)
         return str(results)
 

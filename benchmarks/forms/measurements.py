@@ -157,7 +157,7 @@ class FormsRun(Run):
         folder = self.workdir / f"forms-{config.num_layers}x{config.units}"
         if not folder.exists():
             random_model.copy(base, folder)
-            used = map(ord, "".join(LABELS))
+            used = map(ord, "".join((*LABELS, *_schema(0)["properties"], "이름")))
             characters = (*random_model.ASCII, *used, *random_model.CHARACTERS)
             tokenizer = random_model.spiece(config.vocab_size, characters)
             (folder / "kogpt2.spiece").write_bytes(tokenizer)

@@ -190,7 +190,10 @@ class FormChild:
             if not ends and len(written) > len(self._stuck):
                 self._stuck = written
             if ends and 0 < len(allowed) <= MAX_BRANCHES:
-                ends = any(self._ends(answer, each, count) for each in allowed)
+                for each in allowed:  # any() of a generator would be a second frame a level
+                    ends = self._ends(answer, each, count)
+                    if ends:
+                        break
         if count[0] > 0:
             if len(self._known) >= MAX_KNOWN:
                 self._known.clear()

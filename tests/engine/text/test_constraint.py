@@ -359,6 +359,13 @@ def test_only_branches_that_the_tokens_can_write_are_begun(
     assert {text.removeprefix(" ") for text, _ in drawn} == texts
 
 
+def test_the_search_through_a_long_text_ends_within_pythons_limit_of_recursion(
+    korean: Vocabulary,
+) -> None:
+    text, _ = draw(korean, Form("regex", ("[긍정]{1000}",)), 0)
+    assert set(text) <= set("긍정")
+
+
 @pytest.mark.parametrize(
     ("reference", "name"),
     [("#/$defs/주소", "주소"), ("#/$defs/%EC%A3%BC%EC%86%8C", "주소"), ("#/$defs/a b", "a b")],
