@@ -30,6 +30,7 @@ from uvicorn.protocols.http.httptools_impl import (
 
 from common.one_write import join
 from common.worker_protocol import REQUEST_ID
+from serving.api.pace import Pace, unacknowledged
 from serving.errors import BadRequest, HeadersTooLarge, RequestTimeout, ServingError, Unavailable
 
 logger = logging.getLogger(__name__)
@@ -41,7 +42,6 @@ HEALTH_PATHS = frozenset(("/ping", "/health", "/v2/health/live", "/v2/health/rea
 CHUNK_BYTES = 2048
 MAX_PIPELINED = 8  # requests that wait for the answers before theirs; later bytes stay unparsed
 TCP_NOTSENT_LOWAT = 25  # from Linux's tcp.h
-TCP_INFO = struct.Struct("=120xQ")  # Linux's struct tcp_info, up to its field tcpi_bytes_acked
 FRAMING = (b"content-length", b"transfer-encoding")
 
 
@@ -57,14 +57,31 @@ class Port:
         """The number of connections with a request that the server works on."""
         return len(self.open) - len(self.silent)
 
+    def limit_unread(self, most: int) -> None:
+        """Close connections, the longest silent first, until unread answers fit into `most` bytes.
+
+        The one that fell silent last stays.
+        """
+        unread = {protocol: protocol.unwritten_bytes for protocol in self.silent}
+        total = sum(unread.values())
+        for protocol, size in list(unread.items())[:-1]:
+            if total <= most:
+                return
+            if size:
+                total -= size
+                self._end(protocol)
+
     def evict_silent(self) -> bool:
         """Close the connection that has been silent for longest; return False if none is."""
         if not self.silent:
             return False
-        oldest, _ = self.silent.popitem(last=False)
-        self.open.discard(oldest)
-        oldest.abort()
+        self._end(next(iter(self.silent)))
         return True
+
+    def _end(self, protocol: HTTPProtocol) -> None:
+        self.silent.pop(protocol)
+        self.open.discard(protocol)
+        protocol.abort()
 
 
 PORTS: defaultdict[int, Port] = defaultdict(Port)  # by number
@@ -81,6 +98,9 @@ class HTTPProtocol(HttpToolsProtocol):
     # each `read_s`: what it reads shows in steps of its receive buffer, 128 kB by default.
     pace_s, read_s, pace_bytes = 10.0, 150.0, 1000
     unsent_bytes = 128 << 10  # of answers, buffered in the kernel for a client that does not read
+    # Unread answers of a port in this process. Above it, clients that do not read lose theirs
+    # before `read_s`. It is checked at each answer larger than `large_bytes`.
+    max_unread_bytes, large_bytes = 256 << 20, 1 << 20
     # A client that still sends when it is answered would lose the answer to a TCP reset. So what it
     # sends is read and discarded until it stops, within these limits (nginx: lingering close).
     linger_s = 10.0
@@ -91,9 +111,9 @@ class HTTPProtocol(HttpToolsProtocol):
         self._port: Port | None = None
         self._answering: RequestResponseCycle | None = None  # the request passed on last
         self._timer: asyncio.TimerHandle | None = None
-        self._pace_timer: asyncio.TimerHandle | None = None
-        # Bytes moved since the last check of the pace, and `_bytes_read` at that check.
-        self._moved = self._read_before = 0
+        self._sending = Pace(self.pace_s, self.pace_bytes, self._sent, self._sends_too_slowly)
+        self._reading = Pace(self.read_s, self.pace_bytes, self._read, self._reads_too_slowly)
+        self._received = 0  # bytes
         self._unread = 0  # bytes since the last callback of the parser
         self._body_left = 0  # missing bytes of a body with a Content-Length
         self._unparsed = b""
@@ -119,7 +139,7 @@ class HTTPProtocol(HttpToolsProtocol):
 
     def abort(self) -> None:
         """Close the connection at once, and drop data that the client has not read."""
-        if self._unwritten_bytes():
+        if self.unwritten_bytes:
             connected: socket.socket = self.transport.get_extra_info("socket")
             reset = struct.pack("ii", 1, 0)
             connected.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, reset)
@@ -142,8 +162,8 @@ class HTTPProtocol(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timer()
-        if self._pace_timer is not None:
-            self._pace_timer.cancel()
+        self._sending.stop()
+        self._reading.stop()
         self._unparsed = b""
         self.pipeline.clear()
         if self._answering is not None:  # uvicorn notifies only the request that came last
@@ -168,63 +188,43 @@ class HTTPProtocol(HttpToolsProtocol):
     def pause_writing(self) -> None:
         super().pause_writing()
         self._note()
-        self._start_pace()
+        self._reading.start()
+        if self._port is not None and self.unwritten_bytes > self.large_bytes:
+            self._port.limit_unread(self.max_unread_bytes)
 
     def resume_writing(self) -> None:
         super().resume_writing()
         self._note()
-        self._moved += self.pace_bytes
 
-    def _unwritten_bytes(self) -> int:
+    @property
+    def unwritten_bytes(self) -> int:
+        """The bytes of answers that the kernel has not taken."""
         size: int = self.transport.get_write_buffer_size()
         return size
-
-    def _bytes_read(self) -> int:
-        """Return a count that grows by the bytes of answers that the client takes.
-
-        It counts the bytes that the client's TCP has acknowledged. The transport's buffer, which
-        shrinks in steps of 64 KiB and more, counts only where the kernel does not report them.
-        """
-        connected: socket.socket = self.transport.get_extra_info("socket")
-        try:
-            info = connected.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, TCP_INFO.size)
-            (acknowledged,) = TCP_INFO.unpack(info)
-        except (OSError, AttributeError, struct.error):
-            return -self._unwritten_bytes()
-        return int(acknowledged)
 
     def _owes_body(self) -> bool:
         cycle = self.cycle
         return cycle is not None and cycle.more_body and not cycle.response_complete
 
-    def _start_pace(self) -> None:
-        if self._pace_timer is not None:
-            self._pace_timer.cancel()
-        self._moved, self._read_before = 0, self._bytes_read()
-        seconds = self.read_s if self._unwritten_bytes() else self.pace_s
-        self._pace_timer = self.loop.call_later(seconds, self._check_pace)
+    def _sent(self) -> int | None:
+        return self._received if self._owes_body() and not self._lingering else None
 
-    def _check_pace(self) -> None:
-        self._pace_timer = None
-        unread = self._unwritten_bytes()
-        owes_body = self._owes_body() and not self._lingering
-        if not (owes_body or unread):
+    def _sends_too_slowly(self) -> None:
+        if self.flow.read_paused:  # by the server
+            self._sending.start()
             return
-        if (
-            max(self._bytes_read() - self._read_before, 0) + self._moved >= self.pace_bytes
-            or (owes_body and self.flow.read_paused)
-            or (unread and not self.flow.write_paused and not self._is_answered())
-        ):
-            self._start_pace()
-        elif unread:
-            logger.info("a client does not read its answer: its connection is ended")
-            self.abort()
-        else:
-            self._refuse(
-                RequestTimeout(
-                    f"a body comes at {self.pace_bytes / self.pace_s:g} bytes a second at least"
-                )
-            )
+        pace = f"{self.pace_bytes / self.pace_s:g} bytes a second"
+        self._refuse(RequestTimeout(f"a body comes at {pace} at least"))
+
+    def _read(self) -> int | None:
+        unwritten = self.unwritten_bytes
+        if not unwritten or not (self.flow.write_paused or self._is_answered()):
+            return None  # the client waits for the server
+        return -unwritten - unacknowledged(self.transport.get_extra_info("socket"))
+
+    def _reads_too_slowly(self) -> None:
+        logger.info("a client does not read its answer: its connection is ended")
+        self.abort()
 
     def _is_answered(self) -> bool:
         return self.cycle is None or self.cycle.response_complete
@@ -246,13 +246,13 @@ class HTTPProtocol(HttpToolsProtocol):
         self._unset_keepalive_if_required()
         if self._is_answered() and self._timer is None:
             self._start_timer(self.head_s, self._too_slow)
-        self._moved += len(data)
+        self._received += len(data)
         owed = self._owes_body()
         self._parse(data)
         if self._owes_body():
             self._note()
             if not owed:
-                self._start_pace()
+                self._sending.start()
 
     def _parse(self, data: bytes) -> None:
         """Pass received bytes to the parser, chunk by chunk, until a limit is reached."""
@@ -389,8 +389,7 @@ class HTTPProtocol(HttpToolsProtocol):
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
-        if self._unwritten_bytes():
-            self._start_pace()
+        self._reading.start()
         self._note()
         if self.cycle.response_complete:  # else a pipelined request follows
             if self._lingers:

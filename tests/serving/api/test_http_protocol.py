@@ -22,10 +22,12 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
+from uvicorn.server import ServerState
 
 from serving.api import http_protocol
-from serving.api.http_protocol import HEALTH_PATHS, MAX_PIPELINED, TCP_INFO, HTTPProtocol
+from serving.api.http_protocol import HEALTH_PATHS, MAX_PIPELINED, HTTPProtocol
 from tests.e2e.server import eventually
+from tests.serving import virtual_time
 
 LARGE = b"x" * 200_000
 OFFER = b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAMAAABkAAQ\r\n"
@@ -80,7 +82,7 @@ class Served:
 
     async def _large(self, request: Request) -> Response:
         self.made += 1
-        return Response(LARGE)
+        return Response(LARGE * int(request.query_params.get("times", 1)))
 
     async def _endless(self, request: Request) -> Response:
         async def pieces() -> AsyncIterator[bytes]:
@@ -392,50 +394,65 @@ def test_clients_that_stall_are_cut_off() -> None:
         assert served.gone.wait(60)
 
 
-def test_a_client_reads_its_receive_buffer_of_default_size_at_1_kb_a_second_in_time() -> None:
-    with Served(read_s=1e6) as served, served.connect() as client:
-        client.sendall(GET_LARGE.replace(b"large", b"endless"))
-        eventually(lambda: served.connections.silent)
-        (server,) = served.connections.open
-        before, read = server._bytes_read(), 0
-        while server._bytes_read() < before + server.pace_bytes:
-            read += len(client.recv(1000))
-        assert read < HTTPProtocol.read_s * 1000
+@pytest.mark.parametrize(("bytes_per_s", "whole"), [(1000, True), (10_000, True), (0, False)])
+def test_a_client_may_read_slowly_however_large_the_kernels_steps_are(
+    bytes_per_s: int, whole: bool
+) -> None:
+    """1,000 bytes a second are 60 s without progress in asyncio's buffer, and in the kernel's."""
+    answer = "봄비가 내린다. ".encode() * 20_000
+
+    async def test() -> None:
+        loop = asyncio.get_running_loop()
+        config = uvicorn.Config(
+            Starlette(routes=[Route("/", lambda request: Response(answer))]),
+            lifespan="off",
+            log_config=None,
+        )
+        config.load()
+        server = await loop.create_server(
+            lambda: HTTPProtocol(config=config, server_state=ServerState(), app_state={}),
+            "127.0.0.1",
+        )
+        with server.sockets[0].dup() as listener, socket.socket() as client:
+            client.connect(listener.getsockname())
+            client.setblocking(False)
+            client.sendall(LAST.replace(b"/echo", b"/"))
+            received, began = 0, loop.time()
+            while loop.time() - began < 600:
+                await asyncio.sleep(1)
+                with contextlib.suppress(BlockingIOError):
+                    received += len(client.recv(bytes_per_s)) if bytes_per_s else 0
+            connections = http_protocol.PORTS[listener.getsockname()[1]]
+            assert not connections.open
+            assert (received > len(answer)) is whole
+        server.close()
+
+    virtual_time.run(test)
 
 
-def test_a_client_that_reads_slowly_gets_its_answer_and_one_that_stops_is_cut_off() -> None:
+def test_unread_answers_of_all_clients_together_are_bounded() -> None:
     with (
-        Served(read_s=1e6) as served,  # the pace is checked by this test, after each step
-        served.connect(reads_little=True) as client,
+        Served(max_unread_bytes=4_000_000, large_bytes=100_000) as served,
+        contextlib.ExitStack() as opened,
     ):
-        client.sendall(GET_LARGE.replace(b"large", b"endless"))
-        eventually(lambda: served.connections.silent)
-        (server,) = served.connections.open
+        clients = [opened.enter_context(served.connect(reads_little=True)) for _ in range(20)]
+        for i, client in enumerate(clients):
+            client.sendall(GET_LARGE.replace(b"large", b"large?times=5"))
+            eventually(
+                lambda i=i: (
+                    served.made > i
+                    and len(served.connections.silent) == len(served.connections.open)
+                )
+            )
 
-        def acknowledged() -> int:
-            connected = server.transport.get_extra_info("socket")
-            info = connected.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, TCP_INFO.size)
-            return int(TCP_INFO.unpack(info)[0])
+        def unread() -> int:
+            return sum(protocol.unwritten_bytes for protocol in list(served.connections.open))
 
-        def is_open_after_check() -> bool:
-            checked = threading.Event()
-
-            def at_its_time() -> None:
-                server._check_pace()
-                checked.set()
-
-            server.loop.call_soon_threadsafe(at_its_time)
-            assert checked.wait(60)
-            return server in served.connections.open and not server.transport.is_closing()
-
-        for _ in range(20):  # the transport's buffer shrinks in few of these steps, if any
-            before = acknowledged()
-            while acknowledged() < before + server.pace_bytes:
-                assert client.recv(500)
-            assert is_open_after_check()
-        eventually(lambda: not is_open_after_check())
-        eventually(lambda: not served.connections.open)
-        assert is_reset(client)
+        eventually(lambda: 3_000_000 < unread() <= 4_000_000)
+        assert served.ask(LAST).startswith(b"HTTP/1.1 200")
+        assert is_reset(clients[0])
+        clients[-1].settimeout(60)
+        assert len(clients[-1].recv(1000)) == 1000
 
 
 def test_what_the_server_keeps_for_a_client_that_does_not_read_is_bounded() -> None:
