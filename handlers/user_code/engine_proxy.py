@@ -16,7 +16,7 @@ from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
 
 from common.errors import EngineError, EngineUnavailable, Overloaded
-from handlers.user_code.messages import error_from, error_row, receive, send
+from handlers.user_code.messages import error_from, error_row, receive, receive_from_script, send
 
 if TYPE_CHECKING:
     from engine.http.client import ModelHandle
@@ -75,7 +75,7 @@ def serve(connection: Connection, name: str, model_dir: str) -> None:
         while not _submitted(pool, int):  # starts its first thread
             time.sleep(THREAD_RETRY_S)
         while True:
-            call = receive(connection)[0]
+            call = receive_from_script(connection)[0]
             if free.acquire(blocking=False):
                 _submitted(pool, respond, call)
             else:

@@ -13,10 +13,15 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import Any
 
-from common.errors import EngineError, cut, named
+from common.errors import EngineError, InvalidRequest, cut, named
+from common.json_body import check_count
 from common.worker_protocol import REQUEST_ID
 
-MAX_MESSAGE_BYTES = 1 << 30  # limit for the JSON, and for each body
+MAX_MESSAGE_BYTES = 1 << 30  # of the JSON, and of all bodies together
+# Names and values in the JSON of a script's message, which its worker parses outside the limits of
+# the script: a value may take 70 times the bytes of its JSON.
+MAX_VALUES = 1_000_000
+MAX_JSON_BYTES = 64 << 20  # of such JSON
 MAX_BODIES = 100_000  # per message
 MAX_RETRY_AFTER_S = 31_536_000  # a longer one, or one that is no number, is dropped
 # Names and values of an answer's headers, in total; Multi Model Server and gateway accept 8192.
@@ -112,12 +117,32 @@ def send(connection: Connection, message: dict[str, Any], bodies: Sequence[bytes
 
 
 def receive(connection: Connection) -> tuple[dict[str, Any], list[bytes]]:
-    """Receive a JSON object and its bodies. Raises `EOFError`, `OSError`, `ValueError`."""
-    message = json.loads(connection.recv_bytes(MAX_MESSAGE_BYTES))
-    count = message.pop("bodies")
+    """Receive a JSON object and its bodies from a worker. Raises `EOFError` and `OSError`."""
+    return _with_bodies(json.loads(connection.recv_bytes(MAX_MESSAGE_BYTES)), connection)
+
+
+def receive_from_script(connection: Connection) -> tuple[dict[str, Any], list[bytes]]:
+    """Receive a message that may hold anything. Raises `EOFError`, `OSError`, `ValueError`."""
+    content = connection.recv_bytes(MAX_JSON_BYTES)
+    try:
+        check_count(content, MAX_VALUES)
+        message = json.loads(content)
+    except (InvalidRequest, RecursionError) as error:
+        raise ValueError(f"a script's message cannot be read: {error}") from None
+    return _with_bodies(message, connection)
+
+
+def _with_bodies(
+    message: dict[str, Any], connection: Connection
+) -> tuple[dict[str, Any], list[bytes]]:
+    count, left = message.pop("bodies"), MAX_MESSAGE_BYTES
     if not 0 <= count <= MAX_BODIES:
         raise ValueError(f"a message has {count} bodies, must be from 0 to {MAX_BODIES}")
-    return message, [connection.recv_bytes(MAX_MESSAGE_BYTES) for _ in range(count)]
+    bodies = []
+    for _ in range(count):
+        bodies.append(connection.recv_bytes(left))
+        left -= len(bodies[-1])
+    return message, bodies
 
 
 def send_requests(connection: Connection, requests: Sequence[Request], timeout_s: float) -> None:

@@ -24,7 +24,13 @@ from common.errors import DeadlineExceeded, EngineError, EngineUnavailable
 from handlers.user_code import descendants, engine_proxy, messages
 from handlers.user_code.confinement.rules import environment
 from handlers.user_code.descendants import has_ended
-from handlers.user_code.messages import Answer, Request, ScriptError, out_of_memory, receive
+from handlers.user_code.messages import (
+    Answer,
+    Request,
+    ScriptError,
+    out_of_memory,
+    receive_from_script,
+)
 from handlers.user_code.output import relay
 
 logger = logging.getLogger(__name__)
@@ -99,7 +105,7 @@ class ScriptProcess:
             raise EngineUnavailable("the model's script is being loaded again; try again later")
         try:
             with self._killed_after(left_s):
-                outcome, _ = receive(connection)
+                outcome, _ = receive_from_script(connection)
         except (EOFError, OSError, ValueError, KeyError, TypeError):
             raise self._ended("while it was loaded", self._load_timeout_s) from None
         if "error" in outcome:
@@ -118,7 +124,7 @@ class ScriptProcess:
         try:
             with self._killed_after(left_s):
                 messages.send_requests(self._connection, requests, left_s)
-                answers = messages.answers_from(*receive(self._connection))
+                answers = messages.answers_from(*receive_from_script(self._connection))
         except ScriptError:  # nothing was sent
             raise
         except Exception:  # the process has ended, or its message is malformed
