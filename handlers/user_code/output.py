@@ -24,7 +24,7 @@ BYTES_PER_S = 64 << 10
 LINE_BYTES = 160
 # Characters that JSON writes as six bytes, and those that it writes as two.
 CONTROLS, QUOTED = re.compile(r"[\x00-\x1f\x7f-\x9f]"), re.compile(r'["\\]')
-LINE_ENDS = re.compile(r"[\r\n]+")  # of Java's reader of lines
+LINE_ENDS = re.compile("[\r\n\x85\u2028\u2029]+")  # of Java's reader of lines (`Scanner`)
 
 
 def print_anything() -> None:

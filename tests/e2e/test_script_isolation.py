@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import socket
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -14,6 +15,7 @@ import pytest
 import requests
 
 from common import landlock
+from handlers.user_code.output import BURST_BYTES, BYTES_PER_S
 from tests.e2e.scripts import script, transform
 from tests.e2e.server import Server, eventually
 from tests.e2e.stores import SHORT, error, serving, small, text
@@ -373,15 +375,22 @@ def test_requests_that_wait_behind_a_death_are_all_answered(server: Server, wild
 
 
 def test_megabytes_of_output_stop_nothing_and_flood_no_log(server: Server, wild: str) -> None:
-    before = len(server.text())
+    before, began = len(server.log.read_bytes()), time.monotonic()
     assert server.load("loud", wild).status_code == 200  # with all the time it needs
-    for code in ("print('가' * 10_000_000)", "for i in range(60_000): print('줄', i)"):
+    for code in (
+        "print('\x85\u2028\u2029' * 300_000)",  # line ends of Java
+        "print('가' * 10_000_000)",
+        "for i in range(60_000): print('줄', i)",
+        "sys.stdout.buffer.write(b'\\xff\\xfe\\n')",
+    ):
         assert server.predict("loud", code.encode()).status_code == 200
     assert server.predict("loud", "print('안녕하세요')".encode()).status_code == 200
     eventually(lambda: "of output were dropped" in server.text())
-    assert len(server.text()) - before < 4_000_000
-    server.predict("loud", b"sys.stdout.buffer.write(b'\\xff\\xfe\\n')")
     assert server.unload("loud").status_code == 200
+    most = BURST_BYTES + (time.monotonic() - began) * BYTES_PER_S
+    added = server.log.read_bytes()[before:].splitlines(keepends=True)
+    logged = sum(len(line) for line in added if b'-stdout","message":' in line)
+    assert BURST_BYTES / 2 < logged < most
 
 
 def test_a_locale_is_its_own(server: Server, wild: str) -> None:

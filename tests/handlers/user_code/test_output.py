@@ -29,7 +29,7 @@ class Log:
 
     def lines(self) -> list[str]:
         """The lines as Java's reader has them."""
-        return re.split(r"\r\n|\r|\n", self.written.decode())[:-1]
+        return re.split("\r\n|[\r\n\x85\u2028\u2029]", self.written.decode())[:-1]
 
     def logged_bytes(self) -> int:
         texts = [json.dumps(line, ensure_ascii=False)[1:-1] for line in self.lines()]
@@ -38,12 +38,32 @@ class Log:
 
 @pytest.mark.parametrize(
     "piece",
-    [b"a\n", b"a\r", b"\x01", b"\x7f\xc2\x85", b"\xff", b'"\\', "가\n".encode(), "시".encode()],
-    ids=["lines", "returns", "controls", "more controls", "no UTF-8", "quotes", "Korean", "long"],
+    [
+        b"a\n",
+        b"a\r",
+        "봄\u2028\u2029".encode(),
+        b"\x01",
+        b"\x7f\xc2\x80",
+        b"\xff",
+        b'"\\',
+        "가\n".encode(),
+        "시".encode(),
+    ],
+    ids=[
+        "lines",
+        "returns",
+        "separators",
+        "controls",
+        "more controls",
+        "no UTF-8",
+        "quotes",
+        "Korean",
+        "long",
+    ],
 )
 def test_no_output_takes_more_of_the_log_than_its_limit(piece: bytes) -> None:
     log, seconds = Log(), 5
-    is_line = piece[-1:] in (b"\n", b"\r")
+    is_line = piece.endswith((b"\n", b"\r", "\u2029".encode()))
     much = piece * (BURST_BYTES // (LINE_BYTES if is_line else len(piece)))
     log.print(2 * much)
     for _ in range(seconds):
