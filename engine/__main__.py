@@ -10,9 +10,6 @@ from common.logs import log_as_json
 from common.open_files import raise_open_files_limit
 from common.parent_death import end_with_server
 from common.settings import read_settings
-from engine.backends import import_backend
-from engine.http.listener import serve
-from engine.settings import Settings
 
 # How long the HTTP thread waits for the interpreter's lock, which the step loop holds. Longer:
 # tokens are sent later. Shorter: steps are interrupted more often.
@@ -25,6 +22,11 @@ def main() -> int:
     raise_open_files_limit()
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     try:
+        # Here, as without its library these raise `EngineError`.
+        from engine.backends import import_backend
+        from engine.http.listener import serve
+        from engine.settings import Settings
+
         settings = read_settings(Settings)
         if settings.device == "cpu":
             # MXNet then runs operators on the calling thread, which saves 0.2 ms a step.

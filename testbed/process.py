@@ -20,6 +20,7 @@ from common.errors import EngineError
 
 ROOT = Path(__file__).resolve().parents[1]
 START_S = 120.0
+LOG_LINES = 3  # in the error of a program that does not start: what ended, and why
 STOP_S = 15.0
 
 P = TypeVar("P", bound="Program")
@@ -126,8 +127,9 @@ class Program:
 
     def _failure(self, what: str) -> ProgramError:
         lines = self.log.read_text(encoding="utf-8", errors="replace").split("\n")
-        last = next((line for line in reversed(lines) if line.strip()), "")
-        return ProgramError(f"{self.log.stem} {what}: {last} ({self.log})")
+        last = [line for line in lines if line.strip()][-LOG_LINES:]
+        head = f"{self.log.stem} {what}; {self.log} ends with:"
+        return ProgramError("\n".join([head, *last]))
 
     def __enter__(self: P) -> P:
         return self

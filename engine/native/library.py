@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from common.cpus import cpu_count
-from common.errors import InvalidRequest, OutOfMemory
+from common.errors import EngineError, InvalidRequest, OutOfMemory
 from engine.artifacts.config import GPT2Config
 
 LINE = 16  # rows and vectors are padded to multiples of so many numbers
@@ -70,7 +70,12 @@ class Truncation(Structure):
     )  # fmt: skip
 
 
-_library = ctypes.CDLL(str(LIBRARY))
+try:
+    _library = ctypes.CDLL(str(LIBRARY))
+except OSError as error:
+    raise EngineError(
+        f"the engine's library does not load: {error}; in a checkout, ./scripts/serve compiles it"
+    ) from None
 
 
 def _function(name: str, result: Any, *arguments: Any) -> Any:
