@@ -33,6 +33,7 @@ IDLE_BEFORE_RELEASE_S = 1.0
 # The age of a step from which on the engine is unhealthy. A step of 256 prompt tokens on a slow
 # machine takes a few seconds.
 STALLED_AFTER_S = 30.0
+WRONG = -1  # a guess that no token is
 GPU_LOST = 75  # exit status after a fatal error of the GPU
 
 logger = logging.getLogger(__name__)
@@ -308,7 +309,8 @@ class Loop:
             due = sequence.advance(rows[chosen]) or due
             if chosen < count:  # it runs alone, so nothing else waits
                 due = sequence.settle(WAIT_S) or due
-            if sequence.awaits_form:
+            if sequence.awaits_form:  # its token comes later, as one that no guess was right for
+                sequence.guesses[sequence.accepted :] = [WRONG] * (count - sequence.accepted)
                 break
             chosen = len(sequence.ids) - sequence.known
         owner = sequence.model

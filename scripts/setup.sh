@@ -201,7 +201,7 @@ stamped_of() { # GROUP
 
 # A base group makes its environment; the others add to one that is complete.
 is_base() {
-  case $1 in run | oracle | load | clients | benchmark | openvino | sagemaker) ;; *) return 1 ;; esac
+  case $1 in run | oracle | load | clients | benchmark | openvino | sagemaker | sagemaker-local) ;; *) return 1 ;; esac
 }
 
 # A stamp is written after its installation, so an interrupted one has none.
