@@ -12,6 +12,8 @@ from typing import Any
 
 import orjson
 
+from common.errors import InvalidRequest
+from common.json_body import check_count
 from serving.api.grpc.messages import message
 from serving.api.v2.inference import HEADER_LENGTH
 from serving.errors import BadRequest, WorkerFailed
@@ -32,6 +34,9 @@ CONTENTS = {
     "FP64": "fp64_contents",
     "BYTES": "bytes_contents",
 }
+
+# Names and values in the JSON of an answer: a value may take 70 times the bytes of its JSON.
+MAX_VALUES = 1_000_000
 
 ModelInferResponse = message("inference.ModelInferResponse")
 
@@ -112,6 +117,7 @@ def from_http(body: bytes, header_length: str | None) -> Any:
     at = len(body) if header_length is None else int(header_length)
     response = ModelInferResponse()
     try:
+        check_count(body[:at], MAX_VALUES)
         head = json.loads(body[:at])  # orjson does not accept NaN
         response.model_name, response.model_version = head["model_name"], head["model_version"]
         response.id = head.get("id", "")
@@ -126,9 +132,16 @@ def from_http(body: bytes, header_length: str | None) -> Any:
                 if output.datatype == "BYTES":
                     values = [value.encode() for value in values]
                 getattr(output.contents, CONTENTS[output.datatype]).extend(values)
+            elif not 0 <= size <= len(body) - at:
+                raise ValueError(f"{tensor['name']} has {size} bytes")
             else:
                 response.raw_output_contents.append(body[at : at + size])
                 at += size
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except InvalidRequest:
+        raise WorkerFailed(
+            f"the JSON of the model's answer has more than {MAX_VALUES} values, as binary data it"
+            " could have more"
+        ) from None
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise WorkerFailed("the model's answer is none of the Open Inference Protocol") from None
     return response

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from serving.api.grpc.convert import from_http, one_text, parameters, to_http
+from serving.api.grpc.convert import MAX_VALUES, from_http, one_text, parameters, to_http
 from serving.api.grpc.messages import message
 from serving.api.v2.inference import HEADER_LENGTH
 from serving.errors import BadRequest, WorkerFailed
@@ -120,11 +120,32 @@ def test_binary_outputs_are_raw_ones() -> None:
         b'{"model_name": "a", "model_version": "1", "outputs": [{"name": "x"}]}',
         b'{"model_name": "a", "model_version": "1", "outputs": [{"name": "x", "shape": [1],'
         b' "datatype": "FP16", "data": [1]}]}',
+        b'{"model_name": "a", "model_version": "1", "outputs": ' + b"[" * 100_000,
     ],
+    ids=lambda body: body[:20].decode(),
 )
 def test_an_answer_of_another_kind_is_a_fault_of_the_model(body: bytes) -> None:
     with pytest.raises(WorkerFailed, match="none of the Open Inference Protocol"):
         from_http(body, None)
+
+
+def test_no_answer_takes_many_times_its_bytes() -> None:
+    """A script could end the gateway by them."""
+
+    def answer(outputs: list[dict[str, Any]], data: bytes) -> Any:
+        head = json.dumps({"model_name": "봄", "model_version": "1", "outputs": outputs}).encode()
+        return from_http(head + data, str(len(head)))
+
+    def sized(size: int) -> dict[str, Any]:
+        parameters = {"binary_data_size": size}
+        return {"name": "글", "datatype": "BYTES", "shape": [1], "parameters": parameters}
+
+    assert list(answer([sized(2), sized(1)], b"abc").raw_output_contents) == [b"ab", b"c"]
+    for sizes in ([3, -3, 3], [4], [2, 2]):
+        with pytest.raises(WorkerFailed, match="none of the Open Inference Protocol"):
+            answer([sized(size) for size in sizes], b"abc")
+    with pytest.raises(WorkerFailed, match="more than 1000000 values, as binary data"):
+        from_http(b'{"outputs": [%s]}' % b",".join([b"[]"] * MAX_VALUES), None)
 
 
 @pytest.mark.parametrize("shape", [[1], [1, 1]])
