@@ -23,7 +23,9 @@ logger = logging.getLogger(__name__)
 
 PACKAGES, TEMPORARY = "packages", "temporary"
 DONE = "packages.installed"
-MAX_LOG_BYTES = 65_536  # of pip's output, from its end: a package's build may print any amount
+# Of pip's output, from its end: a package's build may print any amount, and a line of two bytes
+# takes some 200 in the log.
+MAX_LOG_BYTES, MAX_LOG_LINES = 65_536, 300
 OUTPUT_TIMEOUT_S = 5.0  # for reading the rest after pip's end; its processes are killed before
 PROGRAM = Path(__file__).with_name("pip_child.py")
 
@@ -89,7 +91,7 @@ def _pip(
     if process.returncode != 0:
         log = output.decode("utf-8", "replace")
         lines = [line.strip() for line in log.splitlines() if line.strip()]
-        for line in lines:
+        for line in lines[-MAX_LOG_LINES:]:
             logger.error("pip: %s", line)
         reason = next((line for line in reversed(lines) if "ERROR" in line), "pip failed")
         raise ArtifactError(f"{shown} could not be installed: {reason[:300]}")
