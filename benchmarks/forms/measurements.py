@@ -203,8 +203,11 @@ class FormsRun(Run):
             vocabulary.constrain(form).result().clear()
 
         def size() -> int:
-            children = psutil.Process().children(recursive=True)
-            return sum(process.memory_full_info().uss for process in children)
+            total = 0
+            for process in psutil.Process().children(recursive=True):
+                with contextlib.suppress(psutil.Error):  # a form's process that has just ended
+                    total += process.memory_full_info().uss
+            return total
 
         before = size()
         first = seconds_of(lambda: compile_(json_schema("", {"type": "boolean"})))

@@ -38,9 +38,11 @@ OPTIONS = "%llguidance " + json.dumps({"no_forcing": True}) + "\n"
 WHITESPACE = {"item_separator": ", ?", "key_separator": ": ?", "whitespace_flexible": False}
 
 # The search for branches that can be written. A state that allows more tokens than `MAX_BRANCHES`
-# counts as one, and so does what is still open after `MAX_SEARCHED` masks of 40 us.
+# counts as one, and so does what is still open after `MAX_SEARCHED` masks of 40 us or more. The next
+# `UNSEARCHED` tokens are not searched then, so that a long text costs a few masks a token.
 MAX_BRANCHES = 64
-MAX_SEARCHED = 500  # fewer than Python's limit of recursion
+MAX_SEARCHED = 128  # fewer than Python's limit of recursion
+UNSEARCHED = 32
 MAX_KNOWN = 10_000  # states of a form whose result is remembered
 UTF8 = {*range(0xC0), *range(0xC2, 0xF5)}  # the bytes that occur in texts
 
@@ -164,6 +166,9 @@ class FormChild:
             raise self._unwritable(answer.matcher.get_error())
         if self._tokens.write_all:
             return
+        if answer.unsearched:
+            answer.unsearched -= 1
+            return
         allowed = self._allowed()
         if 0 < len(allowed) <= MAX_BRANCHES:
             mask, self._stuck = self._mask.copy(), b""
@@ -172,6 +177,7 @@ class FormChild:
                 if token not in self._tokens.stop_ids and not self._ends(answer, token, count):
                     mask[token // 32] &= ~np.uint32(1 << token % 32)
             self._mask = mask
+            answer.unsearched = 0 if count[0] > 0 else UNSEARCHED
             if not self._mask.any() and not answer.matcher.is_accepting():
                 raise self._unwritable("")
 
@@ -251,6 +257,7 @@ class Answer:
 
     def __init__(self, matcher: LLMatcher, written: bytes) -> None:
         self.matcher, self.written = matcher, written
+        self.unsearched = 0  # tokens until the next search
 
     def consume(self, token: int, table: Table) -> bool:
         self.written += table.piece(token)
