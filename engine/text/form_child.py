@@ -38,7 +38,7 @@ OPTIONS = "%llguidance " + json.dumps({"no_forcing": True}) + "\n"
 WHITESPACE = {"item_separator": ", ?", "key_separator": ": ?", "whitespace_flexible": False}
 
 # The search for branches that can be written. A state that allows more tokens than `MAX_BRANCHES`
-# counts as one, and so does what is still open after `MAX_SEARCHED` masks of 40 us or more. The next
+# counts as one, and so does what is still open after `MAX_SEARCHED` masks of 40 us. The next
 # `UNSEARCHED` tokens are not searched then, so that a long text costs a few masks a token.
 MAX_BRANCHES = 64
 MAX_SEARCHED = 128  # fewer than Python's limit of recursion
