@@ -150,7 +150,8 @@ class HardRun(Run):
         """Return a contender's greedy texts, and logits (texts, T, V) along `texts` or its own."""
         made: list[list[int]] = []
         file = self.workdir / "logits.npy"
-        with contender.start(folder, self.workdir / "peers", self.log(contender.name)) as worker:
+        log = self.log(f"{contender.name}-{folder.name}")  # the next model keeps it
+        with contender.start(folder, self.workdir / "peers", log) as worker:
             for at in range(0, len(prompts), ROWS):
                 batch = prompts[at : at + ROWS]
                 new_tokens = self.plan.new_tokens
