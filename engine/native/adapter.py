@@ -18,7 +18,6 @@ from numpy.typing import NDArray
 
 from common.errors import ArtifactError
 from common.memory import MIB
-from engine.artifacts import artifact as names
 from engine.artifacts.adapter import BASE_NAMES, Adapter
 from engine.artifacts.artifact import Artifact
 from engine.artifacts.config import GPT2Config
@@ -148,7 +147,9 @@ def layout(adapter: Adapter, precision: str) -> Iterator[Stored]:
         rank += adapter.changes_bias(module)  # see _low_rank
         yield Stored(f"{module}.down", (-(-rank // line), inputs, line), dtype)
         yield Stored(f"{module}.up", (-(-outputs // line), rank, line), dtype)
-        if adapter.changes_bias(module) or (precision == "int8" and _norm_before(module)):
+        if adapter.changes_bias(module) or (
+            precision == "int8" and rotation.norm_before(*module.split("."))
+        ):
             yield Stored(f"{module}.bias", (-(-rank // line) * line,), "F32")
 
 
@@ -204,21 +205,13 @@ def _low_rank(adapter: Adapter, base: Artifact, module: str) -> LowRank:
     return LowRank(down, np.concatenate([up, more[:, None]], axis=1), ones)
 
 
-def _norm_before(module: str) -> str | None:
-    """Return the name of the LayerNorm before a module, in an artifact."""
-    layer, product = module.split(".")
-    norm = rotation.NORM_BEFORE.get(product)
-    return None if norm is None else names.NORMS[norm].format(layer)
-
-
 def _rotated(matrix: LowRank, base: Artifact, module: str) -> LowRank:
     """Return a module's matrices for a base in int8, see `engine.native.rotation`."""
-    product = module.split(".")[1]
+    layer, product = module.split(".")
     down, up, bias = rotation.floats(matrix.down), rotation.floats(matrix.up), matrix.bias
-    if (norm := _norm_before(module)) is not None:
+    if (norm := rotation.norm_before(layer, product)) is not None:
         bias = np.zeros(len(down), np.float32) if bias is None else bias
-        rotation.add_products(bias, down, base.weights[f"{norm}.beta"])
-        down *= np.asarray(base.weights[f"{norm}.gamma"], np.float32)
+        rotation.fold_norm(down, bias, *(base.weights[f"{norm}.{p}"] for p in ("gamma", "beta")))
     rotation.rotate_outputs(product, up, base.config)
     if product != "ffn_out":  # adapters multiply what comes out of GELU before it is rotated
         down = rotation.rotate_inputs(product, down, base.config)

@@ -85,8 +85,8 @@ TARGET_AMX static void quantize_amx(const float *x, size_t k, float scale, const
 #define STORE_GROUP(g)                                                                             \
   do {                                                                                             \
     int32_t sums[2][MAX_ROWS][LINE];                                                               \
-    _tile_stored(UPPER_SUMS_##g, sums[0], 64);                                                      \
-    _tile_stored(LOWER_SUMS_##g, sums[1], 64);                                                      \
+    _tile_stored(UPPER_SUMS_##g, sums[0], 64);                                                     \
+    _tile_stored(LOWER_SUMS_##g, sums[1], 64);                                                     \
     const __m512 scales = _mm512_loadu_ps(packed + (g) * bytes + LINE * x->width);                 \
     const __m512 added = _mm512_loadu_ps(bias + (g) * LINE);                                       \
     for (size_t r = 0; r < rows; r++) {                                                            \
@@ -100,9 +100,9 @@ TARGET_AMX static void quantize_amx(const float *x, size_t k, float scale, const
 
 #define MULTIPLY_GROUP(g)                                                   \
   do {                                                                      \
-    _tile_loadd(WEIGHTS_TILE_##g, packed + (g) * bytes + LINE * i, 64);      \
-    _tile_dpbsud(UPPER_SUMS_##g, UPPER_TILE, WEIGHTS_TILE_##g);               \
-    _tile_dpbsud(LOWER_SUMS_##g, LOWER_TILE, WEIGHTS_TILE_##g);               \
+    _tile_loadd(WEIGHTS_TILE_##g, packed + (g) * bytes + LINE * i, 64);     \
+    _tile_dpbsud(UPPER_SUMS_##g, UPPER_TILE, WEIGHTS_TILE_##g);             \
+    _tile_dpbsud(LOWER_SUMS_##g, LOWER_TILE, WEIGHTS_TILE_##g);             \
   } while (0)
 
 TARGET_AMX static size_t int8_tile_amx(const Quantized *x, size_t row, const uint8_t *packed,

@@ -93,9 +93,7 @@ _use_kernels = _function("use_kernels", c_char_p, c_char_p)
 _take_times = _function("take_times", None, POINTER(c_double * 5))
 release_scratch = _function("release_scratch", None)
 packed_bytes = _function("packed_bytes", _size, _size, _size, c_int)
-pack = _function(
-    "pack", None, Pointer, c_int, _size, _size, _size, _size, c_int, _size, _size, Pointer
-)
+pack = _function("pack", None, Pointer, c_int, *[_size] * 4, c_int, Pointer)
 rotate = _function("rotate", None, Pointer, _size, _size, _size)
 add_products = _function("add_products", None, Pointer, Pointer, _size, _size, Pointer)
 softmax_weights = _function("softmax_weights", c_double, Pointer, _size, c_float, Pointer)

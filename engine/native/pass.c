@@ -700,8 +700,8 @@ static void pack_int8(const Column *column, size_t k, size_t lane, uint8_t *pack
 }
 
 void pack(const void *source, SourceType type, size_t column_stride, size_t stride, size_t n,
-          size_t k, int int8, size_t first, size_t last, uint8_t *packed) {
-  for (size_t c = first * LINE; c < last * LINE; c++) {
+          size_t k, int int8, uint8_t *packed) {
+  for (size_t c = 0; c < padded(n); c++) {
     uint8_t *group = packed + c / LINE * group_bytes(k, int8);
     const Column column = {source, type, c * column_stride, stride, c < n ? k : 0};
     if (int8)

@@ -99,10 +99,10 @@ size_t packed_bytes(size_t n, size_t k, int int8);
 
 typedef enum { SOURCE_FLOAT32, SOURCE_FLOAT16, SOURCE_BFLOAT16, SOURCE_FLOAT64 } SourceType;
 
-/* Packs the columns of groups [first, last) of a matrix: number i of column c lies at source[c *
-   column_stride + i * stride], strides in numbers. Several threads may pack groups of one matrix. */
+/* Packs a matrix: number i of its column c lies at source[c * column_stride + i * stride], strides in
+   numbers. Several threads may pack groups of columns as matrices of their own. */
 void pack(const void *source, SourceType type, size_t column_stride, size_t stride, size_t n,
-          size_t k, int int8, size_t first, size_t last, uint8_t *packed);
+          size_t k, int int8, uint8_t *packed);
 
 /* Multiplies each of x (count, n, width) with the orthogonal matrix (n, n) of attention.h, which is its own
    inverse. The result is the same, bit for bit, on every processor. */

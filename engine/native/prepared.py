@@ -48,7 +48,6 @@ from engine.prepared.manifest import Run, directly, to_manifest
 from engine.sandbox import Limits
 
 FORMAT = 2  # raise it when the layout or the quantization changes
-PRECISIONS = ("int8", "fp32")
 SOURCE_TYPES = {"float32": 0, "float16": 1, "bfloat16": 2, "float64": 3}  # pass.h, SourceType
 GROUPS_AT_ONCE = 256  # groups of columns that a thread packs in one task
 ALIGNMENT = 4096  # bytes, of the first tensor
@@ -323,14 +322,14 @@ def write(
 
 def _fill(artifact: Artifact, entries: list[Entry], data: NDArray[np.uint8]) -> None:
     """Quantize or pack an artifact's weights, on all cores."""
-    ends = list(itertools.accumulate(entry.num_bytes for entry in entries))
+    ends = itertools.accumulate(entry.num_bytes for entry in entries)
     places = {e.name: data[end - e.num_bytes : end] for e, end in zip(entries, ends, strict=True)}
+    rotates = entries[0].precision == "int8"
     with ThreadPoolExecutor(cpu_count()) as pool:
         futures = []
         for entry in entries:
             weight, place = artifact.weights[entry.source], places[entry.name]
             layer = re.fullmatch(r"layers\.(\d+)\.(\w+)\.(\w+)", entry.name)
-            rotates = entries[0].precision == "int8"
             if layer and rotates:
                 if layer[3] == "weight":
                     bias = places[entry.name.removesuffix("weight") + "bias"]
@@ -340,15 +339,12 @@ def _fill(artifact: Artifact, entries: list[Entry], data: NDArray[np.uint8]) -> 
                 _fill_rows(weight, entry, place, rotates and entry.name == "positions")
             else:
                 for first in range(0, entry.shape[0], GROUPS_AT_ONCE):
-                    last = min(first + GROUPS_AT_ONCE, entry.shape[0])
-                    futures.append(pool.submit(_fill_groups, weight, entry, place, first, last))
+                    futures.append(pool.submit(_fill_groups, weight, entry, place, first))
         for future in futures:
             future.result()
 
 
-def _fill_rows(
-    weight: NDArray[Any], entry: Entry, place: NDArray[np.uint8], rotates: bool = False
-) -> None:
+def _fill_rows(weight: NDArray[Any], entry: Entry, place: NDArray[np.uint8], rotates: bool) -> None:
     rows = rotation.floats(weight)
     if rotates:
         rotation.rotate_rows(rows, entry.k)
@@ -365,36 +361,26 @@ def _fill_product(
 ) -> None:
     """Rotate and quantize a product of a layer."""
     weights = artifact.weights
-    gamma = beta = None
-    if product in rotation.NORM_BEFORE:
-        norm = names.NORMS[rotation.NORM_BEFORE[product]].format(layer)
-        gamma, beta = weights[f"{norm}.gamma"], weights[f"{norm}.beta"]
+    weight = rotation.floats(weights[entry.source])
     bias = rotation.floats(weights[entry.source.removesuffix("weight") + "bias"])[0]
-    weight, bias = rotation.rotated_product(
-        product, rotation.floats(weights[entry.source]), bias, artifact.config, gamma, beta
-    )
+    if (norm := rotation.norm_before(layer, product)) is not None:
+        rotation.fold_norm(weight, bias, weights[f"{norm}.gamma"], weights[f"{norm}.beta"])
+    weight, bias = rotation.rotated_product(product, weight, bias, artifact.config)
     bias_place.view(np.float32)[: entry.n] = bias
-    _pack(weight, entry, place, 0, entry.shape[0])
+    _pack(weight, entry, place)
 
 
-def _fill_groups(
-    weight: NDArray[Any], entry: Entry, place: NDArray[np.uint8], first: int, last: int
-) -> None:
+def _fill_groups(weight: NDArray[Any], entry: Entry, place: NDArray[np.uint8], first: int) -> None:
     """Pack some groups of columns of a matrix; rotate those of the embedding and the head."""
+    rows = weight[first * library.LINE : (first + GROUPS_AT_ONCE) * library.LINE]
     if entry.precision == "int8":
-        rows = rotation.floats(weight[first * library.LINE : last * library.LINE])
+        rows = rotation.floats(rows)
         rotation.rotate_rows(rows, entry.k)
-        part = dataclasses.replace(entry, n=len(rows))
-        bytes_of_group = entry.num_bytes // entry.shape[0]
-        _pack(rows, part, place[first * bytes_of_group :], 0, last - first)
-    else:
-        _pack(weight, entry, place, first, last)
+    _pack(rows, entry, place[first * (entry.num_bytes // entry.shape[0]) :])
 
 
-def _pack(
-    weight: NDArray[Any], entry: Entry, place: NDArray[np.uint8], first: int, last: int
-) -> None:
+def _pack(weight: NDArray[Any], entry: Entry, place: NDArray[np.uint8]) -> None:
+    """Pack a matrix (n, k), or whole groups of its columns, in an entry's precision."""
     strides = (stride // weight.itemsize for stride in weight.strides)
-    matrix = (weight.ctypes.data, SOURCE_TYPES[weight.dtype.name], *strides)
-    sizes = (entry.n, weight.shape[1], entry.precision == "int8")
-    library.pack(*matrix, *sizes, first, last, place.ctypes.data)
+    matrix = (weight.ctypes.data, SOURCE_TYPES[weight.dtype.name], *strides, *weight.shape)
+    library.pack(*matrix, entry.precision == "int8", place.ctypes.data)

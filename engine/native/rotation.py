@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from engine.artifacts import artifact as names
 from engine.artifacts.config import GPT2Config
 from engine.native import library
 
@@ -31,6 +32,12 @@ Floats = NDArray[np.float32]
 
 # The LayerNorm before a product.
 NORM_BEFORE = {"qkv": "attention_norm", "ffn_hidden": "ffn_norm"}
+
+
+def norm_before(layer: int | str, product: str) -> str | None:
+    """Return the name in an artifact of the LayerNorm before a product; None if there is none."""
+    norm = NORM_BEFORE.get(product)
+    return None if norm is None else names.NORMS[norm].format(layer)
 
 
 def floats(weight: NDArray[Any]) -> Floats:
@@ -48,10 +55,12 @@ def rotate_columns(weight: Floats, size: int) -> None:
     library.rotate(weight.ctypes.data, len(weight) // size, size, weight.shape[1])
 
 
-def add_products(out: Floats, weight: Floats, x: NDArray[Any]) -> None:
-    """Add weight (n, k) times x (k,) to out (n,), summed in double precision, in order."""
-    factors = np.array(x, np.float32)
-    library.add_products(weight.ctypes.data, factors.ctypes.data, *weight.shape, out.ctypes.data)
+def fold_norm(weight: Floats, bias: Floats, gamma: NDArray[Any], beta: NDArray[Any]) -> None:
+    """Multiply a LayerNorm's gamma and beta into the weight (n, k) and bias (n,) behind it."""
+    factors = np.array(beta, np.float32)
+    addresses = weight.ctypes.data, factors.ctypes.data
+    library.add_products(*addresses, *weight.shape, bias.ctypes.data)
+    weight *= np.asarray(gamma, np.float32)
 
 
 def rotate_outputs(product: str, weight: Floats, config: GPT2Config) -> None:
@@ -75,15 +84,9 @@ def rotate_inputs(product: str, weight: Floats, config: GPT2Config) -> Floats:
 
 
 def rotated_product(
-    product: str, weight: Floats, bias: Floats, config: GPT2Config, gamma: Any, beta: Any
+    product: str, weight: Floats, bias: Floats, config: GPT2Config
 ) -> tuple[Floats, Floats]:
-    """Return a product's weight (n, k) and bias (n,) in the rotated basis.
-
-    gamma, beta: of the LayerNorm before it; None where there is none. Changes the arguments.
-    """
-    if gamma is not None:
-        add_products(bias, weight, beta)
-        weight *= gamma
+    """Return weight (n, k) and bias (n,) in the rotated basis; changes the arguments."""
     bias = bias.reshape(-1, 1)
     rotate_outputs(product, weight, config)
     rotate_outputs(product, bias, config)

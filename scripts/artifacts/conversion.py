@@ -200,9 +200,9 @@ def to_whole(adapter: Path, base: Artifact, target: Path) -> list[str]:
             if (adapter / name).exists():
                 shutil.copyfile(adapter / name, target / name)
     with tempfile.TemporaryDirectory(prefix="convert-") as work:
-        after = logits(open_artifact(target), "fp32", Path(work) / "after")
+        after = logits(open_artifact(target), Path(work) / "after")
         source, beside = (base, opened) if opened.is_thin else (merged, None)
-        before = logits(source, "fp32", Path(work) / "before", beside)
+        before = logits(source, Path(work) / "before", beside)
     return [*lines, _distance(before, after)]
 
 
@@ -217,15 +217,11 @@ def prompts(config: GPT2Config) -> Iterator[NDArray[np.int64]]:
         yield rng.integers(0, config.vocab_size, length)
 
 
-def logits(
-    artifact: Artifact, precision: str, cache_dir: Path, adapter: adapters.Adapter | None = None
-) -> Logits:
-    """Computes the logits (CHECKS, V) of the token after each of the prompts."""
-    packed = load_adapter(adapter, artifact, precision, cache_dir) if adapter else None
+def logits(artifact: Artifact, cache_dir: Path, adapter: adapters.Adapter | None = None) -> Logits:
+    """Computes the logits (CHECKS, V) of the token after each of the prompts, in fp32."""
+    packed = load_adapter(adapter, artifact, "fp32", cache_dir) if adapter else None
     rows = []
-    with contextlib.closing(
-        backends.load(artifact, BACKEND, precision, cache_dir=cache_dir)
-    ) as model:
+    with contextlib.closing(backends.load(artifact, BACKEND, "fp32", cache_dir=cache_dir)) as model:
         for ids in prompts(artifact.config):
             rows.append(logits_after(model, ids.tolist(), adapter=packed)[0])
     return np.stack(rows)
@@ -237,9 +233,9 @@ def verify(source: Artifact, target: Path, kind: str) -> str:
     Raises `Problem` if they differ by more than rounding.
     """
     with tempfile.TemporaryDirectory(prefix="convert-") as work:
-        before = logits(source, "fp32", Path(work))
+        before = logits(source, Path(work))
         cache = target / PREPARED if kind == "prepared" else Path(work)
-        after = logits(open_artifact(target), "fp32", cache)
+        after = logits(open_artifact(target), cache)
     return _distance(before, after)
 
 

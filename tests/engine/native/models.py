@@ -82,11 +82,12 @@ def pack(weight: Floats, int8: bool) -> NDArray[np.uint8]:
     packed = np.zeros(library.packed_bytes(n, k, int8), np.uint8)
     source = {"float32": 0, "float16": 1, "uint16": 2}[weight.dtype.name]  # uint16: bfloat16's bits
     strides = [stride // weight.itemsize for stride in weight.strides]
-    groups = -(-n // library.LINE)
-    address = weight.ctypes.data
-    for first in range(0, groups, 3):  # as several threads would
-        last = min(first + 3, groups)
-        library.pack(address, source, *strides, n, k, int8, first, last, packed.ctypes.data)
+    at = 0
+    for first in range(0, n, 3 * library.LINE):  # as several threads would
+        part = weight[first : first + 3 * library.LINE]
+        shape = part.shape
+        library.pack(part.ctypes.data, source, *strides, *shape, int8, packed[at:].ctypes.data)
+        at += library.packed_bytes(*shape, int8)
     return packed
 
 
@@ -136,13 +137,12 @@ def rotated(shape: Shape, weights: dict[str, Floats]) -> dict[str, Floats]:
         rotation.rotate_rows(result[name], shape.units)
     for i in range(shape.layers):
         for product, name in PRODUCTS.items():
-            norm = rotation.NORM_BEFORE.get(product)
-            gamma, beta = weights[f"{i} {norm.replace('_', ' ')}"] if norm else (None, None)
             weight = rotation.floats(weights[f"{i} {name}"])
             bias = rotation.floats(weights[f"{i} {name} bias"])[0]
-            result[f"{i} {name}"], result[f"{i} {name} bias"] = rotation.rotated_product(
-                product, weight, bias, config, gamma, beta
-            )
+            if norm := rotation.NORM_BEFORE.get(product):
+                rotation.fold_norm(weight, bias, *weights[f"{i} {norm.replace('_', ' ')}"])
+            weight, bias = rotation.rotated_product(product, weight, bias, config)
+            result[f"{i} {name}"], result[f"{i} {name} bias"] = weight, bias
     return result
 
 

@@ -64,7 +64,7 @@ static const void *random_matrix(size_t n, size_t k, int int8) {
       ((uint16_t *)numbers)[i] = type == SOURCE_FLOAT16 ? half : bits >> 16;
   }
   uint8_t *packed = keep(bytes);
-  pack(numbers, type, transposed ? 1 : k, transposed ? n : 1, n, k, int8, 0, (n + 15) / 16, packed);
+  pack(numbers, type, transposed ? 1 : k, transposed ? n : 1, n, k, int8, packed);
   free(numbers);
   return packed;
 }
