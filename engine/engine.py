@@ -9,6 +9,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Mapping
+from collections.abc import Sequence as Seq
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
@@ -26,8 +27,9 @@ from common.parameters import Parameters
 from engine.budget import Budget
 from engine.cores import Cores
 from engine.futures import after, completed
+from engine.generation import FormGeneration, Generation, TextSequence, Token
 from engine.guesses import Guesser
-from engine.labels import Labels, check_lengths
+from engine.labels import Choice, Labels, check_lengths
 from engine.loader import Loader, Request
 from engine.model import Core, Model
 from engine.native.model import release_memory
@@ -35,9 +37,10 @@ from engine.prefixes import Prefixes
 from engine.residency import Residency
 from engine.rules import Rule
 from engine.sandbox.reading import Reading
-from engine.sequence import Sequence, Token
+from engine.sequence import Sequence
 from engine.settings import Settings
 from engine.step_loop import Loop
+from engine.text.constraint import Constraint
 from engine.text.prompts import Inputs, check_bytes
 from engine.text.texts import Texts
 
@@ -278,7 +281,7 @@ class Engine:
         emit: Callable[[Token | EngineError], None],
         timeout_s: float | None = None,
         stream: bool = True,
-    ) -> Future[list[Sequence]]:
+    ) -> Future[list[TextSequence]]:
         """Tokenize a prompt in the model's text process, then queue the sequences of its answers.
 
         The form is compiled meanwhile. If the future is cancelled, this work ends.
@@ -306,29 +309,33 @@ class Engine:
             # The prompt is indexed once for all answers.
             return ids, labels, model.texts.rules(parameters, ids)
 
-        def queue() -> list[Sequence]:
+        def queue() -> list[TextSequence]:
             ids, labels, rules = tokenizing.result()
-            guesses = self.settings.speculation == "auto"
-            sequences = [
-                Sequence(
-                    prompt=ids,
-                    parameters=parameters,
-                    max_length=model.config.max_length,
-                    stop_ids=model.texts.stop_ids,
-                    emit=emit,
-                    index=i,
-                    eager=stream,
-                    deadline=deadline,
-                    model=model,
-                    adapter=model.adapter,
-                    guesser=Guesser(model.recent) if guesses else None,
-                    constraint=constraint,
-                    labels=labels,
-                    rules=list(map(copy.copy, rules)),
-                    received_at=received_at,
-                )
-                for i, constraint in enumerate(forming.result())
-            ]
+            speculates = self.settings.speculation == "auto"
+
+            def sequence(index: int, constraint: Constraint | None) -> TextSequence:
+                shared: dict[str, Any] = {
+                    "prompt": ids,
+                    "parameters": parameters,
+                    "max_length": model.config.max_length,
+                    "stop_ids": model.texts.stop_ids,
+                    "emit": emit,
+                    "index": index,
+                    "eager": stream,
+                    "deadline": deadline,
+                    "model": model,
+                    "adapter": model.adapter,
+                    "rules": list(map(copy.copy, rules)),
+                    "received_at": received_at,
+                }
+                if labels is not None:
+                    return Choice(labels=labels, **shared)
+                guesser = Guesser(model.recent) if speculates else None
+                if constraint is not None:
+                    return FormGeneration(constraint=constraint, guesser=guesser, **shared)
+                return Generation(guesser=guesser, **shared)
+
+            sequences = list(map(sequence, range(count), forming.result()))
             self._queue(model, sequences)
             return sequences
 
@@ -353,7 +360,7 @@ class Engine:
             model.submitting -= 1
             self._residency.open_waiting()
 
-    def _queue(self, model: Model, sequences: list[Sequence]) -> None:
+    def _queue(self, model: Model, sequences: Seq[Sequence]) -> None:
         with self._changed:
             self._loop.check()
             if self._closed or self._models.get(model.name) is not model:
@@ -376,7 +383,7 @@ class Engine:
             self._residency.request(model.core)
             self._loop.add(model.core)
 
-    def cancel(self, sequences: list[Sequence]) -> None:
+    def cancel(self, sequences: Seq[Sequence]) -> None:
         """Cancel the sequences of a request; the next step frees their rows."""
         for sequence in sequences:
             sequence.cancelled = True

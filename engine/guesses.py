@@ -84,3 +84,7 @@ class Guesser:
         self._recent.rate += SMOOTHING / 4 * (accepted / guessed - self._recent.rate)
         self._count = 2 * self._count + 1 if accepted == guessed else FEWEST
         self._pause = PAUSE if accepted else self._pause
+
+    def remember(self, ids: Seq[int]) -> None:
+        """Store a finished answer, for guesses of others."""
+        self._recent.extend(ids)

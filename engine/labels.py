@@ -7,8 +7,16 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from common.errors import InvalidRequest
-from engine.sampling import Logits, TokenLogprobs, Weights, logprobs_of
+from common.errors import InvalidRequest, OutOfMemory
+from engine.backends.interface import BackendModel, Logits, Piece, Row
+from engine.generation import MAX_SCORED_TOKENS, TextSequence
+from engine.native.library import PAGE_TOKENS
+from engine.sampling import TokenLogprobs, Weights, logprobs_of
+from engine.sequence import Scheduled, State
+
+# Most labels of a choice that a pass scores. Each has a row whose first page may be a copy, so
+# sixteen rows take 20 MB with a model of KoGPT2's size. Larger: more memory, fewer passes.
+MAX_LABEL_ROWS = 16
 
 
 @dataclass(frozen=True)
@@ -86,6 +94,60 @@ class Labels:
         ways = [i for i, way in enumerate(self.ways) if way.text == text]
         best = max(ways, key=lambda i: self._by_way[i][0])
         return list(zip(self.ways[best].ids, self._by_way[best][1], strict=True))
+
+
+@dataclass(eq=False, kw_only=True)
+class Choice(TextSequence):
+    """An answer that is one of some texts, chosen as a whole by their probabilities."""
+
+    labels: Labels
+
+    @property
+    def max_tokens(self) -> int:
+        return min(len(self.prompt) + self.labels.longest, self.max_length)
+
+    def row_lengths(self, model: BackendModel) -> list[int]:
+        more = self.labels.paths[1 : _max_rows(model)]  # the first is on the sequence's own row
+        return [self.max_tokens, *[PAGE_TOKENS + self.labels.longest] * len(more)]
+
+    def next_parts(self, row: Row, most: int, model: BackendModel, alone: bool) -> list[Scheduled]:
+        last = len(self.prompt) - 1  # the last token is computed with each label
+        if row.length < last:
+            return [self.part(row, min(row.length + most, last), 0)]
+        parts: list[Scheduled] = []
+        remaining = MAX_SCORED_TOKENS
+        for path in self.labels.paths[self.labels.num_scored :][: _max_rows(model)]:
+            remaining -= len(path) + 1
+            if parts and remaining < 0:
+                break
+            try:
+                target = model.open_row(row, row.length) if parts else row
+            except (OutOfMemory, MemoryError):  # score fewer at once
+                break
+            piece = Piece(target, self.prompt[last:] + path, len(path) + 1, self.adapter)
+            parts.append(Scheduled(self, piece, False))
+        return parts
+
+    def take(self, part: Scheduled, logits: Logits, model: BackendModel) -> bool:
+        """Score a path of the labels by its logits (1 + T, V); the last completes the answer."""
+        if not part.piece.num_logits:
+            return False
+        model.truncate(part.piece.row, len(self.prompt) - 1)
+        self.labels.score(logits, self.parameters.logprobs or 0)
+        if not self.labels.complete:
+            return False
+        text = self._sampler.pick(self.labels.scores)
+        for token, logprobs in self.labels.tokens(text):
+            if self.state is not State.FINISHED:
+                last = self._append(token, None if self.parameters.logprobs is None else logprobs)
+        self.finish()
+        last.finish_reason = last.finish_reason or "complete"
+        last.choices = self.labels.logprobs
+        return True
+
+
+def _max_rows(model: BackendModel) -> int:
+    return MAX_LABEL_ROWS if model.caches_rows else 1
 
 
 def _score(way: Way, logits: Logits, top: int) -> tuple[float, list[TokenLogprobs]]:

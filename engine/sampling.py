@@ -11,11 +11,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from common.parameters import Parameters
+from engine.backends.interface import Logits
 from engine.native import library
 from engine.rules import Ids, Rule
 from engine.text.constraint import Constraint
 
-Logits = NDArray[np.float32]
 Weights = NDArray[np.float64]
 
 # The smallest temperature and penalty: smaller ones choose the same, but overflow float32.

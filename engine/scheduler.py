@@ -5,39 +5,16 @@ from __future__ import annotations
 import time
 from collections import deque
 from contextlib import ExitStack
-from dataclasses import dataclass
 
 from common.errors import DeadlineExceeded, EngineError, OutOfMemory
-from engine.backends.interface import BackendModel, Piece, Row
+from engine.backends.interface import BackendModel, Row
 from engine.budget import Budget
-from engine.labels import Labels
-from engine.native.library import PAGE_TOKENS
 from engine.prefixes import Prefix, Prefixes, key_of, shared_length
-from engine.sequence import Sequence, State
+from engine.sequence import Scheduled, Sequence, State
 
-# Most prompt tokens of a sequence in a pass if each of them needs logits, which take 200 KB a token
-# with a vocabulary of 50,000. Larger: more memory.
-MAX_SCORED_TOKENS = 64
-# Most labels of a choice that a pass scores. Each has a row whose first page may be a copy, so
-# sixteen rows take 20 MB with a model of KoGPT2's size. Larger: more memory, fewer passes.
-MAX_LABEL_ROWS = 16
-# Most tokens of a sequence in a pass that its form has forced. Larger: other sequences wait longer.
-MAX_FORCED_TOKENS = 16
-
-
-@dataclass
-class Scheduled:
-    """A sequence's part of the next pass: its next token, or tokens of its prompt."""
-
-    sequence: Sequence
-    piece: Piece
-    completes: bool  # whether logits after the sequence's last token are computed
-
-    @property
-    def num_prompt_tokens(self) -> int:
-        """The number of tokens that count as prefill: 0 for a decode step of one token."""
-        count = len(self.piece.ids) - len(self.sequence.guesses)
-        return count if count > 1 or not self.completes else 0
+# Most tokens of a sequence that decodes in a pass: a form may have forced all but the first.
+# Larger: other sequences wait longer.
+MAX_DECODE_TOKENS = 16
 
 
 class Batch:
@@ -58,7 +35,7 @@ class Batch:
         self._budget, self._prefixes = budget, prefixes
         self._model: BackendModel | None = None  # while the core is resident
         self._rows: dict[Sequence, Row] = {}
-        self._label_rows: list[Row] = []  # of the pass under way
+        self._pass_rows: list[Row] = []  # of the pass under way, beside those of the sequences
         self._reserved_bytes = self._weight_bytes = 0
 
     def open(self, model: BackendModel, weight_bytes: int) -> None:
@@ -110,38 +87,33 @@ class Batch:
 
     def siblings(self, first: Sequence) -> list[Sequence]:
         """Return the other answers of `first`'s request that have no token yet."""
-        if first.parameters.num_return_sequences == 1:
+        if not first.has_siblings:
             return []
         return [
             s
             for s in (*self.running, *self.waiting)
             if s.prompt is first.prompt
             and s is not first
-            and not (s.num_new or s.over or s.awaits_form)
+            and not (s.num_new or s.over or s.blocked)
         ]
 
     def schedule(self, prefill_tokens: int) -> list[Scheduled]:
         """Choose the pieces of the next pass.
 
-        They are the last token of each sequence that decodes, with forced tokens and guesses behind
-        it, and at most `prefill_tokens` of prompts, oldest first.
+        They are the last token of each sequence that decodes, with what its kind adds, and at most
+        `prefill_tokens` of prompts, oldest first.
         """
         self.drop_expired()
-        scheduled = [
-            self._next(s, MAX_FORCED_TOKENS)
-            for s in self.running
-            if s.state is State.DECODE and not s.awaits_form
-        ]
+        scheduled: list[Scheduled] = []
+        for sequence in self.running:
+            if sequence.state is State.DECODE and not sequence.blocked:
+                scheduled += self._next(sequence, MAX_DECODE_TOKENS)
         prompts = [s for s in self.running if s.state is State.PREFILL]
         while prefill_tokens > 0:
-            sequence = prompts.pop(0) if prompts else self._admit()
-            if sequence is None:
+            prompt = prompts.pop(0) if prompts else self._admit()
+            if prompt is None:
                 break
-            labels = sequence.labels
-            if labels is not None and self._rows[sequence].length == len(sequence.prompt) - 1:
-                parts = self._next_labels(sequence, labels)
-            else:
-                parts = [self._next(sequence, prefill_tokens)]
+            parts = self._next(prompt, prefill_tokens)
             scheduled += parts
             prefill_tokens -= sum(len(part.piece.ids) for part in parts)
         if any(part.piece.adapter for part in scheduled):
@@ -149,67 +121,21 @@ class Batch:
             scheduled.sort(key=lambda part: part.piece.adapter.address if part.piece.adapter else 0)
         return scheduled
 
-    def _next(self, sequence: Sequence, count: int) -> Scheduled:
-        row, last = self._rows[sequence], len(sequence.ids)
-        if sequence.labels is not None:  # the last token is computed with each label
-            last -= 1
-        count = min(count, MAX_SCORED_TOKENS) if sequence.scores_prompt else count
-        begin, end = row.length, min(row.length + count, last)
-        completes = end == len(sequence.ids)
-        wanted = end - begin if sequence.scores_prompt else int(completes)
-        sequence.set_guesses(self._guess(sequence) if completes else [])
-        ids = [*sequence.ids[begin:end], *sequence.guesses]
-        piece = Piece(row, ids, wanted + len(sequence.guesses), sequence.adapter)
-        return Scheduled(sequence, piece, completes)
-
-    def _next_labels(self, sequence: Sequence, labels: Labels) -> list[Scheduled]:
-        """Schedule the prompt's last token with each of the next labels, on rows of their own."""
-        row, last = self._rows[sequence], sequence.prompt[-1:]
-        parts: list[Scheduled] = []
-        remaining = MAX_SCORED_TOKENS
-        for path in labels.paths[labels.num_scored :][: self._max_label_rows]:
-            remaining -= len(path) + 1
-            if parts and remaining < 0:
-                break
-            if parts:
-                try:
-                    self._label_rows.append(self.model.open_row(row, row.length))
-                except (OutOfMemory, MemoryError):  # score fewer at once
-                    break
-            target = self._label_rows[-1] if parts else row
-            piece = Piece(target, last + path, len(path) + 1, sequence.adapter)
-            parts.append(Scheduled(sequence, piece, False))
+    def _next(self, sequence: Sequence, most: int) -> list[Scheduled]:
+        row, alone = self._rows[sequence], len(self.running) == 1
+        parts = sequence.next_parts(row, most, self.model, alone)
+        self._pass_rows += [part.piece.row for part in parts if part.piece.row is not row]
         return parts
-
-    @property
-    def _max_label_rows(self) -> int:
-        return MAX_LABEL_ROWS if self.model.caches_rows else 1
-
-    def _guess(self, sequence: Sequence) -> list[int]:
-        """Return guesses of the next tokens, at most as many as the row can hold.
-
-        Only a sequence that runs alone gets any: with two rows, three guesses each save time only
-        if a third of them is right, with eight rows almost never.
-        """
-        guesser, most = sequence.guesser, sequence.max_tokens - len(sequence.ids) - 1
-        if guesser is None or not sequence.num_new or most <= 0:
-            return []
-        alone = len(self.running) == 1 and self.model.checks_guesses
-        return guesser.guess(sequence.ids, most) if alone else []
-
-    def truncate(self, sequence: Sequence, length: int) -> None:
-        """Shorten a sequence's row to its first `length` tokens, to drop wrong guesses."""
-        self.model.truncate(self._rows[sequence], length)
 
     def _admit(self) -> Sequence | None:
         """Open a row for the first waiting sequence, if there is memory for all of its tokens."""
         while self.admits and self.waiting and len(self.running) < self.row_limit:
             # The first token of some may have been chosen with that of another answer.
-            sequence = next((s for s in self.waiting if not s.awaits_form), None)
+            sequence = next((s for s in self.waiting if not s.blocked), None)
             if sequence is None:
                 return None
             begun = (s for s in self.running if s.prompt is sequence.prompt)
-            if any(not (s.num_new or s.awaits_form) for s in begun):
+            if any(not (s.num_new or s.blocked) for s in begun):
                 return None  # another answer of the same request is computing the prompt
             needed = self._kv_bytes([*self.running, sequence]) - self._reserved_bytes
             if self._budget.reserve_kv(needed, self):
@@ -222,7 +148,7 @@ class Batch:
                 except (EngineError, MemoryError) as error:
                     known = error if isinstance(error, EngineError) else None
                     sequence.fail(known or OutOfMemory("there is no memory for another row"))
-                    self._remove_finished()  # the pass needs the rows of labels
+                    self._remove_finished()  # the pass needs `_pass_rows`
                     continue
                 return sequence
             problem = self._budget.kv_problem(self._kv_bytes([sequence]), self._weight_bytes)
@@ -237,7 +163,7 @@ class Batch:
         """Open a row with the longest prefix that is computed already, except the last token."""
         key = key_of(sequence.ids[:-1])
         nearest, length, cached = None, 0, None
-        if not sequence.scores_prompt:
+        if sequence.uses_prefix:
             sharing = self.model.caches_rows and self._prefixes.limit_bytes > 0
             for other, row in self._rows.items():
                 shares = sharing and other.model is sequence.model
@@ -253,15 +179,12 @@ class Batch:
 
     def _kv_bytes(self, sequences: list[Sequence]) -> int:
         """Return the K/V bytes of sequences with all tokens that they may get."""
-        lengths = [s.max_tokens for s in sequences]
-        for labels in (s.labels for s in sequences if s.labels is not None):
-            more = labels.paths[1 : self._max_label_rows]  # the first is on the sequence's own row
-            lengths += [PAGE_TOKENS + labels.longest] * len(more)
+        lengths = [n for s in sequences for n in s.row_lengths(self.model)]
         return self.model.kv_bytes_for(lengths)
 
-    def awaiting_forms(self) -> list[Sequence]:
-        """Return the sequences that sit out passes until the masks of their forms are there."""
-        return [s for s in (*self.running, *self.waiting) if s.awaits_form]
+    def blocked(self) -> list[Sequence]:
+        """Return the sequences that sit out passes until they are settled."""
+        return [s for s in (*self.running, *self.waiting) if s.blocked]
 
     def drop_expired(self) -> None:
         """End sequences that are cancelled or past their deadlines."""
@@ -288,11 +211,11 @@ class Batch:
             self.close_finished()
 
     def close_finished(self) -> None:
-        """Remove finished sequences, and close the rows of scored labels."""
+        """Remove finished sequences, and close the rows of the pass under way."""
         with ExitStack() as steps:
             steps.callback(self._remove_finished)
-            while self._label_rows:
-                steps.callback(self.model.close_row, self._label_rows.pop())
+            while self._pass_rows:
+                steps.callback(self.model.close_row, self._pass_rows.pop())
 
     def _remove_finished(self) -> None:
         """Remove finished sequences and free all that they hold, even if a row cannot be closed."""
@@ -322,7 +245,8 @@ class Batch:
             self.model.close_row(row)
 
     def _cache_prefix(self, sequence: Sequence, row: Row) -> bool:
-        if sequence.failed or not self.model.caches_rows or not self._prefixes.limit_bytes:
+        cached = sequence.caches_prefix and self.model.caches_rows and self._prefixes.limit_bytes
+        if sequence.failed or not cached:
             return False
         key = key_of(sequence.ids[: row.length])  # ids whose keys and values are computed
         return self._prefixes.add(Prefix(sequence.model, key, row, self.model))

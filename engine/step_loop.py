@@ -16,8 +16,7 @@ from common.errors import EngineError, EngineUnavailable, InvalidRequest, OutOfM
 from engine.backends import nvidia
 from engine.backends.interface import BackendModel, Logits
 from engine.model import Core, Model
-from engine.scheduler import Scheduled
-from engine.sequence import Sequence, State
+from engine.sequence import Scheduled, Sequence, State
 from engine.text.constraint import WAIT_S
 
 # Most prompt tokens a turn while any sequence decodes. Larger: the next tokens of those come later
@@ -33,7 +32,6 @@ IDLE_BEFORE_RELEASE_S = 1.0
 # The age of a step from which on the engine is unhealthy. A step of 256 prompt tokens on a slow
 # machine takes a few seconds.
 STALLED_AFTER_S = 30.0
-WRONG = -1  # a guess that no token is
 GPU_LOST = 75  # exit status after a fatal error of the GPU
 
 logger = logging.getLogger(__name__)
@@ -168,10 +166,9 @@ class Loop:
     def _pause(self) -> None:
         """Wait where all wait for memory that another thread or sequence holds, or for masks."""
         with self.changed:
-            waiting = [s for core in self._busy() for s in core.batch.awaiting_forms()]
-        constraints = [s.constraint for s in waiting if s.constraint is not None]
-        if constraints:
-            constraints[0].wait(POLL_INTERVAL_S)
+            blocked = [s for core in self._busy() for s in core.batch.blocked()]
+        if blocked:
+            blocked[0].wait(POLL_INTERVAL_S)
         else:
             time.sleep(POLL_INTERVAL_S)
 
@@ -214,7 +211,9 @@ class Loop:
             if not part.sequence.begun:
                 part.sequence.begun = True
                 waited_s = time.monotonic() - part.sequence.queued_at
-                part.sequence.model.statistics.queue_s.observe(waited_s)
+                statistics = part.sequence.model.statistics
+                statistics.queue_s.observe(waited_s)
+                statistics.cached_tokens += part.sequence.cached_tokens
         if scheduled:
             compute.check()
             logits = self._compute(core, compute, scheduled)
@@ -242,7 +241,7 @@ class Loop:
             return None
 
     def _postprocess(self, core: Core, scheduled: list[Scheduled], logits: Logits) -> None:
-        """Choose the next tokens from the logits (N, V) of a pass."""
+        """Give the logits (N, V) of a pass to its sequences."""
         at = 0
         ready: list[Sequence] = []  # sequences whose tokens are to be sent
         decoded: Counter[Model] = Counter()  # rows by model
@@ -253,42 +252,35 @@ class Loop:
                 core.prefilled_at = self._turns
             if sequence.state is State.FINISHED:
                 continue
-            with self._ending(core, sequence):
-                if sequence.labels is not None:
-                    if count:
-                        core.batch.model.truncate(part.piece.row, len(sequence.prompt) - 1)
-                        if sequence.score_label(rows):
-                            self._count_first(sequence)
-                            ready.append(sequence)
-                    continue
-                if sequence.scores_prompt:
-                    for row in rows:
-                        sequence.score(row)
-                if not part.completes:
-                    continue
-                if sequence.state is State.DECODE:
-                    decoded[sequence.model] += 1
+            siblings: list[Sequence] = []
+            if part.completes:
+                decoded[sequence.model] += sequence.state is State.DECODE
                 sequence.state = State.DECODE
                 if not sequence.num_new:
-                    self._begin(core, sequence, rows[-1], ready)
-                elif self._advance(core, sequence, rows[-1 - len(sequence.guesses) :]):
+                    with self.changed:  # the queue is shared with `submit`
+                        siblings = core.batch.siblings(sequence)
+            with self._ending(core, sequence):
+                if sequence.take(part, rows, core.batch.model):
                     ready.append(sequence)
-        for owner, count in decoded.items():
+            for sibling in siblings:
+                with self._ending(core, sibling):
+                    if sibling.begin_like(sequence, rows[-1]):
+                        ready.append(sibling)
+        for owner, count in (+decoded).items():
             owner.statistics.steps += 1
             owner.statistics.rows += count
         self._write(ready)
         self._settle(core, WAIT_S)
 
     def _settle(self, core: Core, timeout_s: float) -> None:
-        """Append the tokens whose masks are there, for which it waits up to `timeout_s`."""
+        """End the blocks of sequences, for which it waits up to `timeout_s`."""
         with self.changed:  # the queue is shared with `submit`
-            waiting = core.batch.awaiting_forms()
+            blocked = core.batch.blocked()
         ready, until = list[Sequence](), time.monotonic() + timeout_s
-        for sequence in waiting:
+        for sequence in blocked:
             with self._ending(core, sequence):
                 if sequence.settle(max(0.0, until - time.monotonic())):
                     ready.append(sequence)
-                self._remember(sequence)
         self._write(ready)
 
     @staticmethod
@@ -296,54 +288,6 @@ class Loop:
         """Send the texts of sequences' new tokens."""
         for owner in dict.fromkeys(s.model for s in ready):
             owner.texts.write([s for s in ready if s.model is owner])
-
-    @staticmethod
-    def _advance(core: Core, sequence: Sequence, rows: Logits) -> bool:
-        """Choose the next tokens of a sequence from its logits (1 + guesses, V).
-
-        The first row gives one token; each further row gives one if the guess before it was chosen.
-        Returns whether the tokens are to be sent now.
-        """
-        due, chosen, count = False, 0, len(sequence.guesses)
-        while sequence.accepted == chosen <= count and sequence.state is not State.FINISHED:
-            due = sequence.advance(rows[chosen]) or due
-            if chosen < count:  # it runs alone, so nothing else waits
-                due = sequence.settle(WAIT_S) or due
-            if sequence.awaits_form:  # its token comes later, as one that no guess was right for
-                sequence.guesses[sequence.accepted :] = [WRONG] * (count - sequence.accepted)
-                break
-            chosen = len(sequence.ids) - sequence.known
-        owner = sequence.model
-        if count and sequence.guesser is not None:
-            core.batch.truncate(sequence, sequence.known + sequence.accepted)
-            sequence.guesser.check(count, sequence.accepted)
-            owner.statistics.guessed_tokens += count
-            owner.statistics.accepted_tokens += sequence.accepted
-        Loop._remember(sequence)
-        return due
-
-    @staticmethod
-    def _remember(sequence: Sequence) -> None:
-        """Store a finished answer, for guesses of others."""
-        if sequence.guesser is not None and sequence.state is State.FINISHED:
-            sequence.model.recent.extend(sequence.ids[len(sequence.prompt) :])
-
-    def _begin(self, core: Core, first: Sequence, logits: Logits, ready: list[Sequence]) -> None:
-        """Choose the first tokens of a sequence and its siblings from the same logits (V,)."""
-        with self.changed:  # the queue is shared with `submit`
-            siblings = core.batch.siblings(first)
-        for sequence in (first, *siblings):
-            with self._ending(core, sequence):
-                if sequence is not first:
-                    sequence.begin_like(first)
-                self._count_first(sequence)
-                if sequence.advance(logits):
-                    ready.append(sequence)
-
-    @staticmethod
-    def _count_first(sequence: Sequence) -> None:
-        """Count the prompt of a sequence with its first token."""
-        sequence.model.statistics.cached_tokens += sequence.cached_tokens
 
     @contextmanager
     def _ending(self, core: Core, sequence: Sequence) -> Iterator[None]:

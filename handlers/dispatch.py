@@ -10,6 +10,8 @@ from common.errors import ArtifactError
 from handlers.tensors import files
 from handlers.user_code.entry_point import Script, find_script
 
+# The module with `IN_ENGINE`, by its name: the gateway calls `is_hosted`, and must not import MXNet
+# with the module of a symbol.
 TEXT = "handlers.text.text_model"
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from common.errors import EngineError
 from engine.engine import Engine
-from engine.sequence import Token
+from engine.generation import Token
 from engine.text.prompts import Raw
 
 DEADLINE_S = 120

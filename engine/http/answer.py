@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from common.errors import EngineError
+from engine.generation import Token
 from engine.sampling import TokenLogprobs
-from engine.sequence import Token
 
 
 class Answer:

@@ -10,8 +10,9 @@ from starlette.requests import Request
 
 from common.errors import InvalidRequest
 from common.json_body import read_json
+from engine.generation import Token
 from engine.http.answer import choices_body, guesses_body, token_details
-from engine.sequence import Sequence, Token
+from engine.sequence import Sequence
 from engine.text.prompts import Chat, Inputs, Raw
 
 LARGE_BYTES = 64 << 10  # larger bodies are parsed on a thread, which takes milliseconds

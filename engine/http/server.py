@@ -51,12 +51,12 @@ from common import fields
 from common.errors import Cancelled, EngineError, InvalidRequest, NeverFits, OutOfMemory
 from common.parameters import Parameters
 from engine.engine import Engine
+from engine.generation import TextSequence, Token
 from engine.http import leases, protocol
 from engine.http.answer import Answer
 from engine.http.protocol import json_line, text_of
 from engine.http.stream import NdjsonStream, disconnected
 from engine.sandbox.reading import Reading
-from engine.sequence import Sequence, Token
 from engine.text.prompts import Chat, Inputs, Raw
 from engine.text.texts import Texts
 
@@ -318,7 +318,7 @@ def _load_options(body: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _sequences(submitted: Future[list[Sequence]]) -> list[Sequence] | None:
+def _sequences(submitted: Future[list[TextSequence]]) -> list[TextSequence] | None:
     """The sequences of a finished submission; None if it was cancelled or failed."""
     if submitted.cancelled() or submitted.exception() is not None:
         return None

@@ -15,9 +15,9 @@ from common.form import Form
 from common.parameters import Parameters
 from engine.artifacts.artifact import Artifact
 from engine.artifacts.generation_config import FILE as GENERATION_FILE
+from engine.generation import TextSequence, Token
 from engine.labels import Labels, labels_of
 from engine.rules import Rule, rules_of
-from engine.sequence import Sequence, Token
 from engine.statistics import Statistics
 from engine.text.answer_text import AnswerText
 from engine.text.child import source_of
@@ -54,7 +54,7 @@ class Texts:
         self._vocab_size = artifact.config.vocab_size
         self.max_length = artifact.config.max_length
         self._statistics, self._max_waiting = statistics, max_waiting
-        self._answers: dict[Sequence, AnswerText | None] = {}  # None: not begun
+        self._answers: dict[TextSequence, AnswerText | None] = {}  # None: not begun
         self._source, self._processes = source_of(artifact), processes
         self._digest = self._source[1]
         self._process = processes.acquire(self._digest, self, lambda: self.idle)
@@ -199,7 +199,7 @@ class Texts:
 
     # Answers
 
-    def write(self, sequences: list[Sequence]) -> None:
+    def write(self, sequences: list[TextSequence]) -> None:
         """Queue the unsent tokens of sequences to be sent with their texts. Does not block."""
         for sequence in sequences:
             self._answers.setdefault(sequence)
@@ -226,7 +226,7 @@ class Texts:
         for sequence in list(self._answers):
             sequence.send(reason)
 
-    def _send_all(self, sequences: list[Sequence]) -> None:
+    def _send_all(self, sequences: list[TextSequence]) -> None:
         for sequence in dict.fromkeys(sequences):
             try:
                 for token in sequence.take_tokens():
@@ -241,7 +241,7 @@ class Texts:
             if sequence.over:
                 self._answers.pop(sequence, None)
 
-    def _send_token(self, sequence: Sequence, token: Token) -> None:
+    def _send_token(self, sequence: TextSequence, token: Token) -> None:
         begun = self._answers.get(sequence)
         answer = begun or self._begin(sequence)
         token.text, stopped = answer.write(token.id, token.finish_reason)
@@ -264,7 +264,7 @@ class Texts:
         if token.finish_reason is not None:
             self._statistics.finished(time.monotonic() - sequence.queued_at)
 
-    def _begin(self, sequence: Sequence) -> AnswerText:
+    def _begin(self, sequence: TextSequence) -> AnswerText:
         # A copy: the step loop adds answers meanwhile.
         for other in [other for other in list(self._answers) if other.over]:  # cancelled
             self._answers.pop(other, None)

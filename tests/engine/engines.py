@@ -22,10 +22,10 @@ from engine.artifacts.artifact import EMBEDDING, OUTPUT
 from engine.artifacts.open import open_artifact
 from engine.backends.mxnet.gpt2 import GPT2
 from engine.engine import Engine
+from engine.generation import TextSequence, Token
 from engine.http.client import UnixConnection
 from engine.model import Core, Model, Residence
 from engine.scheduler import Batch
-from engine.sequence import Sequence, Token
 from engine.text.prompts import Inputs
 from tests.engine.models import make_artifact, params_of, write_params
 from tests.processes import eventually
@@ -50,7 +50,7 @@ AnyResult = TypeVar("AnyResult", bound="Result")
 class Result:
     """The tokens of a request's sequences. `on_token` is called on the thread that emits."""
 
-    sequences: list[Sequence]
+    sequences: list[TextSequence]
 
     def __init__(self, answers: int = 1, on_token: Callable[[Any], object] = id) -> None:
         self.tokens: list[Token] = []
@@ -116,7 +116,7 @@ class Request(Result):
 class NoTexts:
     """Stands in for `engine.text.texts.Texts`: sends tokens at once and without a text."""
 
-    def write(self, sequences: list[Sequence]) -> None:
+    def write(self, sequences: list[TextSequence]) -> None:
         for sequence in sequences:
             for token in sequence.take_tokens():
                 sequence.send(token)

@@ -26,11 +26,12 @@ from engine.artifacts.open import open_artifact
 from engine.backends.interface import Piece
 from engine.backends.page_cache import Span, present
 from engine.engine import Engine
+from engine.generation import Generation
 from engine.native.adapter import LowRank, NativeAdapter, load_adapter
 from engine.native.model import NativeModel
 from engine.native.prepared import prepared
 from engine.prepared.manifest import Manifests
-from engine.sequence import Sequence, State
+from engine.sequence import State
 from engine.text import texts
 from engine.text.child import source_of
 from engine.text.texts import Texts
@@ -248,7 +249,7 @@ def test_no_request_is_lost_that_is_queued_while_another_model_of_the_core_is_un
         native.load(kind, str(adapters[kind]), base=str(base))
     came: list[Request] = []
 
-    class Watched(Sequence):
+    class Watched(Generation):
         @property  # type: ignore[misc]
         def state(self) -> State:  # type: ignore[override]
             """Queue a request wherever the queue is read and the lock is free."""

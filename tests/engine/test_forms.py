@@ -25,9 +25,10 @@ from common.form import Kind
 from common.mxnet_compat import mx
 from engine.backends.interface import Logits, Piece
 from engine.engine import Engine
+from engine.generation import MAX_SCORED_TOKENS
+from engine.labels import MAX_LABEL_ROWS
 from engine.native.arena import NativeRow
 from engine.native.model import NativeModel
-from engine.scheduler import MAX_LABEL_ROWS, MAX_SCORED_TOKENS
 from engine.text import constraint
 from tests.engine.conftest import NewEngine
 from tests.engine.engines import WAIT_S, Pause, Request, settle, uncached_model

@@ -15,13 +15,14 @@ from common.parameters import Parameters
 from engine.artifacts.open import open_artifact
 from engine.backends.interface import Row
 from engine.budget import Budget
-from engine.labels import Labels, Way
+from engine.generation import Generation, TextSequence, Token
+from engine.labels import Choice, Labels, Way
 from engine.model import Core
 from engine.native.model import NativeModel
 from engine.native.prepared import prepared
 from engine.prefixes import Prefixes
 from engine.scheduler import Batch
-from engine.sequence import Sequence, State, Token
+from engine.sequence import Sequence, State
 from engine.step_loop import Loop
 from tests.engine.engines import model_on
 from tests.engine.models import make_artifact
@@ -62,8 +63,15 @@ class Bench:
     ) -> Sequence:
         emitted: list[Token | EngineError] = []
         parameters = Parameters(max_new_tokens=new, num_return_sequences=answers)
-        sequence = Sequence(
-            prompt, parameters, CONTEXT, frozenset(), emitted.append, model=self.owner, **options
+        kind: type[TextSequence] = Choice if "labels" in options else Generation
+        sequence = kind(
+            prompt=prompt,
+            parameters=parameters,
+            max_length=CONTEXT,
+            stop_ids=frozenset(),
+            emit=emitted.append,
+            model=self.owner,
+            **options,
         )
         sequence.emitted = emitted  # type: ignore[attr-defined]
         (batch or self.batch).waiting.append(sequence)
@@ -297,4 +305,4 @@ def test_a_prompt_that_gets_no_row_leaves_those_of_the_labels_in_the_pass(
     assert [part.sequence for part in scheduled] == [scored] * 3
     assert [part.piece.row.length for part in scheduled] == [19] * 3
     bench.batch.close_finished()
-    assert not bench.batch._label_rows
+    assert not bench.batch._pass_rows

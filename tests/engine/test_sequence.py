@@ -10,7 +10,8 @@ import pytest
 
 from common.errors import DeadlineExceeded, EngineError
 from common.parameters import Parameters
-from engine.sequence import TOKENS_AT_ONCE, Sequence, State, Token
+from engine.generation import TOKENS_AT_ONCE, Generation, Token
+from engine.sequence import State
 from engine.text.answer_text import AnswerText
 from engine.text.table import SEPARATE, SeparateDetokenizer, Table
 
@@ -32,7 +33,13 @@ class Story:
         self.emitted: list[Token | EngineError] = []
         p = Parameters(**options)
         stop_ids = frozenset[int]() if eos_id is None else frozenset({eos_id})
-        self.sequence = Sequence([1], p, max_length, stop_ids, self.emitted.append)
+        self.sequence = Generation(
+            prompt=[1],
+            parameters=p,
+            max_length=max_length,
+            stop_ids=stop_ids,
+            emit=self.emitted.append,
+        )
         detokenizer = SeparateDetokenizer(Table(SEPARATE, bytes_, {EOS}, byte_ids))
         self.text = AnswerText(detokenizer, p.stop, (), p.min_new_tokens)
         self.size = len(vocabulary)
@@ -171,7 +178,14 @@ def test_a_client_that_cannot_be_reached_ends_its_answer() -> None:
 
 
 def test_tokens_of_an_answer_that_is_not_streamed_are_sent_several_at_once() -> None:
-    sequence = Sequence([1], Parameters(max_new_tokens=20), 100, frozenset(), print, eager=False)
+    sequence = Generation(
+        prompt=[1],
+        parameters=Parameters(max_new_tokens=20),
+        max_length=100,
+        stop_ids=frozenset(),
+        emit=print,
+        eager=False,
+    )
     logits = np.eye(4, dtype=np.float32)[2]
     counts = [len(sequence.take_tokens()) for _ in range(20) if sequence.advance(logits)]
     assert counts == [1, TOKENS_AT_ONCE, TOKENS_AT_ONCE, 20 - 1 - 2 * TOKENS_AT_ONCE]

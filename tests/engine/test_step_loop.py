@@ -27,10 +27,10 @@ from engine.artifacts.config import GPT2Config
 from engine.backends.interface import Piece
 from engine.backends.page_cache import Span
 from engine.budget import Budget
+from engine.generation import Generation
 from engine.model import Core, Model, Residence
 from engine.prefixes import Prefixes
 from engine.scheduler import Batch
-from engine.sequence import Sequence
 from engine.step_loop import PREFILL_TOKENS, Loop
 from tests.engine.conftest import NewEngine
 from tests.engine.engines import WAIT_S, Gate, Request, Result, make_talkative, model_on
@@ -98,8 +98,14 @@ class Answer(Result):
     ) -> None:
         super().__init__()
         parameters, ids = Parameters(max_new_tokens=new), [5] * length
-        self.sequence = Sequence(
-            ids, parameters, 1024, frozenset(), self.emit, model=model, deadline=deadline
+        self.sequence = Generation(
+            prompt=ids,
+            parameters=parameters,
+            max_length=1024,
+            stop_ids=frozenset(),
+            emit=self.emit,
+            model=model,
+            deadline=deadline,
         )
         with loop.changed:
             model.batch.waiting.append(self.sequence)
