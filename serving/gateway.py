@@ -79,6 +79,7 @@ class _Server(uvicorn.Server):
             self._gateway.draining = True
             self._gateway.drain_end = time.monotonic() + self._gateway.settings.drain_s
             self._gateway.started_or_stopping.set()
+            self._gateway.stopping.set()
             self._gateway.tasks.add(asyncio.get_running_loop().create_task(self._drain()))
 
     async def _drain(self) -> None:

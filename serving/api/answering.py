@@ -200,6 +200,10 @@ class TokenStream(StreamingResponse):
         self._renderer, self._end, self._resources = renderer, end, resources
         self.frame: Callable[[bytes], bytes] = bytes  # what the protocol puts around each piece
 
+    async def close(self) -> None:
+        """End the stream of a response that is not sent."""
+        await self._resources.aclose()
+
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         ended = False
 

@@ -62,6 +62,8 @@ class App:
             "shape": None,  # the format of errors, if the body determines it
             "started": started,
             "body_bytes": 0,
+            "lines": None,  # the number of lines of a batch that have begun
+            "error_lines": None,
         }
         request_id: str = scope["state"]["request_id"]
         status = 0
@@ -132,6 +134,9 @@ class App:
         }
         if scope["state"]["traceparent"] is not None:
             fields["trace_id"] = scope["state"]["traceparent"].split("-")[1]
+        for name in ("lines", "error_lines"):
+            if scope["state"][name] is not None:
+                fields[name] = scope["state"][name]
         if alias:
             fields["alias"] = alias
         if scope["state"]["token_name"] is not None:

@@ -8,6 +8,7 @@ import math
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from typing import Any
+from weakref import WeakValueDictionary
 
 from anyio import move_on_after
 
@@ -54,8 +55,13 @@ class Gateway:
     drain_end: float = math.inf  # by time.monotonic(), once it drains
     takes_over: bool = False  # replaces a gateway process that ended; requests wait for its start
     started_or_stopping: asyncio.Event = field(default_factory=asyncio.Event)
+    stopping: asyncio.Event = field(default_factory=asyncio.Event)  # set once it drains
     requests: int = 0  # in flight
     body_bytes: int = 0  # bodies of requests in memory
+    # Places for lines of batches, by model, while a batch of the model is answered.
+    batch_places: WeakValueDictionary[str, asyncio.Semaphore] = field(
+        default_factory=WeakValueDictionary
+    )
     tasks: set[asyncio.Task[Any]] = field(default_factory=set)
 
     async def take_over(self, timeout_s: float) -> None:

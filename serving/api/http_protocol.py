@@ -42,6 +42,7 @@ HEALTH_PATHS = frozenset(("/ping", "/health", "/v2/health/live", "/v2/health/rea
 CHUNK_BYTES = 2048
 MAX_PIPELINED = 8  # requests that wait for the answers before theirs; later bytes stay unparsed
 TCP_NOTSENT_LOWAT = 25  # from Linux's tcp.h
+DUPLEX = "kogpt2.duplex"  # key in an ASGI scope: the answer begins before the body ends
 FRAMING = (b"content-length", b"transfer-encoding")
 
 
@@ -153,7 +154,9 @@ class HTTPProtocol(HttpToolsProtocol):
         cycle, port = self.cycle, self._port
         if port is None or self not in port.open:
             return
-        answering = cycle is not None and not (cycle.response_complete or cycle.more_body)
+        answering = cycle is not None and not (
+            cycle.response_complete or (cycle.more_body and DUPLEX not in cycle.scope)
+        )
         if (answering or self.pipeline) and not self.flow.write_paused:
             port.silent.pop(self, None)
         else:
@@ -377,7 +380,9 @@ class HTTPProtocol(HttpToolsProtocol):
     def _prepare(self, cycle: RequestResponseCycle, message: Any) -> None:
         is_old = cycle.scope["http_version"] == "1.0"
         if message["type"] == "http.response.start":
-            if cycle.more_body:  # bytes that still arrive are of this body, not a new request
+            if DUPLEX in cycle.scope:
+                self._note()
+            elif cycle.more_body:  # bytes that still arrive are of this body, not a new request
                 cycle.keep_alive = False
             if is_old:  # without chunks, an answer of unknown length ends with its connection
                 cycle.chunked_encoding = False

@@ -22,10 +22,10 @@ from urllib.parse import unquote
 
 import orjson
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import Response, StreamingResponse
 
 from common.errors import ServiceError, cut
-from common.media_types import JSON, TEXT
+from common.media_types import JSON, JSON_LINES, TEXT
 from serving.api import sessions
 from serving.api.access import Right
 from serving.api.answering import TokenStream
@@ -34,6 +34,7 @@ from serving.api.error_responses import error_response
 from serving.api.event_stream import EVENT_STREAM, payload_part
 from serving.api.gateway import Gateway
 from serving.api.invoke import invoke
+from serving.api.json_lines import invoke_lines, is_lines
 from serving.api.reading import LARGE_BYTES, header_text, off_loop
 from serving.api.routing import CALL, EVENTS, Kind, Route
 from serving.api.stream import LINES
@@ -50,14 +51,15 @@ NAMING = (ADAPTER, TARGET_MODEL, INFERENCE_COMPONENT)
 
 
 async def named(gateway: Gateway, request: Request) -> Response:
-    """Continues a prompt."""
-    return await invoke(gateway, request, request.path_params["name"], read)
+    """Continues a prompt, or that of each line of JSON lines."""
+    answer = invoke_lines if is_lines(request) else invoke
+    return await answer(gateway, request, request.path_params["name"], read)
 
 
 async def invocations(gateway: Gateway, request: Request) -> Response:
-    """Continues a prompt, or opens or closes a session (SageMaker)."""
-    target = _target(request)
-    return await invoke(gateway, request, target, read, intercept=_session)
+    """Continues a prompt, or that of each line of JSON lines; opens or closes a session."""
+    answer = invoke_lines if is_lines(request) else invoke
+    return await answer(gateway, request, _target(request), read, intercept=_session)
 
 
 async def generate(gateway: Gateway, request: Request) -> Response:
@@ -125,6 +127,7 @@ async def endpoint_stream(gateway: Gateway, request: Request) -> Response:
     headers["content-type"] = EVENT_STREAM
     if isinstance(response, TokenStream):
         response.frame = payload_part
+    if isinstance(response, StreamingResponse):
         response.body_iterator = (payload_part(piece) async for piece in response.body_iterator)
         return response
     del headers["content-length"]
@@ -137,11 +140,14 @@ def _typed_error(status: int, kind: str, body: dict[str, object], request_id: st
 
 
 PROMPTS = ("Generate", "OpenAICompletion", "OpenAIChat", "Text")
-SENT = {JSON: PROMPTS, TEXT: "Text"}
-TO_INVOCATIONS = {JSON: (*PROMPTS, "Session"), TEXT: "Text"}
+TO_TGI = {JSON: PROMPTS, TEXT: "Text"}
+SENT = {**TO_TGI, JSON_LINES: "Lines"}
+TO_INVOCATIONS = {**SENT, JSON: (*PROMPTS, "Session")}
 ANY = "Any"  # a model's own code answers anything, and a stream has no schema
-ANSWERED = {JSON: ("Generated", "Guide", ANY), TEXT: "Text", EVENTS: ANY, LINES: ANY, "*/*": ANY}
+OF_TGI = {JSON: ("Generated", "Guide", ANY), TEXT: "Text", EVENTS: ANY, LINES: ANY, "*/*": ANY}
+ANSWERED = {**OF_TGI, JSON_LINES: "Lines"}
 ERRORS = ("Error", "OpenAIError")
+TGI = Kind("inference", Right.CALL, ERRORS, TO_TGI, OF_TGI)
 TEXTS = Kind("inference", Right.CALL, ERRORS, SENT, ANSWERED)
 INVOCATION = Kind("inference", Right.CALL, ERRORS, TO_INVOCATIONS, ANSWERED)
 ENDPOINT = Kind("inference", Right.CALL, "AWSError", TO_INVOCATIONS, {"*/*": ANY})
@@ -150,8 +156,8 @@ ROUTES = (
     Route("POST", "/models/{name:model}/invoke", named, TEXTS, CALL),
     Route("POST GET PUT", "/predictions/{name:model}", named, TEXTS, CALL),
     Route("POST", "/invocations", invocations, INVOCATION, CALL),
-    Route("POST", "/generate", generate, TEXTS, CALL),
-    Route("POST", "/generate_stream", generate, TEXTS, CALL),
+    Route("POST", "/generate", generate, TGI, CALL),
+    Route("POST", "/generate_stream", generate, TGI, CALL),
     Route("POST", "/endpoints/{endpoint}/invocations", endpoint, ENDPOINT, "400 424 500"),
     Route("POST", STREAMED, endpoint_stream, ENDPOINT, "400 424 500"),
 )

@@ -235,7 +235,7 @@ class Counted:
         request.state.counted = self
         self._started = time.monotonic()
         self.model = ""  # set once the model exists: unknown names must not become labels
-        self.status = 200
+        self.status = 200  # 0: it is not counted in the metrics
 
     def __enter__(self) -> Counted:
         self._gateway.requests += 1
@@ -250,4 +250,5 @@ class Counted:
             self.status = 500
         self._gateway.requests -= 1
         seconds = time.monotonic() - self._started
-        self._gateway.metrics.request(self.model, self.status, seconds)
+        if self.status:
+            self._gateway.metrics.request(self.model, self.status, seconds)

@@ -37,11 +37,7 @@ async def read_body(gateway: Gateway, request: Request) -> bytes:
     announced = request.headers.get("content-length", "")
     if announced.isdecimal() and int(announced) > limit:
         raise BodyTooLarge(f"the body has {announced} bytes, at most {limit} are taken")
-    encoding = request.headers.get("content-encoding", "identity")
-    if encoding.strip().lower() not in ("", "identity"):
-        raise UnsupportedMediaType(
-            f"Content-Encoding is {encoding:.100}: send the body without compression"
-        )
+    check_encoding(request)
     body = bytearray()
     with CancelScope(deadline=request.state.started + settings.request_timeout_s) as scope:
         async for chunk in request.stream():
@@ -55,6 +51,15 @@ async def read_body(gateway: Gateway, request: Request) -> bytes:
     if scope.cancelled_caught:
         raise RequestTimeout(f"the body has {settings.request_timeout_s} s to arrive")
     return bytes(body)
+
+
+def check_encoding(request: Request) -> None:
+    """Raise `UnsupportedMediaType` for a compressed body."""
+    encoding = request.headers.get("content-encoding", "identity")
+    if encoding.strip().lower() not in ("", "identity"):
+        raise UnsupportedMediaType(
+            f"Content-Encoding is {encoding:.100}: send the body without compression"
+        )
 
 
 async def off_loop(size: int, work: Callable[..., T], *arguments: Any) -> T:

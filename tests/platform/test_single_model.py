@@ -69,6 +69,28 @@ def own(server: Server) -> str:
     return text(server.post("/invocations", json=SHORT))
 
 
+# Batch Transform: `SplitType=Line`. Whether it reads before it has sent its body is not documented.
+
+
+@pytest.mark.parametrize("strategy", ["MultiRecord", "SingleRecord"])
+def test_batch_transform_gets_a_line_for_each_record_also_after_a_whole_body(
+    server: Server, strategy: str
+) -> None:
+    lines = "application/jsonlines"
+    headers = {"Content-Type": lines, "Accept": lines}
+    single = own(server)
+    record = json.dumps(SHORT, ensure_ascii=False).encode()
+    filler = b" " * 20_000  # 6 MB: the default of MaxPayloadInMB
+    bodies = [record] * 3
+    if strategy == "MultiRecord":
+        bodies = [b"\n".join([record + filler] * 310)]
+    for body in bodies:
+        answer = server.post("/invocations", data=body, headers=headers)
+        assert (answer.status_code, answer.headers["Content-Type"]) == (200, lines)
+        texts = [json.loads(line)["generated_text"] for line in answer.content.splitlines()]
+        assert texts == [single] * (body.count(b"\n") + 1)
+
+
 # Sessions
 
 

@@ -57,11 +57,13 @@ class FakeMMS:
     answer: Asked = field(default_factory=lambda: always(answered()))
     told_s: list[float] = field(default_factory=list)  # how long each had, by its header
     headers: list[dict[str, str]] = field(default_factory=list)  # of each
+    bodies: list[bytes] = field(default_factory=list)  # of each
 
     async def invoke(
         self, name: str, body: bytes, headers: Any, timeout_s: float, query: Any = ()
     ) -> Answer:
         self.headers.append(dict(headers))
+        self.bodies.append(body)
         self.told_s.append(float(headers[TIMEOUT_HEADER]))
         return await self.answer(len(self.told_s) - 1)
 
@@ -159,6 +161,23 @@ class World:
         self.registry._all.append(model)
         return model
 
+    def scope(self, method: str, path: str, **headers: str) -> dict[str, Any]:
+        sent = {"content-type": "application/json", **headers}
+        plain, _, query = path.partition("?")
+        return {
+            "type": "http",
+            "http_version": "1.1",
+            "method": method,
+            "scheme": "http",
+            "path": plain,
+            "raw_path": plain.encode(),
+            "query_string": query.encode(),
+            "root_path": "",
+            "headers": [(k.replace("_", "-").encode(), v.encode()) for k, v in sent.items()],
+            "server": ("127.0.0.1", self.gateway.settings.port),
+            "client": ("127.0.0.1", 1),
+        }
+
     async def call(
         self,
         method: str,
@@ -172,21 +191,7 @@ class World:
         """Status, headers and body of the answer; `body` is sent as JSON, or as the bytes that it
         is. A client that is `gone` reads nothing more; with `more_body` the rest of the body never
         comes."""
-        sent = {"content-type": "application/json", **headers}
-        plain, _, query = path.partition("?")
-        scope = {
-            "type": "http",
-            "http_version": "1.1",
-            "method": method,
-            "scheme": "http",
-            "path": plain,
-            "raw_path": plain.encode(),
-            "query_string": query.encode(),
-            "root_path": "",
-            "headers": [(k.replace("_", "-").encode(), v.encode()) for k, v in sent.items()],
-            "server": ("127.0.0.1", self.gateway.settings.port),
-            "client": ("127.0.0.1", 1),
-        }
+        scope = self.scope(method, path, **headers)
         content = body if isinstance(body, bytes) else json.dumps(body).encode()
         pieces = [{"type": "http.request", "body": content, "more_body": more_body}]
         messages: list[Any] = []

@@ -50,6 +50,7 @@ class Served:
             Route("/refuse", lambda request: JSONResponse({"code": 413}, 413), methods=["POST"]),
             Route("/stream", lambda request: StreamingResponse(iter([b"a" * 10, b"b" * 10]))),
             Route("/name/{name:path}", lambda request: Response(request.path_params["name"])),
+            Route("/duplex", self._duplex, methods=["POST"]),
             Route("/wait", self._wait, methods=["POST", "GET"]),
         ]
         listeners = [socket.create_server(("127.0.0.1", 0), backlog=4096) for _ in range(2)]
@@ -79,6 +80,15 @@ class Served:
     @staticmethod
     async def _echo(request: Request) -> Response:
         return Response(await request.body(), headers={"x-trailer": str("x-t" in request.headers)})
+
+    @staticmethod
+    async def _duplex(request: Request) -> Response:
+        class Echo(StreamingResponse):
+            async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+                await self.stream_response(send)  # only `request` receives
+
+        request.scope[http_protocol.DUPLEX] = True
+        return Echo(request.stream())
 
     async def _large(self, request: Request) -> Response:
         self.made += 1
@@ -332,6 +342,20 @@ def test_where_all_connections_are_busy_one_more_is_told_to_come_back() -> None:
             answer = read_all(client)
         assert told(answer) == (503, "ServiceUnavailableException")
         assert b"retry-after: 1\r\n" in answer
+
+
+def test_a_client_that_sends_and_reads_at_once_is_not_silent() -> None:
+    with Served(max_connections=1) as served, served.connect() as busy:
+        busy.sendall(post("/duplex", length=None) + b"3\r\nabc\r\n")
+        answer = b""
+        while b"abc" not in answer:
+            answer += busy.recv(65_536)
+        with served.connect() as client:
+            assert told(read_all(client)) == (503, "ServiceUnavailableException")
+        busy.sendall(b"3\r\ndef\r\n0\r\n\r\n" + LAST)  # and its connection stays
+        answer = read_all(busy)
+        assert b"def" in answer
+        assert b"HTTP/1.1 200" in answer
 
 
 def is_reset(client: socket.socket) -> bool:
