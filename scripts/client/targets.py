@@ -37,11 +37,16 @@ class Call:
     model: str | None
     body: bytes
     stream: bool = False
+    lines: bool = False  # the body is JSON lines
+
+    @property
+    def content_type(self) -> str:
+        return LINES[1] if self.lines else JSON
 
     @property
     def accept(self) -> str:
         """The Accept header: a stream is preferred to a whole answer, or not accepted."""
-        return f"{EVENTS}, {LINES[0]};q=0.9, {JSON};q=0.5" if self.stream else JSON
+        return f"{EVENTS}, {LINES[0]};q=0.9, {JSON};q=0.5" if self.stream else self.content_type
 
 
 @dataclass(frozen=True)
@@ -88,7 +93,7 @@ class Local:
         path = "/invocations"
         if call.model is not None:
             path = f"/predictions/{model_path(call.model)}"
-        return self._url + path, {"Content-Type": JSON, "Accept": call.accept}
+        return self._url + path, {"Content-Type": call.content_type, "Accept": call.accept}
 
     def describe(self, call: Call) -> str:
         url, headers = self._request(call)
@@ -144,7 +149,7 @@ class SageMaker:
 
     def _arguments(self, call: Call) -> tuple[str, dict[str, Any]]:
         arguments: dict[str, Any] = {"EndpointName": self._endpoint, "Body": call.body}
-        arguments |= {"ContentType": JSON, "Accept": call.accept}
+        arguments |= {"ContentType": call.content_type, "Accept": call.accept}
         if call.model is not None:
             arguments["TargetModel"] = call.model.removesuffix(SUFFIX) + SUFFIX
         # The API's streaming call takes no TargetModel.
