@@ -82,9 +82,15 @@ def is_model(
     )
 
 
-def is_adapter(paths: Iterable[str]) -> bool:
-    """Return whether the files are those of an adapter, without the weights of its base."""
-    names = {path for path in paths if not is_hidden(path)}
+def is_adapter(folder: Path) -> bool:
+    """Return whether a folder has an adapter, without weights of a whole model beside it.
+
+    False if the folder cannot be read.
+    """
+    try:
+        names = {path.name for path in visible(folder) if path.is_file()}
+    except OSError:
+        return False
     return ADAPTER in names and not any(map(WEIGHTS.fullmatch, names))
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from common.errors import ArtifactError, EngineError, ModelNotFound
 from common.memory import MIB, return_freed_memory
+from common.model_files import is_adapter
 from engine import backends
 from engine.artifacts import adapter as adapters
 from engine.artifacts.artifact import Artifact
@@ -39,7 +40,7 @@ logger = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """A model to load: the folder of a whole model, or the folders of an adapter and its base."""
+    """A model to load: the folder of a whole model or an adapter, and of its base if it has one."""
 
     name: str
     path: Path
@@ -57,6 +58,7 @@ class Source:
     adapter: adapters.Adapter | None
     stamps: Mapping[Path, Stamps]  # of the folders that the artifact's weights are read from
     key: Hashable  # equal for equal weights, backend and precision
+    whole_because: str = ""  # why a whole model that has a base is no delta of it
 
 
 class Loader:
@@ -105,7 +107,9 @@ class Loader:
 
     def _source(self, request: Request, reading: Reading) -> Source:
         """Read a request's folders. Raises `ArtifactError`, also if adapter and base do not fit."""
-        path, base = request.path, request.base
+        path, base, whole_because = request.path, request.base, ""
+        if base is not None and not is_adapter(path):
+            base, whole_because = None, "this version of the engine computes no deltas"
         stamps = {folder: stamps_of(folder) for folder in (base or path, path)}
         artifact = self._manifests.open(base or path, reading.run)
         adapter = None
@@ -117,7 +121,8 @@ class Loader:
                 adapter.check_fits(artifact.config)
                 del stamps[path]
         read = json.dumps([*map(str, stamps), *stamps.values()])
-        return Source(artifact, adapter, stamps, (request.backend, request.precision, read))
+        key = (request.backend, request.precision, read)
+        return Source(artifact, adapter, stamps, key, whole_because)
 
     def _bytes(self, artifact: Artifact, precision: str) -> tuple[int, int]:
         config = artifact.config
@@ -164,7 +169,14 @@ class Loader:
                 source.key,
                 lambda: self._open_core(request, source, texts, reading),
                 lambda core: Model(
-                    request.name, request.path, core, texts, packed, request.base, statistics
+                    request.name,
+                    request.path,
+                    core,
+                    texts,
+                    packed,
+                    request.base,
+                    source.whole_because,
+                    statistics,
                 ),
                 is_adapter=source.adapter is not None,
             )

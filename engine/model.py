@@ -88,7 +88,8 @@ class Model:
     core: Core
     texts: Texts
     adapter: Adapter | None = None
-    base: Path | None = None  # the base's folder, if this is an adapter
+    base: Path | None = None  # the base's folder that the load named
+    whole_because: str = ""  # why the model shares nothing with that base
     statistics: Statistics = field(default_factory=Statistics)
     recent: Recent = field(default_factory=Recent)
     load_s: float = 0.0
@@ -123,12 +124,18 @@ class Model:
             "kv_bytes": self.batch.kv_bytes(self),
         }
 
+    def _sharing(self) -> dict[str, str]:
+        """Return the base, or why the model shares nothing with the base that its load named."""
+        if self.whole_because:
+            return {"whole_because": self.whole_because}
+        return {} if self.base is None else {"base": str(self.base)}
+
     def describe(self) -> dict[str, Any]:
         core, compute, counters = self.core, self.core.compute, self.statistics
         return {
             **self.held(),
             "model_dir": str(self.path),
-            **({} if self.base is None else {"base": str(self.base)}),
+            **self._sharing(),
             "backend": core.backend,
             "precision": core.precision,
             "parameters": self.config.num_parameters,

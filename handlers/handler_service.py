@@ -128,10 +128,11 @@ class HandlerService:
             self._model.close()
 
     def _outcome(self) -> dict[str, Any]:
-        """Return the outcome of the load; `in_engine`: the gateway may stream from the engine.
+        """Return the outcome of the load.
 
-        `in_engine` is False for a script, even if it uses a model in the engine: a stream would
-        bypass the script's own functions.
+        `in_engine`: the gateway may stream from the engine. False for a script, even if it uses a
+        model in the engine: a stream would bypass the script's own functions.
+        `whole_because`: why a model that was loaded with a base shares nothing with it, or ""
         """
         if self.load_error is not None:
             body = self.load_error.to_body()
@@ -139,7 +140,10 @@ class HandlerService:
         if self.pool is not None:
             return {"status": 200, "in_engine": False}
         metadata = self._handler.describe(self._model)
-        return {"status": 200, "in_engine": self._handler.IN_ENGINE, "metadata": metadata}
+        outcome = {"status": 200, "in_engine": self._handler.IN_ENGINE, "metadata": metadata}
+        if isinstance(self._model, ModelHandle):
+            outcome["whole_because"] = self._model.model.get("whole_because", "")
+        return outcome
 
 
 def _request(i: int, values: Mapping[str, Any], context: Any) -> tuple[Request, float]:

@@ -2,8 +2,9 @@
 
     POST   /models                  load a model:
                                     {"name", "model_dir", "base"?, "backend"?, "precision"?,
-                                     "max_rows"?, "lease"?}; base is the folder of the base model if
-                                    model_dir has an adapter
+                                     "max_rows"?, "lease"?}; base is the folder of the base model of
+                                    what is in model_dir. The answer has `base`, or `whole_because`
+                                    if a whole model shares nothing with it
     GET    /models                  the loaded models and their bytes of the budget
     DELETE /models/{name}           unload a model
     POST   /models/{name}/generate  {"inputs", "parameters"?, "timeout_s"?, "stream"?,

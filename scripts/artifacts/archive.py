@@ -16,7 +16,7 @@ from tqdm.utils import CallbackIOWrapper
 
 from command.errors import Problem
 from common.errors import EngineError, ServiceError
-from common.model_files import is_adapter, visible
+from common.model_files import is_adapter
 from engine.artifacts import adapter as adapters
 from engine.artifacts.artifact import Artifact
 from engine.artifacts.open import open_artifact
@@ -69,7 +69,7 @@ def check(folder: Path) -> Checked:
             summary = "the model's own script"
         elif not handler.IN_ENGINE:
             summary = _check_tensors(handler, folder)
-        elif is_adapter(path.name for path in visible(folder)):
+        elif is_adapter(folder):
             summary = _check_adapter(folder)
         else:
             artifact = open_artifact(folder)

@@ -395,6 +395,18 @@ def test_a_model_that_is_the_base_of_an_adapter_shares_its_weights(
         loaded.load("all", str(adapters["biases"]), base=str(base))
 
 
+def test_a_whole_model_with_a_base_is_loaded_or_refused_for_its_own_files(
+    engine: Engine, tmp_path: Path, base: Path
+) -> None:
+    tuned = make_talkative(tmp_path / "파인튜닝", seed=8)
+    described = engine.load("a", str(tuned), base=str(base)).describe()
+    assert described.get("base", described.get("whole_because"))
+    assert engine.load("a", str(tuned), base=str(base)) is engine._models["a"]
+    for missing in (tmp_path / "없음", tmp_path):
+        with pytest.raises(ArtifactError, match=missing.name):
+            engine.load("b", str(missing), base=str(base))
+
+
 def test_a_base_that_is_replaced_is_that_of_later_loads(engine: Engine, tmp_path: Path) -> None:
     base = make_talkative(tmp_path / "base", seed=1)
     old, new = (make_adapter(tmp_path / name, base, seed=4) for name in ("old", "new"))
