@@ -116,7 +116,7 @@ async def _gateway(settings: Settings, run_dir: Path, secret: str) -> AsyncItera
     engine = AsyncEngineClient(launcher.engine_socket(run_dir))
     workers, snapshot = Workers(settings, run_dir, client, engine), Snapshot(run_dir)
     single = str(Path(settings.base_dir, "model"))
-    bases = Bases(lookups, settings.adapter_bases, {single: settings.single_model_name})
+    bases = Bases(lookups, settings, {single: settings.single_model_name})
     # No aliases in a multi-model endpoint: there, SageMaker decides which models are loaded.
     aliases = Aliases(None if settings.sagemaker_multi_model else lookups, run_dir / ALIASES_FILE)
     sessions = None

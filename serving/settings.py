@@ -61,11 +61,12 @@ class Settings:
         "a folder, `s3://bucket/prefix/`, `abfs://` or `gs://` with a folder or `.tar.gz` a model",
         "--model-store",
     )
-    adapter_bases: str = setting(
-        "ADAPTER_BASES",
+    model_bases: str = setting(
+        "MODEL_BASES",
         "",
-        "comma-separated models of the store for the bases that adapters name:"
-        " `skt/kogpt2-base-v2=kogpt2`; `*` is any (docs/models/adapters.md)",
+        "comma-separated models of the store for the bases that adapters and fine-tunes name, or"
+        " for fine-tunes' own names: `skt/kogpt2-base-v2=kogpt2,poems-*=kogpt2`; `*` is any"
+        " (docs/models/adapters.md)",
     )
     model_cache: str = setting(
         "MODEL_CACHE", "", "where fetched models are unpacked; empty: in `RUN_DIR`"
@@ -185,6 +186,12 @@ class Settings:
         "mxnet",
         "what computes: `mxnet` or `native`; on a GPU `mxnet` or `onnxruntime`",
     )
+    precision: str = setting(
+        "ENGINE_PRECISION",
+        "",
+        "on a CPU `int8` (the default) or `fp32`, which gives the text of the guides' loop; on a"
+        " GPU mxnet has `fp32`, onnxruntime `fp16`",
+    )
     device: str = setting("ENGINE_DEVICE", "cpu", "`cpu` or `gpu`")
     show_examples: bool = setting("SHOW_EXAMPLES", False, "print what to type once it is ready")
 
@@ -237,6 +244,8 @@ class Settings:
 
         Raises `SettingError` with the name of the variable.
         """
+        if environment.get("ADAPTER_BASES"):
+            raise SettingError("ADAPTER_BASES is now MODEL_BASES")
         settings = read_settings(cls, environment)
         values = vars(_parser(cls).parse_args(options))
         return replace(settings, **{k: v for k, v in values.items() if v is not None})

@@ -106,10 +106,10 @@ class Token:
             raise Forbidden(f"{self.name} may not use model {model[:200]}")
 
     def check_base(self, base: str) -> None:
-        """Raises `Forbidden`, without the name, for an adapter's base that no pattern matches."""
+        """Raises `Forbidden`, without the name, for a model's base that no pattern matches."""
         if not self.may_call(base):
             self.usage.refused["model"] += 1
-            raise Forbidden(f"{self.name} may not use the base of this adapter")
+            raise Forbidden(f"{self.name} may not use the base of this model")
 
     def check_load(self) -> None:
         """Raises `Forbidden` if the token may not load and unload models."""

@@ -57,7 +57,7 @@ async def unregister(gateway: Gateway, request: Request) -> Response:
     """Unloads an adapter."""
     name = request.path_params["name"]
     model = gateway.registry.find(name)
-    if model is None or model.stored_base is None:
+    if model is None or not model.is_adapter:
         raise ModelNotFound(f"The adapter {name} was not found")
     await gateway.registry.unload(name)
     return PlainTextResponse(f"Adapter {name} unregistered")

@@ -104,11 +104,11 @@ class Gateway:
     async def use(self, name: str) -> AsyncIterator[Model]:
         """Hold a model for one request, loaded on demand unless SageMaker manages the loads.
 
-        Raises `Forbidden` for an adapter whose base the current request's token may not use.
+        Raises `Forbidden` for a model that needs a base which the request's token may not use.
         """
         managed = self.settings.sagemaker_multi_model
         async with (self.registry if managed else self.on_demand).use(name) as model:
             token = current.get()
-            if token is not None and model.stored_base is not None:
+            if token is not None and model.needs_base and model.stored_base is not None:
                 token.check_base(model.stored_base.name)
             yield model

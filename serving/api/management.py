@@ -108,7 +108,7 @@ async def list_models(gateway: Gateway, request: Request) -> Response:
     if _boolean(query, "available", False):
         return JSONResponse(await _available(gateway, request) | _aliases(gateway, request, start))
     models = [m for m in gateway.registry.models() if may_call(gateway, request, m.name)]
-    page = [_listed(model) for model in models[start : start + limit]]
+    page = [_listed(request, model) for model in models[start : start + limit]]
     answer: dict[str, Any] = {"models": page, **_aliases(gateway, request, start)}
     if start + limit < len(models):
         answer["nextPageToken"] = str(start + limit)
@@ -149,7 +149,9 @@ async def describe(gateway: Gateway, request: Request) -> Response:
     described: dict[str, Any] = {}
     with contextlib.suppress(ServingError, ValueError):
         described = await gateway.mms.describe(model.id)
-    described |= _listed(model)
+    described |= _listed(request, model)
+    if model.whole_because:
+        described["wholeBecause"] = model.whole_because
     if alias is not None:
         described["aliasOf"] = alias.weights
     described["settings"] = model.settings.values()
@@ -203,11 +205,12 @@ async def unload(gateway: Gateway, request: Request) -> Response:
     return JSONResponse({"status": f'Model "{name}" unregistered'})
 
 
-def _listed(model: Model) -> dict[str, str]:
-    """Return a model's entry in lists: its name, URL, base if an adapter, and residency."""
+def _listed(request: Request, model: Model) -> dict[str, str]:
+    """Return a model's entry in lists: its name, URL, the base that it shares, and residency."""
     shown = {"modelName": model.name, "modelUrl": model.url}
-    if model.stored_base is not None:
-        shown["baseModel"] = model.stored_base.name
+    token, base = request.state.token, model.shared_base
+    if base is not None and (token is None or token.may_call(base.name)):
+        shown["baseModel"] = base.name
     return {**shown, "residency": model.residency} if model.residency else shown
 
 

@@ -24,9 +24,9 @@ def name_model(gateway: Gateway, request: Request, name: str) -> None:
     """Set a request's model or alias for its log line, and check the token's right to it.
 
     Call it before the store is read or a model loaded. Raises `Forbidden` if the request's token
-    may not use the name, or any model that it stands for: neither an alias nor an adapter gives
-    access to models, and a refusal does not depend on which of them is chosen. The base of an
-    adapter that is not loaded is checked by `Bases.find` and `Gateway.use`.
+    may not use the name, or any model that it stands for: neither an alias nor a base gives
+    access to models, and a refusal does not depend on which of them is chosen. The base of a
+    model that is not loaded is checked by `Bases.find` and `Gateway.use`.
     """
     request.state.model = name
     token = request.state.token
@@ -45,9 +45,10 @@ def _models(gateway: Gateway, name: str) -> tuple[str, ...]:
 
 
 def _bases(gateway: Gateway, models: tuple[str, ...]) -> list[str]:
-    """Return the bases of those models that are loaded adapters."""
+    """Return the bases that those of the models which are loaded need."""
     known = map(gateway.registry.find, models)
-    return [m.stored_base.name for m in known if m is not None and m.stored_base is not None]
+    needed = (m.stored_base for m in known if m is not None and m.needs_base)
+    return [base.name for base in needed if base is not None]
 
 
 def choose_model(gateway: Gateway, request: Request, name: str, user: str = "") -> str:

@@ -180,6 +180,8 @@ class Feed:
             rows[model.name] = self._loaded(model)
         rows = {name: row for name, row in rows.items() if may_see(name)}
         for name, row in rows.items():
+            if row.get("base") and not may_see(row["base"]):
+                row["base"] = ""
             if aliases := [alias for alias in gateway.aliases.of(name) if may_see(alias)]:
                 row["aliases"] = aliases[:MAX_ALIASES]
         return rows
@@ -198,7 +200,9 @@ class Feed:
             "in_engine": model.in_engine,
             "in_flight": model.in_flight,
             "reason": model.restarts.reason if model.restoring else "",
-            "base": model.stored_base.name if model.stored_base else "",  # of an adapter
+            "base": model.shared_base.name if model.shared_base else "",
+            "is_adapter": model.is_adapter,
+            "whole_because": model.whole_because,
         }
         counted = self._sample.models.get(model.engine_name)
         if counted is not None:

@@ -136,6 +136,8 @@ class Workers:
         model.in_engine = bool(outcome["in_engine"])
         model.residency = "hot" if model.in_engine else ""
         model.metadata = outcome.get("metadata", {})
+        if model.base is not None:
+            model.whole_because = model.with_names(outcome.get("whole_because", ""))
         model.batch_size = options.get("batch_size", 1)
         model.line.capacity = capacity
         model.socket = str(self._run_dir / f".mms.sock.{await self._mms.socket_number(model.id)}")
@@ -252,7 +254,7 @@ class Workers:
 
 
 def _base(model: Model) -> str | None:
-    """Returns the folder of an adapter's base; None if the model is no adapter."""
+    """Returns the folder of a model's base; None if it has none."""
     return None if model.base is None else str(model.base.path)
 
 

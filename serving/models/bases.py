@@ -1,114 +1,189 @@
-"""Locates the base models of adapters by the names in the adapters' configuration files."""
+"""Locates the base models of adapters and of whole fine-tunes."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import fnmatch
-import os
-from collections.abc import Mapping
-from dataclasses import replace
+import logging
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from urllib.parse import unquote, urlsplit
 
+from common.errors import ServiceError
 from common.model_files import ADAPTER, is_adapter
 from common.settings import comma_separated
+from handlers.dispatch import is_hosted
 from serving.errors import BadRequest, ModelNotInStore, NotAModel, StartError, UrlNotAllowed
+from serving.models.model import Model
 from serving.models.model_settings import FILE, ModelSettings, read_object
+from serving.settings import Settings
 from serving.store import Lookups, StoredModel
 from serving.tokens import current
 
+CONFIG = "config.json"
 MAX_CONFIG_BYTES = 1 << 20
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Base:
+    """A model's base; None for a model that is served whole, with the reason if it names a base."""
+
+    stored: StoredModel | None = None
+    is_adapter: bool = False
+    whole_because: str = ""
 
 
 class Bases:
-    """Locates the base of an adapter in the store."""
+    """Locates the bases of models in the store."""
 
     def __init__(
-        self, lookups: Lookups, known: str, named: Mapping[str, str] | None = None
+        self, lookups: Lookups, settings: Settings, named: Mapping[str, str] | None = None
     ) -> None:
-        """Parses `known`, the value of ADAPTER_BASES. Raises `StartError`.
+        """Parses MODEL_BASES. Raises `StartError`.
 
         named: names of models outside of the store, by path
         """
-        self._lookups, self._known, self._named = lookups, parse(known), named or {}
+        self._lookups, self._settings, self._named = lookups, settings, named or {}
+        self._known = parse(settings.model_bases)
 
-    async def find(self, folder: Path, settings: ModelSettings) -> StoredModel | None:
-        """Returns the base of the adapter in `folder`; None if the folder has no adapter.
+    async def find(self, model: Model) -> Base:
+        """Returns the base of a fetched model.
 
-        The `base` in the adapter's settings comes first. Otherwise it is looked up by the name of
-        the base that the adapter was trained on: in ADAPTER_BASES, or else in the store, under the
-        name or the last part of it, such as `kogpt2-base-v2` of `/home/me/kogpt2-base-v2`. Its
-        name is a path where it was looked up by one. Raises `BadRequest`, `Forbidden` if the
-        token of the request that loads the adapter may not use the base, and errors of the store.
+        The `base` in its settings comes first. Otherwise it is looked up by the name of the base
+        that the model was trained on: in MODEL_BASES, which also has names of whole models, or else
+        in the store, under the name or the last part of it, such as `kogpt2-base-v2` of
+        `/home/me/kogpt2-base-v2`. Its name is a path where it was looked up by one.
+
+        Without it an adapter cannot be served, and a whole model whose settings name it is refused;
+        any other is served whole. So it is where the token of the request that loads the model may
+        not use the base. Raises `BadRequest`, `Forbidden`, and errors of the store.
         """
-        name = await asyncio.to_thread(base_name, folder)
-        if name is None:
+        assert model.fetched is not None
+        folder, settings = model.fetched.path, model.settings
+        if await asyncio.to_thread(is_adapter, folder):
+            return Base(await self._of_adapter(folder, settings), is_adapter=True)
+        if not await asyncio.to_thread(is_hosted, folder, model.options.get("handler")):
             if settings.base is not None:
                 raise BadRequest(
-                    f"base is {settings.base!r}, but the model is no adapter (it has no {ADAPTER})"
+                    f"base cannot be set for model {model.name}: the engine does not compute it"
                 )
-            return None
-        candidates = self._candidates(name, settings)
+            return Base()
+        # The one model of a server has nothing to share its base with.
+        if settings.share is False or model.url in self._named:
+            return Base()
+        if not self._computes_deltas(settings):
+            if settings.base is None:
+                return Base()
+            return Base(whole_because="it is not computed in int8 on a CPU")
+        if settings.base is not None:
+            base = await self._explicit(settings.base)
+            if base.url == model.stored.url:
+                raise BadRequest(f"base is {settings.base!r}, which is the model itself")
+            return Base(base)
+        return await self._of_whole(folder, model)
+
+    def _computes_deltas(self, settings: ModelSettings) -> bool:
+        """Returns whether a model with these settings is computed in int8 on a CPU."""
+        server = self._settings
+        default = server.precision if settings.backend in (None, server.backend) else ""
+        return server.device == "cpu" and (settings.precision or default or "int8") == "int8"
+
+    async def _of_adapter(self, folder: Path, settings: ModelSettings) -> StoredModel:
+        config = await asyncio.to_thread(read_object, folder / ADAPTER, MAX_CONFIG_BYTES)
+        if settings.share is False:
+            raise BadRequest("share is false, but an adapter cannot be served without its base")
+        if settings.base is not None:
+            return await self._explicit(settings.base)
+        name = _text(config.get("base_model_name_or_path"))
+        candidates = self._candidates(name, [name])
         for candidate in candidates:
-            try:
-                base = await self._lookups.locate(candidate)
-            except (ModelNotInStore, UrlNotAllowed):
-                continue
-            except NotAModel as error:
-                raise BadRequest(f"the base of the adapter is no model: {error.message}") from None
-            # The last part of a path, as models loaded by path are called, gives no right: another
-            # team's model may end in it, too.
-            if candidate.startswith(("/", "file://")):
-                path = unquote(urlsplit(candidate).path)
-                base = replace(base, name=self._named.get(path, path))
-            if (token := current.get()) is not None:
-                token.check_base(base.name)
-            return base
+            with contextlib.suppress(ModelNotInStore, UrlNotAllowed):
+                return await self._allowed(candidate)
         tried = ", ".join(candidates) or "nothing, because it gives no name"
         raise BadRequest(
             f"the model is an adapter of {name!r}, which is not in the store (looked for: {tried});"
             f" put its base there under that name, or name the one that is: by base in {FILE} or in"
-            " the load request, or for all adapters by ADAPTER_BASES"
+            " the load request, or for all adapters by MODEL_BASES"
         )
 
-    def _candidates(self, name: str, settings: ModelSettings) -> list[str]:
-        """Returns names or urls under which to look for the base `name`, best first."""
-        if settings.base is not None:
-            return [settings.base]
+    async def _of_whole(self, folder: Path, model: Model) -> Base:
+        config: Mapping[str, object] = {}
+        with contextlib.suppress(BadRequest):  # the engine explains what is wrong with the file
+            config = await asyncio.to_thread(read_object, folder / CONFIG, MAX_CONFIG_BYTES)
+        name = _text(config.get("_name_or_path"))
+        candidates = self._candidates(name, [name, model.name, model.stored.name])
+        for candidate in candidates:
+            try:
+                base = await self._locate(candidate)
+            except ServiceError as error:
+                logger.info("model %s has no base %s: %s", model.name, candidate, error.message)
+                continue
+            if base.url == model.stored.url:
+                return Base()
+            token = current.get()
+            if token is None or token.may_call(base.name):
+                return Base(base)
+        # One reason for both: a token learns nothing about models that it may not use.
+        return Base(whole_because="its base is not in the store" if candidates else "")
+
+    async def _explicit(self, base: str) -> StoredModel:
+        """Returns the base that a model's settings name. Raises `BadRequest`, `Forbidden`."""
+        try:
+            return await self._allowed(base)
+        except (ModelNotInStore, UrlNotAllowed) as error:
+            raise BadRequest(f"base is {base!r}: {error.message}") from None
+
+    async def _allowed(self, candidate: str) -> StoredModel:
+        """Locates a base. Raises `Forbidden` if the current token may not use it, `BadRequest`."""
+        try:
+            base = await self._locate(candidate)
+        except NotAModel as error:
+            raise BadRequest(f"the base is no model: {error.message}") from None
+        if (token := current.get()) is not None:
+            token.check_base(base.name)
+        return base
+
+    async def _locate(self, candidate: str) -> StoredModel:
+        base = await self._lookups.locate(candidate)
+        # The last part of a path, as models loaded by path are called, gives no right: another
+        # team's model may end in it, too.
+        if candidate.startswith(("/", "file://")):
+            path = unquote(urlsplit(candidate).path)
+            base = replace(base, name=self._named.get(path, path))
+        return base
+
+    def _candidates(self, base: str, names: Iterable[str]) -> list[str]:
+        """Returns names or urls under which to look for a model's base, best first.
+
+        base: the name of the base in the model's files, or ""
+        names: names that a pattern of MODEL_BASES can match
+        """
         for pattern, known in self._known.items():
-            if fnmatch.fnmatchcase(name, pattern):
+            if any(fnmatch.fnmatchcase(name, pattern) for name in names):
                 return [known]
-        if "://" in name:
+        if "://" in base:
             return []
-        last = PurePosixPath(name.replace("\\", "/")).name
-        whole = [] if name.startswith(("/", ".", "~")) or "\\" in name else [name]
+        last = PurePosixPath(base.replace("\\", "/")).name
+        whole = [] if base.startswith(("/", ".", "~")) or "\\" in base else [base]
         return [candidate for candidate in dict.fromkeys((*whole, last)) if candidate]
 
 
 def parse(text: str) -> Mapping[str, str]:
-    """Parses ADAPTER_BASES, such as `skt/*=kogpt2,/home/*=other`. Raises `StartError`."""
+    """Parses MODEL_BASES, such as `skt/*=kogpt2,poems-*=other`. Raises `StartError`."""
     known = {}
     for entry in comma_separated(text):
         pattern, separator, name = (part.strip() for part in entry.partition("="))
         if not (pattern and separator and name):
             raise StartError(
-                f"ADAPTER_BASES has {entry!r}; entries are NAME=MODEL, separated by commas"
+                f"MODEL_BASES has {entry!r}; entries are NAME=MODEL, separated by commas"
             )
         known[pattern] = name
     return known
 
 
-def base_name(folder: Path) -> str | None:
-    """Returns the name of the base in an adapter's configuration file, empty if it has none.
-
-    None if there is no adapter in `folder`. Raises `BadRequest` for an invalid file.
-    """
-    try:
-        with os.scandir(folder) as entries:
-            names = {entry.name for entry in entries if entry.is_file()}
-    except OSError:  # the load of the model will fail with this error
-        return None
-    if not is_adapter(names):
-        return None
-    name = read_object(folder / ADAPTER, MAX_CONFIG_BYTES).get("base_model_name_or_path")
-    return name if isinstance(name, str) else ""
+def _text(value: object) -> str:
+    return value if isinstance(value, str) else ""

@@ -60,8 +60,10 @@ class Model:
     state: State = State.FETCHING
     fetched: Fetched | None = None
     fetching: Stop = field(default_factory=Stop)  # stops the fetch
-    stored_base: StoredModel | None = None  # an adapter's base
+    stored_base: StoredModel | None = None  # of an adapter or a delta
     base: Fetched | None = None  # the fetched `stored_base`
+    is_adapter: bool = False
+    whole_because: str = ""  # why a model that has or names a base is served whole
     in_flight: int = 0
     last_used: float = field(default_factory=lambda: time.monotonic())
     last_shared: float = field(default_factory=lambda: time.monotonic())  # by concurrent requests
@@ -94,6 +96,19 @@ class Model:
         return f"{self.name}#{self.id}"
 
     @property
+    def needs_base(self) -> bool:
+        """Whether it is not served without its base, and not to tokens that may not use the base.
+
+        An adapter, and a whole model whose settings name the base.
+        """
+        return self.is_adapter or self.settings.base is not None
+
+    @property
+    def shared_base(self) -> StoredModel | None:
+        """The base whose memory and steps the model shares."""
+        return None if self.whole_because else self.stored_base
+
+    @property
     def version(self) -> str:
         """The model's version, as the `/v2` routes show it."""
         return str((self.metadata.get("versions") or ["1"])[0])
@@ -102,6 +117,12 @@ class Model:
     def request_timeout_s(self) -> float:
         """The time limit of a request to the model, in seconds."""
         return float(self.settings.timeout_s or self.options["response_timeout"])
+
+    def with_names(self, message: str) -> str:
+        """Replaces the names of folders in the cache by those of the model and its base."""
+        message = message.replace(self.stored.key, self.name)
+        base = self.stored_base
+        return message if base is None else message.replace(base.key, base.name)
 
     def set(self, state: State | None = None) -> None:
         """Sets the state, if given, wakes tasks in `change`, and calls `changed`."""

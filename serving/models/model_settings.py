@@ -29,10 +29,13 @@ class ModelSettings:
     """The settings of a model; None stands for the server's default."""
 
     base: str | None = _setting(
-        "of an adapter: its base, a name or `url` as for loading, in place of the one that it was"
-        " trained on",
+        "of an adapter or a fine-tune: its base, a name or `url` as for loading, in place of the"
+        " one that it was trained on",
         type="string",
         maxLength=1024,
+    )
+    share: bool | None = _setting(
+        "false: a fine-tune is served whole, not as a delta of its base", type="boolean"
     )
     pinned: bool | None = _setting(
         "never unloaded to make room for another, nor for being idle", type="boolean"

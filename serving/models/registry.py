@@ -15,7 +15,6 @@ import logging
 import secrets
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Mapping
-from pathlib import Path
 from typing import Any, TypeVar
 
 from common.errors import NeverFits, OutOfMemory, ServiceError
@@ -34,6 +33,7 @@ from serving.errors import (
 )
 from serving.mms.workers import MMS_GRACE_S, Workers
 from serving.models.admission import Line
+from serving.models.bases import Base
 from serving.models.fetches import Fetches
 from serving.models.model import LoadRequest, Model, State, eviction_timeout
 from serving.models.model_settings import ModelSettings
@@ -55,8 +55,7 @@ async def load_once(model: Model, step: Step) -> None:
     await step()
 
 
-# Returns the base of the model with this folder and these settings; None if it is no adapter.
-FindBase = Callable[[Path, ModelSettings], Awaitable[StoredModel | None]]
+FindBase = Callable[[Model], Awaitable[Base]]  # see `Bases.find`
 
 
 class Registry:
@@ -257,10 +256,8 @@ class Registry:
             return LoadCancelled(f"Model {model.name} was unloaded while it was being loaded")
         error = work.exception()
         assert error is None or isinstance(error, Exception)
-        if isinstance(error, ServiceError):  # replace the name of the folder in the cache
-            error.message = error.message.replace(model.stored.key, model.name)
-            if (base := model.stored_base) is not None:
-                error.message = error.message.replace(base.key, base.name)
+        if isinstance(error, ServiceError):
+            error.message = model.with_names(error.message)
             error.args = (error.message,)  # what the log prints
         return error
 
@@ -296,6 +293,20 @@ class Registry:
                 model.load_s = time.monotonic() - started
                 self._observe("loaded", model, model.load_s)
 
+        async def start_in_place() -> None:
+            """Starts the model; where memory has no room for two versions, in place of the old."""
+            try:
+                await attempt(model, start)
+            except (InsufficientStorage, OutOfMemory) as error:
+                old = model.replaces
+                if isinstance(error, NeverFits | DiskFull) or old is None:
+                    raise
+                logger.info("model %s: memory has no room for both versions", model.name)
+                model.replaces = None
+                if old.state is State.READY:
+                    await asyncio.shield(self.drain(old))
+                await attempt(model, start)
+
         await attempt(model, fetch)
         assert model.fetched is not None
         model.warnings = await asyncio.to_thread(misnamed, model.fetched.path)
@@ -305,20 +316,34 @@ class Registry:
         model.settings = model.settings.over(of_file)
         if model.settings.queue is not None:
             model.line.max_waiting = model.settings.queue
-        model.stored_base = await self._find_base(model.fetched.path, model.settings)
+        base = await self._find_base(model)
+        model.stored_base, model.is_adapter = base.stored, base.is_adapter
+        model.whole_because = base.whole_because
         if model.stored_base is not None:
-            await attempt(model, fetch_base)
+            # No other model is evicted from the disk for a base that it can be served without.
+            try:
+                await (attempt if model.needs_base else load_once)(model, fetch_base)
+            except ServiceError as error:
+                if model.needs_base:
+                    raise
+                await self._serve_whole(model, "its base cannot be fetched", error)
         try:
-            await attempt(model, start)
+            await start_in_place()
         except (InsufficientStorage, OutOfMemory) as error:
-            old = model.replaces
-            if isinstance(error, NeverFits | DiskFull) or old is None:
+            if model.base is None or model.needs_base or isinstance(error, DiskFull):
                 raise
-            logger.info("model %s: memory has no room for both versions", model.name)
-            model.replaces = None
-            if old.state is State.READY:
-                await asyncio.shield(self.drain(old))
+            await self._serve_whole(model, "memory has no room for its base, too", error)
             await attempt(model, start)
+
+    async def _serve_whole(self, model: Model, reason: str, error: ServiceError) -> None:
+        """Gives up the base of a model that is served whole without it."""
+        assert model.stored_base is not None
+        base = model.stored_base.name
+        logger.info("model %s shares nothing with %s: %s", model.name, base, error.message)
+        fetched, model.base, model.stored_base = model.base, None, None
+        model.whole_because = reason
+        if fetched is not None:
+            await self.fetches.release(fetched)
 
     async def _remove(self, model: Model) -> None:
         """Frees the model's worker and artifacts, and then its name, even after an error."""

@@ -93,6 +93,7 @@ def _values(model: Model) -> dict[str, Any]:
         "batch_size": model.batch_size,
         "load_s": model.load_s,
         "metadata": model.metadata,
+        "whole_because": model.whole_because,
         "line": {"capacity": model.line.capacity, "max_waiting": model.line.max_waiting},
     }
 
@@ -105,6 +106,7 @@ def _row(model: Model) -> dict[str, Any]:
         "id": model.id,
         "stored": dataclasses.asdict(model.stored.without_secrets()),
         "stored_base": base and dataclasses.asdict(base.without_secrets()),
+        "is_adapter": model.is_adapter,
     }
 
 

@@ -89,9 +89,46 @@ def test_an_adapter_is_loaded_for_the_base_that_a_request_names(server: Server) 
     assert answer.status_code == 200, answer.text
     assert listed(server)["새"] == "전체-0"
     assert server.unload("새").status_code == 200
-    refused = server.load("새", "전체-0", base="바탕")
+
+
+def sharing(server: Server, name: str) -> tuple[str | None, str | None]:
+    """A model's base, and why it shares none, as the gateway and the engine have them."""
+    described = server.get(f"/models/{name}").json()
+    base, reason = described.get("baseModel"), described.get("wholeBecause")
+    (in_engine,) = (m for m in statistics(server)["models"] if m["name"].startswith(f"{name}#"))
+    if "base" in in_engine or "whole_because" in in_engine:
+        assert (base is None) == ("base" not in in_engine)
+        assert reason == in_engine.get("whole_because")
+    return base, reason
+
+
+def test_a_whole_fine_tune_is_loaded_with_the_base_that_a_request_names(server: Server) -> None:
+    for settings, reason in (
+        ({"base": "바탕"}, "it is not computed in int8 on a CPU"),
+        ({"base": "바탕", "precision": "int8"}, None),
+        ({"base": "바탕", "precision": "int8", "share": False}, None),
+        ({"precision": "int8"}, None),
+    ):
+        answer = server.load("새", "전체-0", **settings)
+        assert answer.status_code == 200, answer.text
+        assert text(server.predict("새", SHORT))
+        base, whole_because = sharing(server, "새")
+        if "share" in settings or "base" not in settings:
+            assert (base, whole_because) == (None, None)
+        elif reason is None:  # the engine decides
+            assert base == "바탕" or whole_because
+        else:
+            assert (base, whole_because) == (None, reason)
+        assert server.get("/models/새").json()["settings"] == settings
+        assert server.delete("/adapters/새", management=True).status_code == 404
+        assert server.unload("새").status_code == 200
+    for base, message in (("없음", "base is '없음'"), ("전체-0", "the model itself")):
+        refused = server.load("새", "전체-0", base=base, precision="int8")
+        assert error(refused)[0] == 400
+        assert message in refused.json()["message"]
+    refused = server.load("새", ADAPTERS[0], share=False)
     assert error(refused)[0] == 400
-    assert "no adapter" in refused.json()["message"]
+    assert "새" not in listed(server)
 
 
 def test_adapters_outlive_the_gateway_and_the_engine(server: Server, texts: dict[str, str]) -> None:

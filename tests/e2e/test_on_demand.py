@@ -17,6 +17,7 @@ from tests.e2e.stores import (
     SHORT,
     SMALL_BYTES,
     error,
+    fine_tuned,
     packed,
     serving,
     slow,
@@ -33,7 +34,7 @@ NAMES = [f"m{i}" for i in range(6)]
 
 @pytest.fixture(scope="module")
 def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Six small models, some packed, one below a folder, a slow one, and an adapter."""
+    """Six small models, some packed, one below a folder, a slow one, an adapter, a fine-tune."""
     folder = tmp_path_factory.mktemp("on-demand")
     for seed, name in enumerate(NAMES):
         if seed % 2:
@@ -46,6 +47,8 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
     base = small(folder / "store" / "바탕", 3)
     adapter = make_adapter(folder / "unpacked" / "어댑터", base)
     packed(adapter, folder / "store" / "어댑터.tar.gz")
+    tuned = fine_tuned(folder / "unpacked" / "파인튜닝", base, "/home/me/바탕")
+    packed(tuned, folder / "store" / "파인튜닝.tar.gz")
     aliases = json.dumps({"별칭": {"m0": 3, "m2": 1}})
     (folder / "store" / "aliases.json").write_text(aliases, encoding="utf-8")
     return folder / "store"
@@ -237,7 +240,8 @@ def s3(store: Path) -> Iterator[S3Server]:
 @pytest.fixture(scope="module")
 def from_s3(s3: S3Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     environment = {**s3.environment, "MODEL_STORE": f"s3://{BUCKET}/prefix/"}
-    environment |= {"AWS_MAX_ATTEMPTS": "1", "ADAPTER_BASES": "바탕=팀/바탕"}
+    bases = "바탕=팀/바탕,*/바탕=팀/바탕"
+    environment |= {"AWS_MAX_ATTEMPTS": "1", "MODEL_BASES": bases}
     with serving(tmp_path_factory.mktemp("s3"), None, **environment) as server:
         yield server
 
@@ -250,6 +254,12 @@ def test_models_come_from_s3(from_s3: Server, many: Server) -> None:
     models = from_s3.get("/models").json()["models"]
     bases = {model["modelName"]: model.get("baseModel") for model in models}
     assert bases == {**dict.fromkeys(("m0", "m1", "시/봄")), "어댑터": "팀/바탕"}
+    for server, base in ((from_s3, "팀/바탕"), (many, "바탕")):
+        assert text(server.predict("파인튜닝", SHORT))
+        described = server.get("/models/파인튜닝").json()
+        # The engine has got the base, and decides.
+        assert described.get("baseModel") == base or "store" not in described["wholeBecause"]
+        assert server.unload("파인튜닝").status_code == 200
     answer = from_s3.get("/models?available=true").json()["models"]
     assert {"m0", "m1", "m3", "시/봄"} <= {model["modelName"] for model in answer}
 

@@ -260,7 +260,7 @@ def test_an_adapter_lets_no_team_use_anothers_model(setup: Setup) -> None:
     store, name = setup.server.store, "가팀/말투"
     config = {"base_model_name_or_path": OTHERS}
     adapter = make_adapter(store / name, store / OTHERS, config=config)
-    reason = "가팀 may not use the base of this adapter"
+    reason = "가팀 may not use the base of this model"
 
     def check() -> None:
         for path, body in (

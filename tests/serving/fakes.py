@@ -18,6 +18,7 @@ from serving.api.metrics import Metrics
 from serving.console.journal import Journal
 from serving.errors import ModelNotInStore
 from serving.models.admission import Admission
+from serving.models.bases import Base
 from serving.models.model import LoadRequest, Model
 from serving.models.model_settings import ModelSettings
 from serving.models.on_demand import OnDemand
@@ -212,7 +213,8 @@ class FakeLookups:
         return [stored(name) for name in sorted(self.names)]
 
 
-async def find_no_base(folder: Path, settings: ModelSettings) -> None: ...
+async def find_no_base(model: Model) -> Base:
+    return Base()
 
 
 class Parts:

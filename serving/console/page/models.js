@@ -52,6 +52,12 @@ export function updateModels(message) {
 
 const sorted = () => [...rows.keys()].sort((a, b) => a.localeCompare(b, "ko"));
 
+/** Which base a model shares, or why it shares none. */
+function sharing({ base, is_adapter, whole_because }) {
+  if (base) return t(is_adapter ? "adapter_of" : "delta_of", { base });
+  return whole_because ? t("whole_because", { reason: whole_because }) : "";
+}
+
 function show() {
   const wanted = $("#filter").value.trim().normalize("NFC").toLowerCase();
   const names = sorted().filter((name) => name.toLowerCase().includes(wanted));
@@ -108,7 +114,7 @@ class Row {
     this.choice.disabled = !this.choice.checked && !canChoose();
     write(this.state, state === "ready" && residency ? `${t(state)} · ${t(residency)}` : t(state));
     write(this.reason, row.reason ?? "");
-    write(this.base, row.base ? t("adapter_of", { base: row.base }) : "");
+    write(this.base, sharing(row));
     write(this.aliases, row.aliases ? t("alias_is", { names: row.aliases.join(", ") }) : "");
     const notes = [number(row.requests, 0)];
     if (row.in_flight) notes.push(t("in_flight", { count: row.in_flight }));

@@ -70,6 +70,8 @@ const TEXTS = {
   errors: ["{count} failed", "실패 {count}"],
   in_flight: ["{count} now", "처리 중 {count}"],
   adapter_of: ["adapter of {base}", "{base}의 어댑터"],
+  delta_of: ["delta of {base}", "{base}의 델타"],
+  whole_because: ["no delta: {reason}", "델타 아님: {reason}"],
   alias_is: ["alias {names}", "별칭 {names}"],
   counted: ["{loaded} of {all} loaded", "{all}개 중 {loaded}개 로드됨"],
   empty: ["The store is empty.", "저장소가 비어 있습니다."],

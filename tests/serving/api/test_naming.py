@@ -13,6 +13,7 @@ import pytest
 
 from serving.aliases import Aliases, parse
 from serving.api.sessions import NEW, NEW_SESSION_ID, SESSION_ID, Sessions
+from serving.models.model_settings import ModelSettings
 from tests.serving.api.gateways import BEARER, World, model, settle, with_token
 from tests.serving.fakes import stored
 
@@ -209,12 +210,16 @@ async def test_a_team_needs_an_aliass_name_and_all_of_its_models(
     ("patterns", "allowed"),
     [(["가/*", "시", "나/비밀"], True), (["*"], True), (["가/*", "시"], False)],
 )
-async def test_a_team_needs_an_adapters_name_and_its_base(
-    patterns: list[str], allowed: bool, tmp_path: Path
+@pytest.mark.parametrize("kind", ["adapter", "delta of the base in its settings"])
+async def test_a_team_needs_a_models_name_and_the_base_that_it_needs(
+    kind: str, patterns: list[str], allowed: bool, tmp_path: Path
 ) -> None:
-    """The adapter is loaded: by another token, or before the team lost a right."""
+    """The model is loaded: by another token, or before the team lost a right."""
     world = World(model("가/말투"), sagemaker_multi_model=True)
     world.model.stored_base = stored("나/비밀")
+    world.model.is_adapter = kind == "adapter"
+    if not world.model.is_adapter:
+        world.model.settings = ModelSettings(base="나/비밀")
     world.gateway.aliases = aliases_of({"시": "가/말투"})
     await with_token(world, tmp_path, models=patterns, load=True)
     given = {"authorization": BEARER}
@@ -235,9 +240,28 @@ async def test_a_team_needs_an_adapters_name_and_its_base(
         assert allowed or "나/비밀" not in listed.decode()
 
 
-async def test_the_console_shows_no_base_that_its_token_may_not_use(tmp_path: Path) -> None:
+async def test_a_team_needs_no_right_to_a_base_that_was_looked_up(tmp_path: Path) -> None:
     world = World(model("가/말투"), sagemaker_multi_model=True)
     world.model.stored_base = stored("나/비밀")
+    await with_token(world, tmp_path, models=["가/*"], load=True)
+    given = {"authorization": BEARER}
+    assert (await world.call("POST", "/predictions/가/말투", **given))[0] == 200
+    for path in ("/models/가/말투", "/models", "/v1/models"):
+        status, _, shown = await world.call("GET", path, **given)
+        assert status == 200
+        assert "가/말투" in shown.decode()
+        assert "나/비밀" not in shown.decode()
+    await with_token(world, tmp_path, models=["가/*", "나/비밀"], load=True)
+    for path in ("/models/가/말투", "/models"):
+        assert '"baseModel":"나/비밀"' in (await world.call("GET", path, **given))[2].decode()
+
+
+@pytest.mark.parametrize("is_adapter", [True, False])
+async def test_the_console_shows_no_base_that_its_token_may_not_use(
+    is_adapter: bool, tmp_path: Path
+) -> None:
+    world = World(model("가/말투"), sagemaker_multi_model=True)
+    world.model.stored_base, world.model.is_adapter = stored("나/비밀"), is_adapter
     await with_token(world, tmp_path, models=["가/*"])
     gone = asyncio.Event()
     watching = asyncio.create_task(
@@ -248,5 +272,5 @@ async def test_the_console_shows_no_base_that_its_token_may_not_use(tmp_path: Pa
     status, _, shown = await watching
     assert status == 200
     assert '"whole":true' in shown.decode().replace(" ", "")
-    assert "말투" not in shown.decode()
+    assert ("말투" in shown.decode()) is not is_adapter
     assert "나/비밀" not in shown.decode()

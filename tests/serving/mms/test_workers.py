@@ -36,6 +36,7 @@ class FakeMMS:
         self.folders: dict[str, Path] = {}
         self.connections: list[int] = []
         self.hangs = False
+        self.outcome: dict[str, Any] = {}  # more of the answer to `probe`
         self.unregistered = asyncio.Event()
 
     async def register(self, id: str, folder: Path, options: Any, timeout_s: float) -> None:
@@ -45,7 +46,7 @@ class FakeMMS:
         self.connections.append(options["initial_workers"])
 
     async def probe(self, id: str, timeout_s: float) -> dict[str, Any]:
-        return {"status": 200, "in_engine": True}
+        return {"status": 200, "in_engine": True, **self.outcome}
 
     async def unregister(self, id: str) -> None:
         self.unregistered.set()
@@ -105,6 +106,20 @@ async def test_a_worker_is_told_what_the_engine_is_to_do_and_an_adapters_base(
         await parts.workers.check(parts.model)
     ((*_, backend, precision, _, of_check),) = parts.engine.checked
     assert (backend, precision, of_check) == ("mxnet", None, base)
+
+
+async def test_a_worker_says_why_a_model_shares_nothing_with_its_base(parts: Parts) -> None:
+    parts.model.stored_base = base = stored("바탕")
+    parts.model.base = Fetched(Path("바탕"), hit=True)
+    parts.mms.outcome = {"whole_because": f"{base.key} has other layers"}
+    await parts.workers.start(parts.model)
+    assert (parts.model.whole_because, parts.model.shared_base) == ("바탕 has other layers", None)
+    parts.mms.outcome = {"whole_because": ""}  # at a restart, with the base's new version
+    await parts.workers.start(parts.model)
+    assert (parts.model.whole_because, parts.model.shared_base) == ("", base)
+    parts.model.whole_because, parts.model.base = "its base is not in the store", None
+    await parts.workers.start(parts.model)
+    assert parts.model.whole_because == "its base is not in the store"
 
 
 async def test_of_two_that_ask_for_room_at_the_same_time_one_counts_the_other(parts: Parts) -> None:

@@ -1,18 +1,22 @@
-"""Which model of the store is an adapter's base."""
+"""Which model of the store is the base of an adapter or of a whole fine-tune."""
 
 from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from common.errors import SettingError
 from serving.errors import BadRequest, Forbidden, StartError
-from serving.models.bases import Bases
+from serving.models.bases import Base, Bases
+from serving.models.model import Model
 from serving.models.model_settings import ModelSettings
-from serving.store import Lookups, Sources, open_store
+from serving.settings import Settings
+from serving.store import Fetched, Lookups, Sources, open_store
 from serving.tokens import Token, Usage, current
 from tests.serving.store.archives import touch
 
@@ -34,22 +38,39 @@ def adapter(store: Path, base: Any) -> Path:
     return folder
 
 
-def find(
+def whole(store: Path, name: str, **config: Any) -> Path:
+    folder = store / name
+    touch(store, f"{name}/model.safetensors")
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    return folder
+
+
+def found(
     store: Path,
     folder: Path,
     known: str = "",
     named: dict[str, str] | None = None,
+    server: Mapping[str, str] | None = None,
+    name: str = "",
     **settings: Any,
-) -> str | None:
-    async def found() -> str | None:
+) -> Base:
+    async def found() -> Base:
         lookups = Lookups(Sources(open_store(str(store))))
         try:
-            base = await Bases(lookups, known, named).find(folder, ModelSettings(**settings))
-            return base and base.name
+            stored = await lookups.locate(str(folder.relative_to(store)))
+            model = Model(name or stored.name, str(folder), "1", stored, {})
+            model.settings, model.fetched = ModelSettings(**settings), Fetched(folder, hit=True)
+            bases = Bases(lookups, Settings(model_bases=known, **(server or {})), named)
+            return await bases.find(model)
         finally:
             lookups.close()
 
     return asyncio.run(found())
+
+
+def find(*arguments: Any, **options: Any) -> str | None:
+    base = found(*arguments, **options).stored
+    return base and base.name
 
 
 @pytest.mark.parametrize(
@@ -101,12 +122,14 @@ def team(*models: str) -> Token:
         (["감성", "바탕", "other"], "none", {"base": "{store}/팀/바탕"}, False),
         (["감성", "바탕", "other"], "none", {"base": "file://{store}/other"}, False),
         (["*"], "none", {"base": "{store}/팀/바탕"}, True),
+        (["감성"], None, {"base": "팀/바탕"}, False),
+        (["감성", "팀/바탕"], None, {"base": "팀/바탕"}, True),
     ],
 )
-def test_a_team_needs_the_right_to_the_base(
-    store: Path, models: list[str], named: str, settings: dict[str, str], allowed: bool
+def test_a_team_needs_the_right_to_a_base_that_a_model_needs(
+    store: Path, models: list[str], named: str | None, settings: dict[str, str], allowed: bool
 ) -> None:
-    folder = adapter(store, named)
+    folder = whole(store, "감성") if named is None else adapter(store, named)
     settings = {name: value.format(store=store) for name, value in settings.items()}
     before = current.set(token := team(*models))
     try:
@@ -117,17 +140,152 @@ def test_a_team_needs_the_right_to_the_base(
             find(store, folder, **settings)
     finally:
         current.reset(before)
-    assert caught.value.message == "가팀 may not use the base of this adapter"
+    assert caught.value.message == "가팀 may not use the base of this model"
     assert token.usage.refused["model"] == 1
 
 
-def test_a_whole_model_has_none(store: Path) -> None:
-    assert find(store, store / "other") is None
-    whole = adapter(store, "kogpt2-base-v2")
-    (whole / "model.safetensors").touch()  # merged, and its adapter's file left
-    assert find(store, whole) is None
-    with pytest.raises(BadRequest, match="the model is no adapter"):
-        find(store, store / "other", base="kogpt2-base-v2")
+@pytest.mark.parametrize(
+    ("name", "known", "expected"),
+    [
+        ("skt/kogpt2-base-v2", "", "kogpt2-base-v2"),
+        ("/home/me/kogpt2-base-v2/", "", "kogpt2-base-v2"),
+        ("팀/바탕", "", "팀/바탕"),
+        ("skt/kogpt2-base-v2", "skt/*=other", "other"),
+        # Also the model's own name, the first match first; v1's fine-tunes have no other.
+        (None, "시/*=other", "other"),
+        (None, "시/봄=팀/바탕,시/*=other", "팀/바탕"),
+        ("skt/kogpt2-base-v2", "시/*=other,skt/*=팀/바탕", "other"),
+        (None, "봄=other", None),
+        (None, "skt/*=other", None),
+    ],
+)
+def test_a_whole_model_has_the_base_that_it_was_trained_on_or_that_is_mapped_to_its_name(
+    store: Path, name: str | None, known: str, expected: str | None
+) -> None:
+    folder = whole(store, "시/봄", **({} if name is None else {"_name_or_path": name}))
+    assert find(store, folder, known) == expected
+    # Under another name, as SageMaker gives it.
+    assert find(store, folder, known, name="5f4dcc3b5aa765d61d8327deb882cf99") == expected
+    assert find(store, folder, known, share=False) is None
+    assert find(store, folder, known, base="팀/바탕") == "팀/바탕"
+
+
+def test_models_of_one_store_are_no_bases_of_each_other_by_accident(store: Path) -> None:
+    others = [whole(store, "소월"), whole(store, "동주"), whole(store, "팀/윤동주")]
+    for folder in (*others, store / "other", store / "kogpt2-base-v2"):
+        assert found(store, folder) == Base()
+    merged = adapter(store, "kogpt2-base-v2")
+    (merged / "model.safetensors").touch()  # its adapter's file was left
+    assert found(store, merged) == Base()
+
+
+@pytest.mark.parametrize("wrong", ["{", "[]", '{"_name_or_path": 1}', "[" * 100_000])
+def test_a_config_without_a_name_names_no_base(store: Path, wrong: str) -> None:
+    folder = whole(store, "봄")
+    (folder / "config.json").write_text(wrong, encoding="utf-8")
+    assert found(store, folder) == Base()
+
+
+def test_a_model_is_not_its_own_base(store: Path) -> None:
+    base = whole(store, "kogpt2-base-v2", _name_or_path="skt/kogpt2-base-v2")
+    assert found(store, base) == Base()
+    assert found(store, base, "*=kogpt2-base-v2") == Base()
+    assert found(store, base, name="다른-이름") == Base()
+    for itself in ("kogpt2-base-v2", str(base)):
+        with pytest.raises(BadRequest, match="which is the model itself"):
+            find(store, base, base=itself)
+    # The base of a base is not looked up.
+    assert find(store, whole(store, "봄", _name_or_path="./kogpt2-base-v2")) == "kogpt2-base-v2"
+
+
+def test_a_whole_model_whose_base_is_missing_is_whole_unless_its_settings_name_it(
+    store: Path,
+) -> None:
+    folder = whole(store, "봄", _name_or_path="skt/ko-gpt")
+    (store / "글").mkdir()
+    (store / "글" / "시.txt").touch()
+    missing = Base(whole_because="its base is not in the store")
+    for known in ("", "skt/*=없음", "skt/*=../없음", "skt/*=글", "skt/*=https://elsewhere/x"):
+        assert found(store, folder, known) == missing
+    for base, message in (
+        ("없음", "base is '없음': there is no model 없음 in the store"),
+        ("../없음", "base is '../없음'"),
+        ("글", "the base is no model"),
+    ):
+        with pytest.raises(BadRequest) as raised:
+            find(store, folder, base=base)
+        assert message in raised.value.message
+
+
+@pytest.mark.parametrize(
+    ("models", "expected"),
+    [
+        (["봄"], None),
+        (["봄", "바탕"], None),
+        (["봄", "팀/*"], "팀/바탕"),
+    ],
+)
+def test_a_team_that_may_not_use_a_base_that_is_looked_up_gets_the_model_whole(
+    store: Path, models: list[str], expected: str | None
+) -> None:
+    by_name, by_pattern = whole(store, "봄", _name_or_path="팀/바탕"), whole(store, "여름")
+    by_path = f"여름={store}/팀/바탕"
+    before = current.set(token := team(*models))
+    try:
+        assert find(store, by_name) == find(store, by_pattern, "여름=팀/바탕") == expected
+        assert find(store, by_pattern, by_path) is None
+        if expected is None:  # the same as for one that is not there
+            assert found(store, by_name).whole_because == "its base is not in the store"
+    finally:
+        current.reset(before)
+    assert token.usage.refused["model"] == 0
+
+
+@pytest.mark.parametrize(
+    ("server", "settings", "shares"),
+    [
+        ({}, {}, True),
+        ({"precision": "int8"}, {}, True),
+        ({"precision": "fp32"}, {}, False),
+        ({"precision": "fp32"}, {"precision": "int8"}, True),
+        ({}, {"precision": "fp32"}, False),
+        # The setting of another backend does not count.
+        ({"precision": "fp32", "backend": "mxnet"}, {"backend": "native"}, True),
+        ({"precision": "fp32", "backend": "native"}, {"backend": "native"}, False),
+        ({"device": "gpu"}, {}, False),
+        ({"device": "gpu", "backend": "onnxruntime", "precision": "fp16"}, {}, False),
+    ],
+)
+def test_only_what_is_computed_in_int8_on_a_cpu_has_a_base(
+    store: Path, server: dict[str, str], settings: dict[str, str], shares: bool
+) -> None:
+    folder = whole(store, "봄", _name_or_path="other")
+    assert find(store, folder, server=server, **settings) == ("other" if shares else None)
+    if not shares:
+        assert found(store, folder, server=server, **settings) == Base()
+        named = found(store, folder, server=server, base="없음", **settings)
+        assert named == Base(whole_because="it is not computed in int8 on a CPU")
+    assert find(store, adapter(store, "other"), server=server, **settings) == "other"
+
+
+def test_the_one_model_of_a_server_is_whole(store: Path) -> None:
+    folder = whole(store, "봄", _name_or_path="other")
+    assert found(store, folder, named={str(folder): "model"}) == Base()
+    assert found(store, folder, named={str(folder): "model"}, base="없음") == Base()
+
+
+def test_what_the_engine_does_not_compute_has_no_base(store: Path) -> None:
+    folder = whole(store, "봄", _name_or_path="other")
+    touch(store, "봄/code/inference.py")
+    (folder / "code" / "inference.py").write_text("def transform_fn(*given): ...")
+    assert found(store, folder, "*=other") == Base()
+    with pytest.raises(BadRequest, match="base cannot be set for model 봄: the engine does not"):
+        find(store, folder, base="other")
+
+
+def test_an_adapter_is_not_served_without_its_base(store: Path) -> None:
+    with pytest.raises(BadRequest, match="an adapter cannot be served without its base"):
+        find(store, adapter(store, "other"), share=False)
 
 
 @pytest.mark.parametrize(
@@ -145,7 +303,7 @@ def test_what_was_looked_for_is_told(store: Path, named: str, known: str, messag
     with pytest.raises(BadRequest) as raised:
         find(store, adapter(store, named), known)
     assert message in raised.value.message
-    assert "ADAPTER_BASES" in raised.value.message
+    assert "MODEL_BASES" in raised.value.message
 
 
 def test_a_config_that_cannot_be_read_is_refused(store: Path) -> None:
@@ -156,7 +314,9 @@ def test_a_config_that_cannot_be_read_is_refused(store: Path) -> None:
             find(store, folder)
 
 
-def test_adapter_bases_says_what_is_wrong_with_it(store: Path) -> None:
+def test_model_bases_says_what_is_wrong_with_it(store: Path) -> None:
+    with pytest.raises(SettingError, match="ADAPTER_BASES is now MODEL_BASES"):
+        Settings.read((), {"ADAPTER_BASES": "a=b"})
     for wrong in ("kogpt2", "=b", "a="):
-        with pytest.raises(StartError, match="ADAPTER_BASES"):
+        with pytest.raises(StartError, match="MODEL_BASES"):
             find(store, store / "other", wrong)

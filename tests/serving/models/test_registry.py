@@ -6,21 +6,25 @@ import asyncio
 import json
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from common.errors import ArtifactError
+from common.errors import ArtifactError, NeverFits
 from serving.errors import (
     BadRequest,
     Conflict,
+    DiskFull,
     LoadCancelled,
     ModelNotFound,
     ModelNotInStore,
     Timeout,
     WorkerLost,
 )
+from serving.models.bases import Base
 from serving.models.model import LoadRequest, Model, State
 from serving.models.model_settings import ModelSettings
+from serving.models.registry import Step
 from serving.store import Fetched, StoredModel
 from tests.serving.fakes import Parts, stored
 
@@ -182,6 +186,96 @@ async def test_an_adapter_whose_base_is_gone_is_not_adopted_and_may_be_evicted(
         await parts.registry.adopt(old)
     assert parts.registry.all() == []
     assert parts.cache.in_use == {"봄": 0}
+
+
+def with_base(parts: Parts, **found: Any) -> None:
+    """The registry finds 소월 as the base of any model."""
+
+    async def find_base(model: Model) -> Base:
+        return Base(stored("소월"), **found)
+
+    parts.registry._find_base = find_base
+
+
+async def test_a_model_whose_base_cannot_be_fetched_is_whole_unless_it_needs_it(
+    parts: Parts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    acquire = parts.cache.acquire
+
+    def without_base(model: StoredModel, given_up: threading.Event) -> Fetched:
+        if model.name == "소월":
+            raise DiskFull("no disk is left", missing_bytes=100)
+        return acquire(model, given_up)
+
+    async def evict(model: Model, step: Step) -> None:
+        nonlocal evicted
+        try:
+            await step()
+        except DiskFull:
+            evicted += 1
+            raise
+
+    monkeypatch.setattr(parts.cache, "acquire", without_base)
+    with_base(parts)
+    evicted = 0
+    model = await parts.load("봄", attempt=evict)
+    assert (model.whole_because, model.shared_base, model.base) == (
+        "its base cannot be fetched", None, None,
+    )  # fmt: skip
+    assert evicted == 0
+    with pytest.raises(DiskFull):
+        await parts.load("여름", settings=ModelSettings(base="소월"), attempt=evict)
+    with_base(parts, is_adapter=True)
+    with pytest.raises(DiskFull):
+        await parts.load("여름", attempt=evict)
+    assert evicted == 2
+    assert (parts.loaded(), parts.cache.in_use) == (["봄"], {"봄": 1, "여름": 0})
+
+
+async def test_a_model_that_does_not_fit_beside_its_base_is_whole_unless_it_needs_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parts = Parts(tmp_path, budget=150)
+
+    def bytes_of(model: Model) -> int:
+        return 100 if model.base is None else 170
+
+    monkeypatch.setattr(parts.workers, "bytes_of", bytes_of)
+    with_base(parts)
+    with pytest.raises(NeverFits):
+        await parts.load("봄", settings=ModelSettings(base="소월"))
+    model = await parts.load("봄")
+    assert (model.whole_because, model.shared_base) == (
+        "memory has no room for its base, too", None,
+    )  # fmt: skip
+    assert parts.cache.in_use == {"봄": 1, "소월": 0}
+    assert parts.workers.starts == {"봄": 1}
+    (kept,) = parts.snapshot.read()[0]
+    assert kept.whole_because == model.whole_because
+
+
+async def test_a_version_in_place_of_another_keeps_its_base(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parts = Parts(tmp_path, budget=150)
+    with_base(parts)
+    old = await parts.load("봄")
+    model = await parts.registry.replace(old, stored("봄"))
+    assert (model.shared_base, model.whole_because) == (stored("소월"), "")
+    assert parts.cache.in_use == {"봄": 1, "소월": 1}
+
+
+async def test_a_new_gateway_knows_which_models_share_a_base(parts: Parts) -> None:
+    with_base(parts, is_adapter=True)
+    await parts.load("어댑터")
+    with_base(parts)
+    whole = await parts.load("델타")
+    whole.whole_because = "they have nothing in common"
+    parts.registry.save()
+    delta, adapter = parts.snapshot.read()[0]
+    assert (adapter.is_adapter, adapter.shared_base) == (True, stored("소월"))
+    assert (delta.is_adapter, delta.shared_base, delta.stored_base) == (False, None, stored("소월"))
+    assert delta.whole_because == whole.whole_because
 
 
 async def test_a_full_disk_fails_nothing_that_is_loaded(parts: Parts, tmp_path: Path) -> None:

@@ -13,6 +13,8 @@ import pytest
 
 from common.errors import NeverFits, OutOfMemory
 from serving.errors import DiskFull, Forbidden, InsufficientStorage, LoadCancelled, Unavailable
+from serving.models.bases import Base
+from serving.models.model import Model
 from serving.models.model_settings import ModelSettings
 from serving.store import StoredModel
 from serving.tokens import Token, Usage, current
@@ -318,10 +320,11 @@ async def test_a_load_that_a_token_may_not_do_fails_for_that_token_only(parts: P
     """All call at once and share loads: those of the team that may use the base get the model."""
     allowed = contextvars.ContextVar("allowed", default=True)
 
-    async def find_base(folder: Path, settings: ModelSettings) -> None:
+    async def find_base(model: Model) -> Base:
         await asyncio.sleep(1)
         if not allowed.get():
-            raise Forbidden("가팀 may not use the base of this adapter")
+            raise Forbidden("가팀 may not use the base of this model")
+        return Base()
 
     parts.registry._find_base = find_base
 
