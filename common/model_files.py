@@ -17,6 +17,7 @@ WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")
 PARAMS = ".params"
 # Tensors in, tensors out: an MXNet symbol checkpoint, an ONNX graph, also in a version's folder.
 SYMBOL, GRAPH = "model-symbol.json", "model.onnx"
+BASE_NAME = "_name_or_path"  # in config.json: the model that a fine-tune was trained on
 ADAPTER = "adapter_config.json"  # PEFT writes it beside adapter_model.safetensors
 MANIFEST = "MAR-INF/MANIFEST.json"  # in Multi Model Server's archives
 DEFAULT_PROGRAM = "inference.py"  # the SageMaker Inference Toolkit's default

@@ -19,7 +19,7 @@ from command.errors import Problem
 from command.logits import logits_after
 from command.model_writer import write_params, write_safetensors
 from common.errors import EngineError
-from common.model_files import visible
+from common.model_files import BASE_NAME, visible
 from engine import backends
 from engine.artifacts import adapter as adapters
 from engine.artifacts import hugging_face
@@ -79,7 +79,8 @@ def to_hugging_face(
         ends = {f"{n[:3]}_token_id": vocabulary[t] for n, t in tokens.items() if n != "pad_token"}
         kind = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
         write_json(target / "tokenizer_config.json", {**kind, **tokens}, 2)
-        write_json(target / CONFIG_FILE, {**_their_config(config), **ends}, 2)
+        fields = {**_their_config(config), **_base_name(source), **ends}
+        write_json(target / CONFIG_FILE, fields, 2)
         write_json(target / HUGGING_FACE_FILE, ends, 2)
     else:
         for name in (CONFIG_FILE, HUGGING_FACE_FILE, *TEXT_FILES):
@@ -92,6 +93,13 @@ def to_hugging_face(
         for spiece in visible(source.path, "*.spiece"):
             shutil.copyfile(spiece, target / spiece.name)
     return lines + _copy_templates(source, target)
+
+
+def _base_name(source: Artifact) -> dict[str, Any]:
+    """The field of `config.json` with the name of the model's base, if it has one."""
+    file = source.path / CONFIG_FILE
+    given = read_json(file) if file.exists() else {}
+    return {BASE_NAME: given[BASE_NAME]} if BASE_NAME in given else {}
 
 
 def _their_config(config: GPT2Config) -> dict[str, Any]:
@@ -139,7 +147,8 @@ def to_v1(
     weights = [*source.weights.items(), (OUTPUT, source.weights[EMBEDDING])]
     write_params(target / "kogpt2.params", weights, dtype, progress)
     sizes = {"num_heads": c.num_heads, "activation": c.activation}
-    write_json(target / CONFIG_FILE, {**sizes, "layer_norm_eps": c.layer_norm_eps}, 2)
+    fields = {**sizes, "layer_norm_eps": c.layer_norm_eps, **_base_name(source)}
+    write_json(target / CONFIG_FILE, fields, 2)
     return lines + _copy_templates(source, target)
 
 

@@ -25,6 +25,7 @@ from tqdm import tqdm
 from command.documents import Documents, read_documents, write_json
 from command.errors import Problem
 from common.errors import ArtifactError
+from common.model_files import BASE_NAME
 from common.mxnet_compat import mx
 from engine.artifacts.artifact import shapes
 from engine.artifacts.config import GPT2Config
@@ -197,11 +198,15 @@ def random_weights(config: GPT2Config, seed: int) -> dict[str, Any]:
     return weights
 
 
-def pack(config: GPT2Config, weights: dict[str, Any], spiece: bytes, out: Path) -> None:
-    """Writes the archive; the same files give the same bytes."""
+def pack(
+    config: GPT2Config, weights: dict[str, Any], spiece: bytes, out: Path, base: Path | None = None
+) -> None:
+    """Writes the archive, with the name of its base; the same files give the same bytes."""
     name = out.name.removesuffix(SUFFIX)
     # Flags are left out: KoGPT2 v1 has the default of each.
     sizes = {n: v for n, v in dataclasses.asdict(config).items() if not isinstance(v, bool)}
+    if base is not None:  # by this the server finds it in the store
+        sizes[BASE_NAME] = base.resolve().name.removesuffix(SUFFIX)
     with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{name}-") as work:
         folder, archive = Path(work, name), Path(work, "archive")
         folder.mkdir()
@@ -260,5 +265,6 @@ def fine_tune(base: Path, text: Path, out: Path, options: FineTune) -> None:
         name = out.name.split(".")[0]
         documents = read_documents(text)
         result = train(config, weights, documents, tokenizer, options.steps, options, name)
-        pack(config, weights, artifact.tokenizer_file.read_bytes(), out)
+        spiece = artifact.tokenizer_file.read_bytes()
+        pack(config, weights, spiece, out, options.base)
     print(f"{out}: {out.stat().st_size / 1e6:.2f} MB, {result}")

@@ -12,7 +12,7 @@ from pathlib import Path, PurePosixPath
 from urllib.parse import unquote, urlsplit
 
 from common.errors import ServiceError
-from common.model_files import ADAPTER, is_adapter
+from common.model_files import ADAPTER, BASE_NAME, is_adapter
 from common.settings import comma_separated
 from handlers.dispatch import is_hosted
 from serving.errors import BadRequest, ModelNotInStore, NotAModel, StartError, UrlNotAllowed
@@ -114,7 +114,7 @@ class Bases:
         config: Mapping[str, object] = {}
         with contextlib.suppress(BadRequest):  # the engine explains what is wrong with the file
             config = await asyncio.to_thread(read_object, folder / CONFIG, MAX_CONFIG_BYTES)
-        name = _text(config.get("_name_or_path"))
+        name = _text(config.get(BASE_NAME))
         candidates = self._candidates(name, [name, model.name, model.stored.name])
         for candidate in candidates:
             try:

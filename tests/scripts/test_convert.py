@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 from contextlib import closing
 from functools import partial
 from pathlib import Path
@@ -73,6 +74,18 @@ def test_v1_becomes_a_hugging_face_directory_and_v1_again(tmp_path: Path) -> Non
     weights = read_params(tmp_path / "back" / "kogpt2.params")
     np.testing.assert_array_equal(weights[OUTPUT], weights[EMBEDDING])
     assert (tmp_path / "back" / "kogpt2.spiece").read_bytes() == spiece()
+
+
+def test_the_name_of_the_base_is_kept(tmp_path: Path) -> None:
+    v1 = make_artifact(tmp_path / "v1")
+    file = v1 / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "_name_or_path": "바탕"}))
+    convert(v1, tmp_path / "hf", "--to", "hf")
+    convert(tmp_path / "hf", tmp_path / "back", "--to", "v1")
+    for folder in ("hf", "back"):
+        assert (
+            json.loads((tmp_path / folder / "config.json").read_text())["_name_or_path"] == "바탕"
+        )
 
 
 def test_an_archive_is_a_source_as_its_folder_is(tmp_path: Path) -> None:

@@ -102,6 +102,10 @@ def test_the_same_seed_gives_the_same_bytes(
     assert again.read_bytes() == trained[0].read_bytes()
 
 
+def base_name(artifact: Artifact) -> object:
+    return json.loads((artifact.path / "config.json").read_text("utf-8")).get("_name_or_path")
+
+
 def test_a_base_is_trained_further_with_its_tokenizer(
     trained: tuple[Path, str], text: Path, tmp_path: Path
 ) -> None:
@@ -113,6 +117,9 @@ def test_a_base_is_trained_further_with_its_tokenizer(
     artifact = unpacked(out, tmp_path / "more")
     assert artifact.tokenizer_file.read_bytes() == base.tokenizer_file.read_bytes()
     assert artifact.config == base.config
+    # Only a base that the user has is in a store.
+    assert base_name(artifact) == "base"
+    assert base_name(base) is None
 
 
 def test_mistakes_are_explained_before_training(text: Path, tmp_path: Path) -> None:
