@@ -150,7 +150,7 @@ async def describe(gateway: Gateway, request: Request) -> Response:
     with contextlib.suppress(ServingError, ValueError):
         described = await gateway.mms.describe(model.id)
     described |= _listed(request, model)
-    if model.whole_because:
+    if model.whole_because and _shows_base(request, model):
         described["wholeBecause"] = model.whole_because
     if alias is not None:
         described["aliasOf"] = alias.weights
@@ -208,10 +208,15 @@ async def unload(gateway: Gateway, request: Request) -> Response:
 def _listed(request: Request, model: Model) -> dict[str, str]:
     """Return a model's entry in lists: its name, URL, the base that it shares, and residency."""
     shown = {"modelName": model.name, "modelUrl": model.url}
-    token, base = request.state.token, model.shared_base
-    if base is not None and (token is None or token.may_call(base.name)):
-        shown["baseModel"] = base.name
+    if model.shared_base is not None and _shows_base(request, model):
+        shown["baseModel"] = model.shared_base.name
     return {**shown, "residency": model.residency} if model.residency else shown
+
+
+def _shows_base(request: Request, model: Model) -> bool:
+    """Return whether the request's token may use the model's base."""
+    token, base = request.state.token, model.stored_base
+    return token is None or base is None or token.may_call(base.name)
 
 
 def _text(given: Mapping[str, Any], name: str) -> str:

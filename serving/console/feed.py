@@ -177,11 +177,9 @@ class Feed:
             rows.setdefault(name, self._row(name, "failed", None))
             rows[name] |= {"state": "failed", "reason": failed[name]}
         for model in gateway.registry.all():
-            rows[model.name] = self._loaded(model)
+            rows[model.name] = self._loaded(model, may_see)
         rows = {name: row for name, row in rows.items() if may_see(name)}
         for name, row in rows.items():
-            if row.get("base") and not may_see(row["base"]):
-                row["base"] = ""
             if aliases := [alias for alias in gateway.aliases.of(name) if may_see(alias)]:
                 row["aliases"] = aliases[:MAX_ALIASES]
         return rows
@@ -192,7 +190,9 @@ class Feed:
         row: Row = {"state": state, "size_bytes": size_bytes}
         return {**row, "requests": good, "errors": bad, "last_ms": last_ms}
 
-    def _loaded(self, model: Model) -> Row:
+    def _loaded(self, model: Model, may_see: MaySee) -> Row:
+        base, shared = model.stored_base, model.shared_base
+        shows_base = base is None or may_see(base.name)
         row = self._row(model.name, model.state.value, model.stored.size_bytes)
         row |= {
             "residency": model.residency,
@@ -200,9 +200,9 @@ class Feed:
             "in_engine": model.in_engine,
             "in_flight": model.in_flight,
             "reason": model.restarts.reason if model.restoring else "",
-            "base": model.shared_base.name if model.shared_base else "",
+            "base": shared.name if shared is not None and shows_base else "",
             "is_adapter": model.is_adapter,
-            "whole_because": model.whole_because,
+            "whole_because": model.whole_because if shows_base else "",
         }
         counted = self._sample.models.get(model.engine_name)
         if counted is not None:

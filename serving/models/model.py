@@ -105,8 +105,8 @@ class Model:
 
     @property
     def shared_base(self) -> StoredModel | None:
-        """The base whose memory and steps the model shares."""
-        return None if self.whole_because else self.stored_base
+        """The base of an adapter, or of a fine-tune that shares its memory and steps."""
+        return self.stored_base if self.is_adapter or not self.whole_because else None
 
     @property
     def version(self) -> str:

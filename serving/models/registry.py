@@ -17,7 +17,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Mapping
 from typing import Any, TypeVar
 
-from common.errors import NeverFits, OutOfMemory, ServiceError
+from common.errors import ArtifactError, NeverFits, OutOfMemory, ServiceError
 from common.misnamed import misnamed
 from serving.errors import (
     BadRequest,
@@ -329,10 +329,13 @@ class Registry:
                 await self._serve_whole(model, "its base cannot be fetched", error)
         try:
             await start_in_place()
-        except (InsufficientStorage, OutOfMemory) as error:
+        except (InsufficientStorage, OutOfMemory, ArtifactError) as error:
             if model.base is None or model.needs_base or isinstance(error, DiskFull):
                 raise
-            await self._serve_whole(model, "memory has no room for its base, too", error)
+            reason = "memory has no room for its base, too"
+            if isinstance(error, ArtifactError):  # of the base, or else the next start raises it
+                reason = "its base cannot be used"
+            await self._serve_whole(model, reason, error)
             await attempt(model, start)
 
     async def _serve_whole(self, model: Model, reason: str, error: ServiceError) -> None:

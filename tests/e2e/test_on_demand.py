@@ -49,6 +49,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
     packed(adapter, folder / "store" / "어댑터.tar.gz")
     tuned = fine_tuned(folder / "unpacked" / "파인튜닝", base, "/home/me/바탕")
     packed(tuned, folder / "store" / "파인튜닝.tar.gz")
+    fine_tuned(folder / "store" / "베이스가-망가진", base, "broken")
     aliases = json.dumps({"별칭": {"m0": 3, "m2": 1}})
     (folder / "store" / "aliases.json").write_text(aliases, encoding="utf-8")
     return folder / "store"
@@ -217,6 +218,14 @@ def test_a_signature_is_shown_and_written_nowhere_and_the_model_outlives_its_gat
     fresh.kill_gateway()
     assert text(fresh.predict("시", SHORT)) == before
     assert written(fresh) == []
+
+
+def test_a_fine_tune_whose_base_is_broken_is_served_whole(many: Server) -> None:
+    assert text(many.predict("베이스가-망가진", SHORT))
+    described = many.get("/models/베이스가-망가진").json()
+    assert "baseModel" not in described
+    assert described["wholeBecause"]
+    assert many.unload("베이스가-망가진").status_code == 200
 
 
 # From S3

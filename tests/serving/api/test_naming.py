@@ -251,17 +251,24 @@ async def test_a_team_needs_no_right_to_a_base_that_was_looked_up(tmp_path: Path
         assert status == 200
         assert "가/말투" in shown.decode()
         assert "나/비밀" not in shown.decode()
+    world.model.whole_because = "it is not as 나/비밀"
+    assert "나/비밀" not in (await world.call("GET", "/models/가/말투", **given))[2].decode()
     await with_token(world, tmp_path, models=["가/*", "나/비밀"], load=True)
+    shown = json.loads((await world.call("GET", "/models/가/말투", **given))[2])
+    assert (shown.get("baseModel"), shown["wholeBecause"]) == (None, "it is not as 나/비밀")
+    world.model.whole_because = ""
     for path in ("/models/가/말투", "/models"):
         assert '"baseModel":"나/비밀"' in (await world.call("GET", path, **given))[2].decode()
 
 
 @pytest.mark.parametrize("is_adapter", [True, False])
+@pytest.mark.parametrize("reason", ["", "it is not as 나/비밀"])
 async def test_the_console_shows_no_base_that_its_token_may_not_use(
-    is_adapter: bool, tmp_path: Path
+    is_adapter: bool, reason: str, tmp_path: Path
 ) -> None:
     world = World(model("가/말투"), sagemaker_multi_model=True)
     world.model.stored_base, world.model.is_adapter = stored("나/비밀"), is_adapter
+    world.model.whole_because = reason
     await with_token(world, tmp_path, models=["가/*"])
     gone = asyncio.Event()
     watching = asyncio.create_task(

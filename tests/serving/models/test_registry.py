@@ -254,6 +254,23 @@ async def test_a_model_that_does_not_fit_beside_its_base_is_whole_unless_it_need
     assert kept.whole_because == model.whole_because
 
 
+async def test_a_model_whose_base_the_engine_refuses_is_whole_unless_it_needs_it(
+    parts: Parts,
+) -> None:
+    with_base(parts)
+    wrong = ArtifactError(f"{stored('소월').key} holds an adapter")
+    parts.workers.errors["봄"] = [wrong]
+    model = await parts.load("봄")
+    assert (model.whole_because, model.base) == ("its base cannot be used", None)
+    parts.workers.errors["여름"] = [ArtifactError("여름 has no weights") for _ in range(2)]
+    with pytest.raises(ArtifactError, match="여름 has no weights"):
+        await parts.load("여름")
+    parts.workers.errors["여름"] = [wrong]
+    with pytest.raises(ArtifactError, match="소월 holds an adapter"):
+        await parts.load("여름", settings=ModelSettings(base="소월"))
+    assert parts.cache.in_use == {"봄": 1, "소월": 0, "여름": 0}
+
+
 async def test_a_version_in_place_of_another_keeps_its_base(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -274,6 +291,8 @@ async def test_a_new_gateway_knows_which_models_share_a_base(parts: Parts) -> No
     parts.registry.save()
     delta, adapter = parts.snapshot.read()[0]
     assert (adapter.is_adapter, adapter.shared_base) == (True, stored("소월"))
+    adapter.whole_because = "it is merged"
+    assert adapter.shared_base == stored("소월")
     assert (delta.is_adapter, delta.shared_base, delta.stored_base) == (False, None, stored("소월"))
     assert delta.whole_because == whole.whole_because
 
