@@ -180,13 +180,18 @@ def with_parameters(line: bytes, parameters: dict[str, Any]) -> bytes:
 
 
 def requests_of(lines: Iterator[bytes]) -> Iterator[list[bytes]]:
-    """Group lines to requests of at most `MAX_LINES` and about `MAX_BYTES`."""
+    """Group lines to requests of at most `MAX_LINES` and about `MAX_BYTES`.
+
+    The first ones are shorter: requests that begin together would end together, as the server
+    shares its places among them, and leave it idle until the next ones arrive.
+    """
     group: list[bytes] = []
-    size = 0
+    size = count = 0
     for line in lines:
-        if group and (len(group) == MAX_LINES or size + len(line) > MAX_BYTES):
+        most = MAX_LINES * min(count + 1, IN_FLIGHT) // IN_FLIGHT
+        if group and (len(group) == most or size + len(line) > MAX_BYTES):
             yield group
-            group, size = [], 0
+            group, size, count = [], 0, count + 1
         group.append(line)
         size += len(line)
     if group:

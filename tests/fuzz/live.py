@@ -34,6 +34,7 @@ KINDS = ("text-json", "json", "openai", "generate", "v2-binary", "npy", "csv", "
 FITTING = {"/v1/": "openai", "/generate": "generate", "/infer": "v2-binary"}
 TYPES = (
     *("application/json", "text/plain", "application/x-npy", "text/csv", "text/html", ""),
+    "application/jsonlines",
     *("application/x-www-form-urlencoded", "multipart/form-data; boundary=x"),
     *("application/json; charset=nonsense", "multipart/form-data", "x" * 8000, "\xea\xb0\x80"),
 )

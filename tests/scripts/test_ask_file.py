@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from scripts.client.errors import CallFailed
-from scripts.client.lines import MAX_LINES, Sender
+from scripts.client.lines import MAX_BYTES, MAX_LINES, Sender, requests_of
 from scripts.client.targets import Answer, Call
 from tests.e2e.server import REPOSITORY, Server, eventually
 from tests.e2e.stores import text
@@ -150,6 +150,14 @@ def test_wrong_options_and_files_are_refused(
     done = run("ask", "m0", "--url", "http://127.0.0.1:9", "--file", source, "--out", out)
     assert (done.returncode, "cannot be reached" in done.stderr) == (1, True)
     assert out.read_bytes() == b""
+
+
+def test_requests_end_one_after_the_other_and_not_together() -> None:
+    """The server shares its places among them: where they end together it has nothing to do."""
+    groups = [len(group) for group in requests_of(iter([b"1"] * 150))]
+    assert groups == [8, 16, 24, 32, 32, 32, 6]
+    large = [len(group) for group in requests_of(iter([b"x" * (MAX_BYTES // 3)] * 7))]
+    assert large == [3, 3, 1]
 
 
 class Flaky:
