@@ -46,13 +46,17 @@ class Adapter(Protocol):
 class Piece:
     """Tokens that a pass appends to a row; logits are wanted after the last `num_logits` of them.
 
-    All tokens of a row are computed with the same adapter, or with none.
+    In their place `num_states` are the hidden states (num_states, units) after the last LayerNorm,
+    for a head of the row's own; `run` stores them in `states`. All tokens of a row are computed
+    with the same adapter, or with none.
     """
 
     row: Row
     ids: Sequence[int]
     num_logits: int = 1
     adapter: Adapter | None = None
+    num_states: int = 0
+    states: Logits | None = None
 
 
 class BackendModel(ABC):

@@ -59,7 +59,7 @@ class AdapterLayer(Structure):
 class Piece(Structure):
     _fields_ = (
         ("ids", Pointer), ("pages", Pointer), ("count", c_int32), ("position", c_int32),
-        ("num_logits", c_int32), ("adapter", Pointer),
+        ("num_logits", c_int32), ("adapter", Pointer), ("states", Pointer),
     )  # fmt: skip
 
 

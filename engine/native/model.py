@@ -71,6 +71,7 @@ class NativeModel(BackendModel):
         self._arena = _open_arena(self._page_bytes)
         self._rows: set[NativeRow] = set()
         self._width = -(-config.vocab_size // library.LINE) * library.LINE
+        self._row = -(-config.units // library.LINE) * library.LINE
 
     def open_row(self, source: Row | None = None, length: int = 0) -> NativeRow:
         row = NativeRow(self._arena, self.config.max_length)
@@ -104,6 +105,10 @@ class NativeModel(BackendModel):
             entry.ids, entry.pages = at, row.address
             entry.count, entry.position, entry.num_logits = count, row.length, piece.num_logits
             entry.adapter = None if piece.adapter is None else piece.adapter.address
+            if piece.num_states:
+                states = np.empty((piece.num_states, self._row), np.float32)
+                entry.num_logits, entry.states = piece.num_states, states.ctypes.data
+                piece.states = states[:, : self.config.units]
             at += 4 * count
             wanted += piece.num_logits
         logits = _logits_rows(wanted, self._width)

@@ -477,7 +477,27 @@ static void compute_layer(const Layer *layer, double *time) {
   count_time(PRODUCTS, time);
 }
 
-/* Computes the logits of the tokens that require them; their rows move to the front of `x` and `h`. */
+/* Copies the rows of `h` that pieces take as states; returns how many are left, at the front of `h`. */
+static size_t take_states(void) {
+  size_t row = 0, left = 0;
+  for (const Piece *piece = pass.pieces; piece < pass.pieces + pass.num_pieces; piece++) {
+    const size_t count = piece->num_logits;
+    float *h = pass.h + row * pass.row;
+    row += count;
+    if (!piece->states) {
+      memmove(pass.h + left * pass.row, h, count * pass.row * sizeof *h);
+      left += count;
+      continue;
+    }
+    for (size_t r = 0; pass.model->int8 && r < count; r++)
+      kernels->rotate(h + r * pass.row, pass.model->units, 1);
+    memcpy(piece->states, h, count * pass.row * sizeof *h);
+  }
+  return left;
+}
+
+/* Computes the logits or states of the tokens that require them; their rows move to the front of `x` and
+   `h`. */
 static void compute_logits(float *logits, double *time) {
   const Model *m = pass.model;
   size_t token = 0, wanted = 0;
@@ -491,9 +511,11 @@ static void compute_logits(float *logits, double *time) {
   }
   if (wanted) {
     normalize(pass.x, pass.h, wanted, m->final_norm);
+    wanted = take_states();
+  }
+  if (wanted)
     multiply(&m->head, NOT_ADAPTED, 0, pass.h, pass.row, NULL, logits, padded(m->vocab), wanted,
              m->units, m->vocab, 0);
-  }
   count_time(HEAD, time);
 }
 

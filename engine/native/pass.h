@@ -70,6 +70,7 @@ typedef struct {
   int32_t count, position;
   int32_t num_logits; /* for how many of its last tokens logits are computed */
   const AdapterLayer *adapter; /* NULL: none */
+  float *states; /* NULL, or (num_logits, padded units): gets what the last LayerNorm gives, not logits */
 } Piece;
 
 typedef enum { PASS_OK, PASS_BAD_MODEL, PASS_BAD_PIECE, PASS_NO_MEMORY } PassStatus;

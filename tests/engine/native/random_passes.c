@@ -142,31 +142,42 @@ typedef struct {
   int32_t ids[MAX_LENGTH], pages[MAX_LENGTH];
   int32_t done; /* tokens that are computed */
   float *logits; /* (max_length, padded vocab), of the row alone */
+  float *states; /* (max_length, padded units), of the row alone */
 } Row;
 
-/* Computes the pieces and compares the logits with those of the rows alone. */
+/* Computes the pieces and compares the logits or states with those of the rows alone. */
 static void run_and_compare(const Model *m, uint8_t *arena, Row *rows, const Piece *pieces,
                             const int *row_of, int count) {
-  const size_t width = padded(m->vocab);
+  const size_t width = padded(m->vocab), units = padded(m->units);
   size_t wanted = 0;
-  for (int i = 0; i < count; i++) wanted += pieces[i].num_logits;
+  for (int i = 0; i < count; i++) wanted += pieces[i].states ? 0 : pieces[i].num_logits;
   float *logits = allocate(wanted * width * sizeof *logits), *at = logits;
   CHECK(run_pass(m, arena, pieces, count, logits) == PASS_OK);
   for (int i = 0; i < count; i++) {
     Row *row = &rows[row_of[i]];
     row->done = pieces[i].position + pieces[i].count;
-    for (int t = row->done - pieces[i].num_logits; t < row->done; t++, at += width)
-      CHECK(!memcmp(at, row->logits + t * width, m->vocab * sizeof *at));
+    const float *states = pieces[i].states;
+    for (int t = row->done - pieces[i].num_logits; t < row->done; t++)
+      if (states) {
+        CHECK(!memcmp(states, row->states + t * units, m->units * sizeof *states));
+        states += units;
+      } else {
+        CHECK(!memcmp(at, row->logits + t * width, m->vocab * sizeof *at));
+        at += width;
+      }
+    free(pieces[i].states);
   }
   free(logits);
 }
 
 static void check_law(const Model *m, uint8_t *arena, Row *rows) {
   for (int i = 0; i < ROWS; i++) {
-    const Piece whole = {rows[i].ids, rows[i].pages, m->max_length, 0, m->max_length,
-                         rows[i].adapter};
+    Piece whole = {rows[i].ids, rows[i].pages, m->max_length, 0, m->max_length,
+                   rows[i].adapter, NULL};
     use_threads(1);
     CHECK(run_pass(m, arena, &whole, 1, rows[i].logits) == PASS_OK);
+    whole.states = rows[i].states;
+    CHECK(run_pass(m, arena, &whole, 1, NULL) == PASS_OK);
     rows[i].done = 0;
   }
   for (int left = ROWS; left;) {
@@ -180,8 +191,9 @@ static void check_law(const Model *m, uint8_t *arena, Row *rows) {
       if (!rest || between(0, 3) == 0) continue;
       const int few = between(0, 1) ? 3 : 60, n = between(1, rest < few ? rest : few);
       row_of[count] = i;
-      pieces[count++] = (Piece){row->ids + row->done, row->pages,    n,
-                                row->done,            between(0, n), row->adapter};
+      float *states = between(0, 2) ? NULL : allocate(n * padded(m->units) * sizeof *states);
+      pieces[count++] = (Piece){row->ids + row->done, row->pages,   n, row->done,
+                                between(0, n),        row->adapter, states};
     }
     if (between(0, 5) == 0) use_threads(between(1, 3));
     run_and_compare(m, arena, rows, pieces, row_of, count);
@@ -202,7 +214,7 @@ static void check_pieces(const Model *m, uint8_t *arena, const Row *rows) {
     if (between(0, 5) == 0)
       ids[i][between(0, 3)] = between(0, 1) ? m->vocab + (between(0, 1) ? top - m->vocab : 0) : -1;
     pieces[i] =
-        (Piece){ids[i], rows[i].pages, numbers[0], numbers[1], numbers[2], rows[i].adapter};
+        (Piece){ids[i], rows[i].pages, numbers[0], numbers[1], numbers[2], rows[i].adapter, NULL};
     const int64_t n = numbers[0], position = numbers[1], logits = numbers[2];
     right = right && n > 0 && position >= 0 && n + position <= m->max_length && logits >= 0 &&
             logits <= n;
@@ -217,7 +229,7 @@ static void check_pieces(const Model *m, uint8_t *arena, const Row *rows) {
 }
 
 static void check_models(const Model *model, uint8_t *arena, const Row *rows) {
-  const Piece piece = {rows[0].ids, rows[0].pages, 1, 0, 1, NULL};
+  const Piece piece = {rows[0].ids, rows[0].pages, 1, 0, 1, NULL, NULL};
   const int32_t wrong[] = {INT32_MIN, -1, 0, (1 << 24) + 1, INT32_MAX};
   for (int i = 0; i < 5; i++)
     for (int field = 0; field < 6; field++) {
@@ -239,7 +251,7 @@ static void check_adapters(const Model *m, uint8_t *arena, const Row *rows) {
     LowRank *products[] = {&layers->qkv, &layers->attention_out, &layers->ffn_hidden,
                            &layers->ffn_out};
     products[i / 4]->rank = wrong[i % 4];
-    const Piece piece = {rows[0].ids, rows[0].pages, 1, 0, 1, layers};
+    const Piece piece = {rows[0].ids, rows[0].pages, 1, 0, 1, layers, NULL};
     CHECK(run_pass(m, arena, &piece, 1, NULL) == PASS_BAD_PIECE);
   }
 }
@@ -339,6 +351,7 @@ static void check_model(void) {
     for (int t = 0; t < m.max_length; t++) rows[i].ids[t] = between(0, m.vocab - 1);
     for (size_t p = 0; p < pages; p++) rows[i].pages[p] = (int)((pages - 1 - p) * ROWS) + i;
     rows[i].logits = keep(m.max_length * width * sizeof(float));
+    rows[i].states = keep(m.max_length * padded(m.units) * sizeof(float));
   }
   float *first = keep(m.max_length * width * sizeof *first);
   int compared = 0;
