@@ -25,6 +25,7 @@ from common.errors import (
 from common.memory import MIB, container_memory
 from common.parameters import Parameters
 from engine.budget import Budget
+from engine.classification import Classification, Outputs, without_padding
 from engine.cores import Cores
 from engine.futures import after, completed
 from engine.generation import FormGeneration, Generation, TextSequence, Token
@@ -231,6 +232,15 @@ class Engine:
             raise ModelNotFound("the model is not loaded")
         return self._models[name]
 
+    def _generator(self, name: str) -> Model:
+        model = self._find(name)
+        if model.head is not None:
+            raise InvalidRequest(
+                "this model is a classifier, which generates no text: POST /invocations or"
+                ' /predictions/NAME with {"inputs": text, or a list of texts}'
+            )
+        return model
+
     def describe(self, model: Model) -> dict[str, Any]:
         """Status and counters of a model. Raises `ModelNotFound` if it was unloaded meanwhile."""
         with self._changed:
@@ -266,7 +276,7 @@ class Engine:
 
     def parameters(self, name: str, given: Any) -> Parameters:
         """Parse parameters, with the model's defaults. Raises `ModelNotFound`, `InvalidRequest`."""
-        return self._find(name).texts.parameters(given)
+        return self._generator(name).texts.parameters(given)
 
     def with_texts(self, name: str, task: Callable[[Texts], Result]) -> Future[Result]:
         """Run `task` on the model's text thread. Raises `ModelNotFound`, `Overloaded`."""
@@ -292,16 +302,13 @@ class Engine:
         Raises `ModelNotFound`, `Overloaded`; the future raises those, `DeadlineExceeded`,
         `InvalidRequest`, `PromptTooLong`, and what `Texts.encode` does.
         """
-        model, received_at = self._find(name), time.monotonic()
+        model, received_at = self._generator(name), time.monotonic()
         deadline = None if timeout_s is None else received_at + timeout_s
         form, count = parameters.form, parameters.num_return_sequences
         scored = parameters.choice_logprobs
 
         def tokenize() -> tuple[list[int], Labels | None, list[Rule]]:
-            if deadline is not None and time.monotonic() >= deadline:
-                raise DeadlineExceeded(f"the request waited for its timeout, {timeout_s:.1f} s")
-            if model.adapter is not None:  # so that no step waits for the disk
-                model.adapter.read_in()
+            _begin_texts(model, deadline, timeout_s)
             ids = model.texts.encode(inputs)
             labels = model.texts.labels(form) if form is not None and scored else None
             if labels is not None:
@@ -309,8 +316,11 @@ class Engine:
             # The prompt is indexed once for all answers.
             return ids, labels, model.texts.rules(parameters, ids)
 
-        def queue() -> list[TextSequence]:
-            ids, labels, rules = tokenizing.result()
+        def queue(
+            tokenized: tuple[list[int], Labels | None, list[Rule]],
+            constraints: Seq[Constraint | None],
+        ) -> list[TextSequence]:
+            ids, labels, rules = tokenized
             speculates = self.settings.speculation == "auto"
 
             def sequence(index: int, constraint: Constraint | None) -> TextSequence:
@@ -335,23 +345,79 @@ class Engine:
                     return FormGeneration(constraint=constraint, guesser=guesser, **shared)
                 return Generation(guesser=guesser, **shared)
 
-            sequences = list(map(sequence, range(count), forming.result()))
+            sequences = list(map(sequence, range(count), constraints))
             self._queue(model, sequences)
             return sequences
 
-        with self._changed:
-            model.submitting += 1  # keeps its core resident
-            self._residency.used(model.core)
-        try:
+        def begin() -> Future[list[TextSequence]]:
             tokenizing = model.texts.soon(tokenize)
             forming: Future[Any] = completed([None] * count)
             if form is not None and not scored:
                 forming = model.texts.constrain(form, count)
+            return after(
+                [tokenizing, forming],
+                lambda: queue(tokenizing.result(), forming.result()),
+                ModelNotFound("the model was unloaded"),
+            )
+
+        return self._submit(model, begin)
+
+    def classify(
+        self,
+        name: str,
+        texts: Seq[Seq[str]],
+        emit: Callable[[Outputs | EngineError], None],
+        timeout_s: float | None = None,
+        *,
+        first: int | None = None,
+        truncate: bool = False,
+    ) -> Future[list[Classification]]:
+        """Tokenize texts, or pairs of texts, for a classifier, then queue a sequence of each.
+
+        `emit` is called with the `Outputs` of each text, or with an error, on any thread. Raises as
+        `submit`, and `InvalidRequest` for a model that generates text.
+
+        first: see `Texts.encode_texts`, as `truncate`
+        """
+        model, received_at = self._find(name), time.monotonic()
+        deadline = None if timeout_s is None else received_at + timeout_s
+        if (head := model.head) is None:
+            raise InvalidRequest("this model generates text, and is no classifier")
+        of_tokens, pad_id = head.classifier.of_tokens, head.classifier.pad_id
+
+        def work() -> list[Classification]:
+            _begin_texts(model, deadline, timeout_s)
+            encoded = model.texts.encode_texts(texts, first, truncate, of_tokens)
+            sequences = [
+                Classification(
+                    prompt=text.ids if of_tokens else without_padding(text.ids, pad_id),
+                    max_length=model.config.max_length,
+                    emit=emit,
+                    index=i,
+                    deadline=deadline,
+                    model=model,
+                    adapter=model.adapter,
+                    head=head,
+                    encoded=text,
+                    received_at=received_at,
+                )
+                for i, text in enumerate(encoded)
+            ]
+            self._queue(model, sequences, is_new=not first)
+            return sequences
+
+        return self._submit(model, lambda: model.texts.soon(work))
+
+    def _submit(self, model: Model, begin: Callable[[], Future[Result]]) -> Future[Result]:
+        """Keep a model's core resident until the future that `begin` returns is done."""
+        with self._changed:
+            model.submitting += 1
+            self._residency.used(model.core)
+        try:
+            submitted = begin()
         except BaseException:
             self._release(model)
             raise
-        unloaded = ModelNotFound("the model was unloaded")
-        submitted = after([tokenizing, forming], queue, unloaded)
         submitted.add_done_callback(lambda _: self._release(model))
         return submitted
 
@@ -360,7 +426,8 @@ class Engine:
             model.submitting -= 1
             self._residency.open_waiting()
 
-    def _queue(self, model: Model, sequences: Seq[Sequence]) -> None:
+    def _queue(self, model: Model, sequences: Seq[Sequence], is_new: bool = True) -> None:
+        """Queue sequences of a request, which counts as another one if it `is_new`."""
         with self._changed:
             self._loop.check()
             if self._closed or self._models.get(model.name) is not model:
@@ -368,8 +435,8 @@ class Engine:
             waiting = model.batch.num_waiting(model)
             if len(sequences) > self.settings.max_queue:
                 raise InvalidRequest(
-                    "parameters.num_return_sequences is above the queue's length,"
-                    f" {self.settings.max_queue}"
+                    f"the request has {len(sequences)} answers, more than the queue's length,"
+                    f" {self.settings.max_queue}: lower parameters.num_return_sequences"
                 )
             if waiting + len(sequences) > self.settings.max_queue:
                 pace = model.statistics.seconds_per_request / model.batch.row_limit
@@ -377,8 +444,9 @@ class Engine:
                     f"{waiting} requests wait for this model already",
                     retry_after_s=max(1.0, round(waiting * pace)),
                 )
-            model.statistics.requests += 1
-            model.statistics.prompt_tokens += len(sequences[0].prompt)
+            model.statistics.requests += is_new
+            prompts = {id(sequence.prompt): len(sequence.prompt) for sequence in sequences}
+            model.statistics.prompt_tokens += sum(prompts.values())
             model.batch.waiting.extend(sequences)
             self._residency.request(model.core)
             self._loop.add(model.core)
@@ -401,6 +469,14 @@ class Engine:
         self._loop.close()
         self._residency.close()
         self._loader.close()
+
+
+def _begin_texts(model: Model, deadline: float | None, timeout_s: float | None) -> None:
+    """Check the deadline, and read the adapter in, before a request's texts are tokenized."""
+    if deadline is not None and time.monotonic() >= deadline:
+        raise DeadlineExceeded(f"the request waited for its timeout, {timeout_s:.1f} s")
+    if model.adapter is not None:  # so that no step waits for the disk
+        model.adapter.read_in()
 
 
 def _container_shortage_bytes() -> int:

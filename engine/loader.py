@@ -21,6 +21,7 @@ from engine.artifacts.hugging_face import TOKENIZER_FILE
 from engine.artifacts.merged import Merged, merge
 from engine.backends.interface import BackendModel
 from engine.budget import Budget
+from engine.classification import head_of
 from engine.cores import Cores
 from engine.model import Core, Model
 from engine.native.adapter import NativeAdapter, load_adapter, num_bytes
@@ -114,6 +115,8 @@ class Loader:
         artifact = self._manifests.open(base or path, reading.run)
         adapter = None
         if base is not None:
+            if artifact.classifier is not None:
+                raise ArtifactError(f"the base {base.name} is a classifier, which takes no adapter")
             adapter = self._manifests.open_adapter(path, reading.run)
             if self._settings.device == "gpu" or not adapter.is_thin:
                 artifact, adapter = merge(artifact, adapter), None
@@ -161,6 +164,12 @@ class Loader:
                     tokenizer_file=own if own.is_file() else artifact.tokenizer_file,
                 )
 
+            head = None
+            if (classifier := artifact.classifier) is not None:
+                if self._settings.device == "gpu":
+                    raise ArtifactError(f"{artifact.path.name} is a classifier: it needs a CPU")
+                head = head_of(classifier, artifact)
+
             # Their process starts while weights are opened. Not under the engine's lock: the
             # tokenizer's files are read and hashed, and no token is made while that is held.
             texts = Texts(described, statistics, self._settings.max_queue, self._text_processes)
@@ -176,6 +185,7 @@ class Loader:
                     packed,
                     request.base,
                     source.whole_because,
+                    head,
                     statistics,
                 ),
                 is_adapter=source.adapter is not None,

@@ -12,6 +12,7 @@ from engine.artifacts.artifact import Artifact
 from engine.artifacts.config import GPT2Config
 from engine.backends import row_bytes
 from engine.backends.interface import Adapter, BackendModel
+from engine.classification import Head
 from engine.guesses import Recent
 from engine.prepared.manifest import Run
 from engine.scheduler import Batch
@@ -90,6 +91,7 @@ class Model:
     adapter: Adapter | None = None
     base: Path | None = None  # the base's folder that the load named
     whole_because: str = ""  # why the model shares nothing with that base
+    head: Head | None = None  # of a classifier
     statistics: Statistics = field(default_factory=Statistics)
     recent: Recent = field(default_factory=Recent)
     load_s: float = 0.0
@@ -140,6 +142,7 @@ class Model:
             "precision": core.precision,
             "parameters": self.config.num_parameters,
             "max_length": self.config.max_length,
+            **({} if self.head is None else {"classifier": self.head.classifier.to_json()}),
             "weight_bytes": self.adapter_bytes + (0 if compute is None else compute.weight_bytes),
             "held_bytes": self.adapter_bytes + core.held_bytes,
             "load_seconds": round(self.load_s, 3),

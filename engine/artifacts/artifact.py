@@ -18,6 +18,7 @@ import numpy as np
 
 from common.errors import ArtifactError
 from common.model_files import visible
+from engine.artifacts.classifier import Classifier
 from engine.artifacts.config import ACTIVATIONS, GPT2Config
 from engine.artifacts.files import open_file
 from engine.artifacts.generation_config import Generation
@@ -77,6 +78,7 @@ class Artifact(MappedWeights):
     tokenizer_file: Path  # `*.spiece` or `tokenizer.json`
     generation: Generation = field(default_factory=Generation)
     content: str = ""  # the hash of the weights, once they have been read
+    classifier: Classifier | None = None  # its head's tensors are in the index
 
     @property
     def fp32_bytes(self) -> int:
@@ -229,8 +231,8 @@ def check_no_classifier(weights: Index, file: str) -> None:
     """Raise `ArtifactError` for the head of a classifier, as transformers' and wrappers call it."""
     if head := next(filter(CLASSIFIER.search, weights), None):
         raise ArtifactError(
-            f"{file} holds {head}, the head of a classifier, which makes no text: serve it with a"
-            " script (code/inference.py), or save the language model alone"
+            f"{file} holds {head}, the head of a classifier, but not as transformers saves one:"
+            " serve it with a script (code/inference.py), or save GPT2ForSequenceClassification"
         )
 
 

@@ -16,6 +16,7 @@ from typing import Any
 from common.errors import ArtifactError
 from common.model_files import ADAPTER, PARAMS, WEIGHT_FILES, visible
 from engine.artifacts import artifact
+from engine.artifacts import classifier as classifiers
 from engine.artifacts.artifact import CONFIG_FILE, EMBEDDING, OUTPUT, POSITIONS, list_files
 from engine.artifacts.config import KOGPT2, GPT2Config
 from engine.artifacts.files import read_json
@@ -33,7 +34,7 @@ ACTIVATION_ALIASES = {
         ("gelu_fast", "gelu_accurate", "gelu_pytorch_tanh", "gelu_python_tanh"), "gelu_new"
     ),
 }
-ARCHITECTURES = ("GPT2LMHeadModel", "GPT2Model", "GPT2DoubleHeadsModel")
+ARCHITECTURES = ("GPT2LMHeadModel", "GPT2Model", "GPT2DoubleHeadsModel", *classifiers.MODULES)
 # Options that would change the computation, with the value that does not.
 UNSUPPORTED: dict[str, Any] = {
     "add_cross_attention": False,
@@ -147,8 +148,11 @@ def read(folder: Path, generation: Generation) -> artifact.Artifact:
     given, untied = artifact.ConfigFile(fields, NAMES), fields.get("tie_word_embeddings") is False
     weights, file = _read_weights(folder)
     canonical, prefix = canonical_names(weights, file)
-    head = head_name(prefix)
-    if not fields.get("architectures") and head not in weights:
+    head, wrapper = head_name(prefix), prefix.removesuffix(TRUNK)
+    module = classifiers.module_of(fields, weights, wrapper)
+    if module is not None:
+        untied = False
+    elif not fields.get("architectures") and head not in weights:
         artifact.check_no_classifier(weights, file)
     if untied and head not in weights:
         raise ArtifactError(
@@ -175,9 +179,17 @@ def read(folder: Path, generation: Generation) -> artifact.Artifact:
         scale_attn_by_inverse_layer_idx=given.flag("scale_attn_by_inverse_layer_idx", False),
     )
     artifact.check_weights(canonical, config, file, _their_names(config.num_layers, prefix))
+    classifier = None
+    if module is not None:
+        classifier, tensors = classifiers.read_head(
+            fields, CONFIG_FILE, weights, wrapper + module, config.units, file
+        )
+        canonical |= tensors
     tokenizer_file = artifact.check_plain(folder / TOKENIZER_FILE)
     settings = generation.over(read_generation_config(folder, fields))
-    return artifact.Artifact(folder, config, canonical, tokenizer_file, settings)
+    return artifact.Artifact(
+        folder, config, canonical, tokenizer_file, settings, classifier=classifier
+    )
 
 
 def _tokenizer_advice(folder: Path) -> str:
@@ -208,8 +220,8 @@ def _refuse_unsupported(fields: dict[str, Any]) -> None:
     for architecture in architectures:
         if architecture not in ARCHITECTURES:
             raise ArtifactError(
-                f"{CONFIG_FILE}: architectures has {architecture!r}, which makes no text;"
-                f" must be {ARCHITECTURES[0]}"
+                f"{CONFIG_FILE}: architectures has {architecture!r}, must be"
+                f" {ARCHITECTURES[0]}, or {' or '.join(classifiers.MODULES)}"
             )
     for name, harmless in UNSUPPORTED.items():
         if fields.get(name, harmless) not in (harmless, None):

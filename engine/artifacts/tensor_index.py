@@ -7,6 +7,7 @@ maps it, so an index may come from untrusted data.
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from common.errors import ArtifactError
-from engine.artifacts.files import map_file
+from engine.artifacts.files import map_file, open_file, readable
 
 Weights = dict[str, NDArray[Any]]
 
@@ -120,3 +121,19 @@ def map_index(folder: Path, index: Mapping[str, Tensor]) -> Weights:
         else:
             weights[name] = np.empty(tensor.shape, dtype)
     return weights
+
+
+def read_tensor(folder: Path, name: str, tensor: Tensor) -> NDArray[Any]:
+    """Read a small tensor without a mapping, in which a shortened file would crash the process.
+
+    Raises `ArtifactError`, also for a tensor with gaps.
+    """
+    path = folder / tensor.file
+    try:
+        with open_file(path) as file, readable(path.name):
+            tensor.check(name, os.fstat(file.fileno()).st_size)
+            content = os.pread(file.fileno(), tensor.nbytes, tensor.offset)
+        dtype = DTYPES[tensor.dtype]
+        return np.ndarray(tensor.shape, dtype, content, 0, tensor.strides)
+    except (FileNotFoundError, TypeError, ValueError):  # numpy: the buffer is too small
+        raise ArtifactError(f"{tensor.file}: {name} cannot be read") from None

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from common.errors import EngineError
+from engine.classification import EncodedText, Outputs
 from engine.generation import Token
 from engine.sampling import TokenLogprobs
 
@@ -81,6 +82,47 @@ class Answer:
             "seconds": round(self._finished - self._started, 6),
             "time_to_first_token_s": round(self._first_token_at - self._started, 6),
         }
+
+
+class Logits:
+    """Collects the logits of the texts of one request, as `Answer` collects tokens."""
+
+    def __init__(self, num_texts: int, done: Callable[[], None]) -> None:
+        self._outputs: list[Outputs | None] = [None] * num_texts
+        self._missing = num_texts
+        self._done = done
+        self.error: EngineError | None = None
+
+    def emit(self, item: Outputs | EngineError) -> None:
+        if self._missing <= 0:
+            return
+        if isinstance(item, EngineError):
+            self.error, self._missing = item, 0
+        else:
+            self._outputs[item.index] = item
+            self._missing -= 1
+        if not self._missing:
+            self._done()
+
+    @property
+    def is_complete(self) -> bool:
+        return not self._missing
+
+    def result(self, encoded: Sequence[EncodedText]) -> dict[str, Any]:
+        """Return the body of the response to `classify`, see `engine.http.server`.
+
+        Raises the error that ended the request.
+        """
+        if self.error is not None:
+            raise self.error
+        results = []
+        for outputs, text in zip(self._outputs, encoded, strict=True):
+            assert outputs is not None
+            result: dict[str, Any] = {"logits": outputs.logits}
+            if text.begins:
+                result |= {"begins": text.begins, "ends": text.ends, "special": text.special}
+            results.append(result)
+        return {"results": results, "prompt_tokens": sum(len(text.ids) for text in encoded)}
 
 
 def token_details(token: Token) -> dict[str, Any]:

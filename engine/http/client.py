@@ -11,7 +11,7 @@ import json
 import socket
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -199,22 +199,40 @@ class ModelHandle:
         By `request_id` the gateway can cancel it (`AsyncEngineClient.cancel`). Raises the engine's
         errors, and `EngineUnavailable` if it does not come back.
         """
+        body = {"inputs": inputs, "parameters": parameters}
+        return self._call("generate", body, timeout_s, request_id)
+
+    def classify(
+        self,
+        texts: Sequence[Sequence[str]],
+        timeout_s: float = 60.0,
+        request_id: str | None = None,
+        *,
+        first: int | None = None,
+        truncate: bool = False,
+    ) -> dict[str, Any]:
+        """Return the engine's answer, see `classify` in `engine.http.server`; as `generate`."""
+        body = {"inputs": texts, "first": first, "truncate": truncate}
+        return self._call("classify", body, timeout_s, request_id)
+
+    def _call(
+        self, method: str, body: Mapping[str, Any], timeout_s: float, request_id: str | None
+    ) -> dict[str, Any]:
         lease = self._lease
         deadline = time.monotonic() + timeout_s
-        body = {"inputs": inputs, "parameters": parameters}
         if request_id:
-            body["request_id"] = request_id
+            body = {**body, "request_id": request_id}
         try:
-            return self._send(body, timeout_s)
+            return self._send(method, body, timeout_s)
         except (EngineUnavailable, ModelNotFound):
             if time.monotonic() >= deadline:
                 raise
         self._renew(lease, min(deadline, time.monotonic() + RECONNECT_S))
-        return self._send(body, max(deadline - time.monotonic(), 0.1))
+        return self._send(method, body, max(deadline - time.monotonic(), 0.1))
 
-    def _send(self, body: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
+    def _send(self, method: str, body: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
         body = {**body, "timeout_s": timeout_s}
-        url = f"/models/{quote(self._name, safe='')}/generate"
+        url = f"/models/{quote(self._name, safe='')}/{method}"
         limit_s = timeout_s + GRACE_S
         answer: dict[str, Any] = self._client.request("POST", url, body, limit_s, self._uses)
         return answer

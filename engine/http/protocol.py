@@ -52,6 +52,20 @@ def text_of(body: dict[str, Any], name: str) -> str:
     return value
 
 
+def texts_of(body: dict[str, Any]) -> list[list[str]]:
+    """Return the texts to classify, each as a list of a text or a pair. Raises `InvalidRequest`."""
+    texts = body.get("inputs")
+    if not isinstance(texts, list) or not texts:
+        raise InvalidRequest("inputs must be a list of texts that is not empty")
+    for i, parts in enumerate(texts):
+        if not isinstance(parts, list) or len(parts) not in (1, 2):
+            raise InvalidRequest(f"inputs.{i} must be a list of one text or two")
+        for part in parts:
+            if not isinstance(part, str) or not part or "\0" in part:
+                raise InvalidRequest(f"inputs.{i} must be text that is not empty, without NUL")
+    return texts
+
+
 def inputs_of(body: dict[str, Any]) -> Inputs:
     """Return the inputs in a request's body. Raises `InvalidRequest`."""
     if "prompt" in body:

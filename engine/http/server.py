@@ -12,6 +12,11 @@
                                     of the model's template. In their place: "prompt", a text or ids
                                     without the template, or "messages" for the chat template,
                                     `{"role", "content"}`
+    POST   /models/{name}/classify  {"inputs", "first"?, "truncate"?, "timeout_s"?, "request_id"?};
+                                    inputs are a list of texts or pairs, each a list of strings, of
+                                    a longer list whose text number `first` is the first here:
+                                    `{"results": [{"logits"}], "prompt_tokens"}`; of a classifier
+                                    of tokens with their places, `{"begins", "ends", "special"}`
     POST   /models/{name}/tokenize  {"prompt" | "messages", "special"?}: `{"tokens", "texts",
                                      "max_length"}`
     POST   /models/{name}/detokenize {"tokens"}: `{"text"}`
@@ -51,13 +56,15 @@ from starlette.routing import Route
 from common import fields
 from common.errors import Cancelled, EngineError, InvalidRequest, NeverFits, OutOfMemory
 from common.parameters import Parameters
+from engine.classification import Classification
 from engine.engine import Engine
 from engine.generation import TextSequence, Token
 from engine.http import leases, protocol
-from engine.http.answer import Answer
+from engine.http.answer import Answer, Logits
 from engine.http.protocol import json_line, text_of
 from engine.http.stream import NdjsonStream, disconnected
 from engine.sandbox.reading import Reading
+from engine.sequence import Sequence
 from engine.text.prompts import Chat, Inputs, Raw
 from engine.text.texts import Texts
 
@@ -68,6 +75,8 @@ MAX_LOADS = 64  # threads that load, or check a load; all others share the defau
 MAX_CANCELLED_IDS = 1000  # of cancelled requests that may still arrive
 LARGE_ENTRIES = 500  # answers with more token texts are rendered on a thread
 T = TypeVar("T")
+Collector = TypeVar("Collector", Answer, Logits)
+Made = TypeVar("Made", bound=Sequence)
 
 
 class EngineApp:
@@ -84,6 +93,7 @@ class EngineApp:
         self.asgi = Starlette(
             routes=[
                 Route("/models/{name:path}/generate", self._generate, methods=["POST"]),
+                Route("/models/{name:path}/classify", self._classify, methods=["POST"]),
                 Route("/models/{name:path}/tokenize", self._tokenize, methods=["POST"]),
                 Route("/models/{name:path}/detokenize", self._detokenize, methods=["POST"]),
                 Route("/models", self._load, methods=["POST"]),
@@ -212,11 +222,51 @@ class EngineApp:
         body = await self._object(name, request)
         inputs = protocol.inputs_of(body)
         parameters = self._engine.parameters(name, body.get("parameters"))
-        timeout_s = body.get("timeout_s")
-        if timeout_s is not None:
-            timeout_s = fields.number("timeout_s", timeout_s, 0, MAX_TIMEOUT_S, above=True)
+        timeout_s = _timeout_of(body)
         if fields.boolean("stream", body.get("stream", False)):
             return await self._stream(request, name, inputs, parameters, timeout_s)
+
+        def submit(done: Callable[[], None]) -> tuple[Answer, Future[list[TextSequence]]]:
+            answer = Answer(parameters.num_return_sequences, done)
+            return answer, self._engine.submit(
+                name, inputs, parameters, answer.emit, timeout_s, stream=False
+            )
+
+        answer, sequences = await self._whole(request, body, submit)
+
+        def build() -> Response:
+            return JSONResponse({**protocol.prompt_body(sequences[0]), **answer.result()})
+
+        return await run_in_threadpool(build) if answer.entries > LARGE_ENTRIES else build()
+
+    async def _classify(self, request: Request) -> Response:
+        name = request.path_params["name"]
+        body = await protocol.json_object(request)
+        texts, timeout_s, first = protocol.texts_of(body), _timeout_of(body), body.get("first")
+        truncate = fields.boolean("truncate", body.get("truncate", False))
+        if first is not None and type(first) is not int:
+            raise InvalidRequest("first must be an integer")
+
+        def submit(done: Callable[[], None]) -> tuple[Logits, Future[list[Classification]]]:
+            logits = Logits(len(texts), done)
+            return logits, self._engine.classify(
+                name, texts, logits.emit, timeout_s, first=first, truncate=truncate
+            )
+
+        logits, sequences = await self._whole(request, body, submit)
+        encoded = [sequence.encoded for sequence in sequences]
+        return await run_in_threadpool(lambda: JSONResponse(logits.result(encoded)))
+
+    async def _whole(
+        self,
+        request: Request,
+        body: dict[str, Any],
+        submit: Callable[[Callable[[], None]], tuple[Collector, Future[list[Made]]]],
+    ) -> tuple[Collector, list[Made]]:
+        """Wait for a whole answer; cancel it if the client disconnects, or by the request's id.
+
+        `submit` submits the request; its collector calls the function that `submit` gets.
+        """
         request_id = text_of(body, "request_id") if "request_id" in body else ""
         if request_id in self._cancelled:
             raise Cancelled("the request was cancelled")
@@ -230,10 +280,7 @@ class EngineApp:
         def done() -> None:
             loop.call_soon_threadsafe(end)
 
-        answer = Answer(parameters.num_return_sequences, done)
-        submitted = self._engine.submit(
-            name, inputs, parameters, answer.emit, timeout_s, stream=False
-        )
+        answer, submitted = submit(done)
         # Only a failure wakes the event loop, whose thread competes with the step loop's.
         submitted.add_done_callback(lambda f: done() if _sequences(f) is None else None)
         ends = self._running.setdefault(request_id, set())
@@ -254,11 +301,7 @@ class EngineApp:
             if not submitted.cancelled() and submitted.done():
                 submitted.result()  # raises the error that the submission ended with
             raise Cancelled("the request was cancelled")
-
-        def build() -> Response:
-            return JSONResponse({**protocol.prompt_body(submitted.result()[0]), **answer.result()})
-
-        return await run_in_threadpool(build) if answer.entries > LARGE_ENTRIES else build()
+        return answer, submitted.result()
 
     async def _cancel(self, request: Request) -> Response:
         request_id = request.path_params["id"]
@@ -319,8 +362,15 @@ def _load_options(body: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _sequences(submitted: Future[list[TextSequence]]) -> list[TextSequence] | None:
-    """The sequences of a finished submission; None if it was cancelled or failed."""
+def _timeout_of(body: dict[str, Any]) -> float | None:
+    timeout_s = body.get("timeout_s")
+    if timeout_s is None:
+        return None
+    return fields.number("timeout_s", timeout_s, 0, MAX_TIMEOUT_S, above=True)
+
+
+def _sequences(submitted: Future[Any]) -> Any:
+    """Return the sequences of a finished submission; None if it was cancelled or failed."""
     if submitted.cancelled() or submitted.exception() is not None:
         return None
     return submitted.result()

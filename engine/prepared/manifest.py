@@ -30,6 +30,7 @@ from common.memory import MIB
 from engine.artifacts import adapter as adapters
 from engine.artifacts.adapter import Adapter
 from engine.artifacts.artifact import Artifact, MappedWeights, check_weights
+from engine.artifacts.classifier import BIAS, WEIGHT, Classifier
 from engine.artifacts.config import GPT2Config
 from engine.artifacts.files import readable
 from engine.artifacts.generation_config import Generation
@@ -234,7 +235,9 @@ def to_manifest(artifact: Artifact | Adapter) -> dict[str, Any]:
         scales, tokens = dict(artifact.scales), dict(artifact.tokens)
         return {**shared, "base": artifact.base, "scales": scales, "tokens": tokens}
     config, file = dataclasses.asdict(artifact.config), artifact.tokenizer_file.name
-    return {**shared, "config": config, "tokenizer": file}
+    classifier = artifact.classifier
+    head = {} if classifier is None else {"classifier": classifier.to_json()}
+    return {**shared, "config": config, "tokenizer": file, **head}
 
 
 # The functions below run in the engine.
@@ -251,12 +254,26 @@ def from_manifest(path: Path, value: Any) -> Artifact:
         if config.units % config.num_heads:
             raise ValueError("num_heads")
         index = _index(path, value["index"])
+        classifier, head = _classifier(path, value, index, config.units)
         check_weights(index, config, path.name)
+        index |= head
         tokenizer_file = path / _plain_name(value["tokenizer"])
-        generation = Generation.from_json(value["generation"])
-        return Artifact(path, config, index, tokenizer_file, generation, str(value["content"]))
+        generation, content = Generation.from_json(value["generation"]), str(value["content"])
+        return Artifact(path, config, index, tokenizer_file, generation, content, classifier)
     except (KeyError, TypeError, ValueError, AttributeError, OSError):
         raise ArtifactError(f"{path.name} changed while it was read") from None
+
+
+def _classifier(
+    path: Path, value: Any, index: dict[str, Tensor], units: int
+) -> tuple[Classifier | None, dict[str, Tensor]]:
+    """Return a manifest's classifier and its head's tensors, which are removed from the index."""
+    head = {name: index.pop(name) for name in (WEIGHT, BIAS) if name in index}
+    if "classifier" not in value:
+        return None, {}
+    classifier = Classifier.from_json(value["classifier"])
+    classifier.check_head(head, units, path.name)
+    return classifier, head
 
 
 def adapter_from_manifest(path: Path, value: Any) -> Adapter:

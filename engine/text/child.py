@@ -82,6 +82,7 @@ class TextChild:
             "encode_raw": (ENCODING, prompts.encode_raw),
             "encode_chat": (ENCODING, prompts.encode_chat),
             "tokenize": (ENCODING, prompts.tokenize),
+            "encode_texts": (ENCODING, prompts.encode_texts),
             "decode": (DECODING, prompts.tokenizer.decode),
         }
 

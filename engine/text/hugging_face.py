@@ -21,6 +21,7 @@ LISTED = ("additional_special_tokens", "extra_special_tokens")
 # Texts that a table is checked with, in addition to all ids in order and short random runs.
 TEXTS = ("가", "나는 오늘  밥을", " Hello, 1!", "뷁\n漢🙂é", "<s> 👩‍👩‍👧 ㅋㅋ")
 RUNS_CHECKED = 200
+MAX_IDS = 1 << 30  # no limit
 
 
 class HuggingFaceTokenizer:
@@ -50,6 +51,10 @@ class HuggingFaceTokenizer:
             named |= json_in(files, SPECIAL_TOKENS)
         # Then `<s>` in a text is text, in a chat template's, too, as in transformers.
         self._tokenizer.encode_special_tokens = config.get("split_special_tokens") is True
+        # As `truncation=True` shortens a text in transformers.
+        self._side = "left" if config.get("truncation_side") == "left" else "right"
+        longest = config.get("model_max_length")
+        self._max_length = longest if type(longest) is int and longest > 0 else MAX_IDS
         self.vocab_size: int = self._tokenizer.get_vocab_size(with_added_tokens=False)
         self._add_tokens(named)
         tokens = {name: _added_token(named.get(name)) for name in NAMED}
@@ -105,6 +110,30 @@ class HuggingFaceTokenizer:
         check_unicode(text)
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
         return ids
+
+    def encode_text(self, parts: Sequence[str], most: int | None, offsets: bool) -> list[list[int]]:
+        """Return the ids of a text or a pair of texts as transformers' tokenizer does.
+
+        With `most`, the longer text is truncated so that all has at most so many ids. With
+        `offsets`, also where each token begins and ends in the text, and 1 for special tokens.
+        """
+        for part in parts:
+            check_unicode(part)
+        if most is not None:
+            most = min(most, self._max_length)
+            self._tokenizer.enable_truncation(most, direction=self._side)
+        try:
+            encoding = self._tokenizer.encode(parts[0], parts[1] if len(parts) > 1 else None)
+        finally:
+            self._tokenizer.no_truncation()
+        if not offsets:
+            return [encoding.ids]
+        begins, ends = ([place[i] for place in encoding.offsets] for i in (0, 1))
+        return [encoding.ids, begins, ends, encoding.special_tokens_mask]
+
+    def cut(self, text: str, most: int) -> str:
+        """Shorten a text to `most` characters, on the side where the tokenizer truncates."""
+        return text[:most] if self._side == "right" else text[-most:]
 
     def encode_parts(self, parts: Sequence[Part]) -> list[int]:
         """Encode a filled template. Raises `InvalidRequest` if a field adds a control token."""

@@ -45,6 +45,8 @@ ADVICE = (
     " transformers' apply_chat_template takes it"
 )
 
+CUT = "; parameters.truncation true cuts such texts"
+
 
 def check_bytes(length: int, max_length: int) -> None:
     """Raise `PromptTooLong` for a request's body that is longer than that of any valid prompt.
@@ -121,6 +123,28 @@ class Prompts:
         ids = encode(inputs) if special else self.tokenizer.encode_parts([Part(inputs)])
         return self._known("prompt", ids)
 
+    def encode_texts(
+        self, texts: list[list[str]], names: list[str], truncate: bool, offsets: bool
+    ) -> list[list[list[int]]]:
+        """Encode texts to classify, or pairs of texts, each with the tokenizer's special tokens.
+
+        Return for each text its ids and, with `offsets`, the character in which each token begins,
+        the one behind it, and 1 for the special tokens.
+
+        names: of the texts in error messages
+        truncate: whether to shorten a text that exceeds the context. Raises as `encode` does
+        """
+        encoded = []
+        for parts, name in zip(texts, names, strict=True):
+            if truncate:
+                most = self._max_length * CHARACTERS_PER_TOKEN // len(parts)
+                parts = [self.tokenizer.cut(part, most) for part in parts]
+            self._check_length(name, parts)
+            limit = self._max_length if truncate else None
+            ids, *places = self.tokenizer.encode_text(parts, limit, offsets)
+            encoded.append([self._fitting(name, ids, self._max_length, CUT), *places])
+        return encoded
+
     def _chat_ids(self, messages: list[dict[str, str]]) -> list[int]:
         texts = [message["content"] for message in messages]
         self._check_length("messages", texts)
@@ -159,10 +183,12 @@ class Prompts:
             )
 
     def _checked(self, name: str, ids: list[int]) -> list[int]:
-        if len(ids) >= self._max_length:
+        return self._fitting(name, ids, self._max_length - 1)  # and a token of the answer
+
+    def _fitting(self, name: str, ids: list[int], most: int, advice: str = "") -> list[int]:
+        if len(ids) > most:
             raise PromptTooLong(
-                f"{name} has {len(ids)} tokens, at most {self._max_length - 1} fit into the model's"
-                " context"
+                f"{name} has {len(ids)} tokens, at most {most} fit into the model's context{advice}"
             )
         if not ids:
             raise InvalidRequest(

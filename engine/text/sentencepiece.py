@@ -70,6 +70,19 @@ class SentencePieceTokenizer:
         ids: list[int] = self._model.encode(text, out_type=int)
         return ids
 
+    def encode_text(self, parts: Sequence[str], most: int | None, offsets: bool) -> list[list[int]]:
+        """Return the ids of a text, at most `most`. Raises `InvalidRequest` for what v1 lacks."""
+        if len(parts) != 1 or offsets:
+            raise InvalidRequest(
+                "this model's tokenizer (.spiece) takes no pairs and has no places of tokens: it"
+                " needs a tokenizer.json"
+            )
+        return [self.encode(parts[0])[:most]]
+
+    def cut(self, text: str, most: int) -> str:
+        """Shorten a text to `most` characters."""
+        return text[:most]
+
     def encode_parts(self, parts: Sequence[Part]) -> list[int]:
         """Return the ids of a filled template, as chat fine-tunes of v1 were trained.
 

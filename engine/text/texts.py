@@ -6,6 +6,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from collections.abc import Sequence as Seq
 from concurrent.futures import Future
 from functools import lru_cache, partial
 from typing import Any, TypeVar
@@ -15,6 +16,7 @@ from common.form import Form
 from common.parameters import Parameters
 from engine.artifacts.artifact import Artifact
 from engine.artifacts.generation_config import FILE as GENERATION_FILE
+from engine.classification import EncodedText
 from engine.generation import TextSequence, Token
 from engine.labels import Labels, labels_of
 from engine.rules import Rule, rules_of
@@ -33,6 +35,8 @@ DECODE_S = 5.0  # a wide limit for a text process to decode some tokens
 # Characters of an answer for each token. Tokens of real vocabularies have at most some dozens.
 MAX_CHARACTERS_PER_TOKEN = 1024
 MAX_PHRASES = 16  # sets of phrases that are indexed at the same time for a model
+
+MAX_OFFSET = 1 << 31  # characters of a text
 
 logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
@@ -144,6 +148,31 @@ class Texts:
         if not 0 < len(ids) < self.max_length:
             raise self._process.fail(f"it gave {len(ids)} ids for a context of {self.max_length}")
         return ids
+
+    def encode_texts(
+        self, texts: Seq[Seq[str]], first: int | None, truncate: bool, offsets: bool
+    ) -> list[EncodedText]:
+        """Encode texts to classify, or pairs of texts. Run it with `soon`. Raises as `encode`.
+
+        first: the place of the first of them in the request's list; None: the request has only one
+        truncate: whether to shorten a text that exceeds the context
+        offsets: whether to return the places of the tokens, too
+        """
+        names = ["inputs" if first is None else f"inputs.{first + i}" for i in range(len(texts))]
+        made = self._call(ENCODE_S, "encode_texts", [*map(list, texts)], names, truncate, offsets)
+        lists = 4 if offsets else 1
+        if not isinstance(made, list) or len(made) != len(texts):
+            raise self._process.fail("it gave no ids of the texts")
+        for entry in made:
+            fits = isinstance(entry, list) and len(entry) == lists
+            if not fits or not are_ids(entry[0], self._vocab_size):
+                raise self._process.fail("it gave no ids of the model's vocabulary")
+            if not 0 < len(entry[0]) <= self.max_length:
+                raise self._process.fail(f"it gave {len(entry[0])} ids of a text")
+            for numbers in entry[1:]:
+                if not are_ids(numbers, MAX_OFFSET) or len(numbers) != len(entry[0]):
+                    raise self._process.fail("it gave no places of the tokens")
+        return [EncodedText(ids, *places) for ids, *places in made]
 
     def tokenize(
         self, inputs: str | list[dict[str, str]], special: bool

@@ -74,7 +74,8 @@ def check(folder: Path) -> Checked:
         else:
             artifact = open_artifact(folder)
             summary = _check_model(artifact)
-            in_int8 = artifact if precision in (None, "int8") else None
+            if artifact.classifier is None and precision in (None, "int8"):
+                in_int8 = artifact
     except (EngineError, ServiceError) as error:
         raise Problem(f"{folder} cannot be served: {error.message}") from None
     return Checked(folder, summary, files, in_int8)
@@ -89,8 +90,18 @@ def _check_model(artifact: Artifact) -> str:
         f"{c.num_layers} layers, {c.units} units, {c.num_heads} heads, context {c.max_length},"
         f" vocabulary {c.vocab_size} ({artifact.tokenizer_file.name},"
         f" {prompts.tokenizer.vocab_size} pieces), {c.num_parameters:,} parameters in"
-        f" {', '.join(file.name for file in artifact.weight_files)}{template}"
+        f" {', '.join(file.name for file in artifact.weight_files)}{template}{_labels(artifact)}"
     )
+
+
+def _labels(artifact: Artifact) -> str:
+    """Describe the labels of a classifier."""
+    classifier = artifact.classifier
+    if classifier is None:
+        return ""
+    named = ", ".join(classifier.labels[:5]) + (", ..." if len(classifier.labels) > 5 else "")
+    what = "tokens" if classifier.of_tokens else "texts"
+    return f"; a classifier of {what} with {len(classifier.labels)} labels: {named}"
 
 
 def _check_adapter(folder: Path) -> str:

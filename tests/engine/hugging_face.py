@@ -126,10 +126,20 @@ def make_hugging_face(
     generation_config: dict[str, Any] | None = None,
     tokenizer_config: dict[str, Any] | None = None,
     begins: bool = False,
+    labels: Sequence[str] = (),
+    of_tokens: bool = False,
 ) -> Path:
     """Writes a directory and returns it. `config` holds further fields of `config.json`; with
-    `begins` the tokenizer puts `<s>` in front."""
+    `begins` the tokenizer puts `<s>` in front, with `labels` the model is a classifier."""
     extra = config or {}
+    if labels:
+        task = "Token" if of_tokens else "Sequence"
+        extra = {
+            "architectures": [f"GPT2For{task}Classification"],
+            "id2label": {str(i): label for i, label in enumerate(labels)},
+            "pad_token_id": SPECIAL.index("<pad>"),
+            **extra,
+        }
     names_ = ("tie_word_embeddings", "scale_attn_weights", "scale_attn_by_inverse_layer_idx")
     flags = {name: extra[name] for name in names_ if name in extra}
     flags["layer_norm_eps"] = extra.get("layer_norm_epsilon", 1e-5)
@@ -161,7 +171,11 @@ def make_hugging_face(
             single="<s> $A", special_tokens=[("<s>", 0)]
         )
     tokenizer.save(str(path / "tokenizer.json"))
-    write_weights(path, list(their_weights(shape, seed, dtype)), shards)
+    weights = list(their_weights(shape, seed, dtype))
+    if labels:
+        weights = [(name, w) for name, w in weights if not name.startswith("lm_head")]
+        weights += their_head(len(labels), units, seed, dtype, of_tokens=of_tokens)
+    write_weights(path, weights, shards)
     return path
 
 
@@ -187,6 +201,18 @@ def their_weights(config: GPT2Config, seed: int, dtype: str) -> Iterator[tuple[s
     for name, theirs, transposed in names(config):
         w = ours[name].T if transposed else ours[name]
         yield theirs, rounded(w, dtype) if "16" in dtype else w.astype(dtype)
+
+
+def their_head(
+    labels: int, units: int, seed: int = 0, dtype: str = "float32", *, of_tokens: bool = False
+) -> Iterator[tuple[str, NDArray[Any]]]:
+    """The parameters of a classifier's head."""
+    rng = np.random.default_rng([seed, 1])
+    name = "classifier" if of_tokens else "score"
+    for part, shape in (("weight", (labels, units)), ("bias", (labels,))):
+        w = (0.3 * rng.standard_normal(shape)).astype(np.float32)
+        if part == "weight" or of_tokens:
+            yield f"{name}.{part}", rounded(w, dtype) if "16" in dtype else w.astype(dtype)
 
 
 def rounded(w: NDArray[np.float32], dtype: str) -> NDArray[Any]:

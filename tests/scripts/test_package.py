@@ -73,6 +73,12 @@ def test_the_same_files_give_the_same_bytes(
     assert made[0] == made[1]
 
 
+def test_a_classifier_is_named_with_its_labels(tmp_path: Path) -> None:
+    checked = check(make_hugging_face(tmp_path / "감정", labels=["부정", "긍정"]))
+    assert checked.summary.endswith("; a classifier of texts with 2 labels: 부정, 긍정")
+    assert checked.in_int8 is None  # whose texts would be compared
+
+
 def test_leftovers_of_tools_are_left_out_and_prepared_models_are_packed(folder: Path) -> None:
     for name in (
         *(".git/file", "__pycache__/file", ".DS_Store", "optimizer.pt", "rng_state_0.pth"),

@@ -1,0 +1,166 @@
+"""Texts are classified by the engine: alone, beside others, beside what is generated."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from common.errors import ArtifactError, EngineError, InvalidRequest, ModelNotFound, PromptTooLong
+from engine.artifacts.open import open_artifact
+from engine.backends.interface import Piece
+from engine.engine import Engine
+from engine.http.answer import Logits
+from engine.native.model import NativeModel
+from engine.native.prepared import prepared
+from engine.settings import Settings
+from tests.engine.adapters import make_adapter
+from tests.engine.engines import WAIT_S, Pause, Request
+from tests.engine.hugging_face import make_hugging_face
+
+LABELS = ["부정", "중립", "긍정"]
+TEXTS = ["봄이 오면 산에 들에", "진달래", "나 보기가 역겨워 가실 때에는", "꽃 " * 40]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_hugging_face(tmp_path_factory.mktemp("classifier") / "c", labels=LABELS)
+
+
+@pytest.fixture(scope="module")
+def of_tokens(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("classifier") / "t"
+    return make_hugging_face(path, labels=LABELS, of_tokens=True)
+
+
+@pytest.fixture(params=["fp32", "int8"])
+def engine(folder: Path, request: pytest.FixtureRequest) -> Iterator[Engine]:
+    with closing(Engine(Settings(backend="native", precision=request.param))) as engine:
+        engine.load("c", str(folder))
+        yield engine
+
+
+class Texts:
+    """Texts that an engine classifies."""
+
+    def __init__(self, engine: Engine, texts: Sequence[str], name: str = "c", **options: Any):
+        self._done = threading.Event()
+        self._logits = Logits(len(texts), self._done.set)
+        parts = [[text] for text in texts]
+        self.submitted = engine.classify(name, parts, self._logits.emit, WAIT_S, **options)
+
+    def results(self) -> list[dict[str, Any]]:
+        sequences = self.submitted.result(WAIT_S)
+        assert self._done.wait(WAIT_S)
+        encoded = [sequence.encoded for sequence in sequences]
+        results: list[dict[str, Any]] = self._logits.result(encoded)["results"]
+        return results
+
+
+def logits(engine: Engine, texts: Sequence[str], name: str = "c", **options: Any) -> Any:
+    return [result["logits"] for result in Texts(engine, texts, name, **options).results()]
+
+
+@pytest.mark.parametrize("precision", ["fp32", "int8"])
+def test_states_are_what_the_head_of_a_language_model_gets(
+    folder: Path, tmp_path: Path, precision: str
+) -> None:
+    artifact = open_artifact(folder)
+    embedding = np.array(artifact.weights["_embed.weight"])
+    with closing(NativeModel(prepared(artifact, precision, tmp_path))) as model:
+        ids = [5, 6, 7, 8, 9]
+        expected = model.run([Piece(model.open_row(), ids, 5)]).copy()
+        beside = Piece(model.open_row(), [4, 3])
+        piece = Piece(model.open_row(), ids, 0, num_states=5)
+        found = model.run([piece, beside])
+        assert (len(found), piece.states is None) == (1, False)
+        states = piece.states
+    error = np.abs(states @ embedding.T - expected).max() / np.abs(expected).max()
+    assert error < (1e-5 if precision == "fp32" else 0.02)
+
+
+def test_logits_are_the_same_bits_alone_and_beside_others(engine: Engine) -> None:
+    together = logits(engine, TEXTS, first=0)
+    assert [np.shape(one) for one in together] == [(1, 3)] * len(TEXTS)
+    assert together == [logits(engine, [text])[0] for text in TEXTS]
+
+
+def test_each_token_has_logits_and_its_place(engine: Engine, of_tokens: Path) -> None:
+    engine.load("t", str(of_tokens))
+    text = "봄이 오면 " * 9
+    [result] = Texts(engine, [text], "t").results()
+    assert len(result["logits"]) == len(result["begins"]) == len(result["special"])
+    assert result["ends"][-1] <= len(text)
+    with Pause(engine):  # both in one pass
+        both = Texts(engine, [text, "산에는"], "t", first=0)
+        both.submitted.result(WAIT_S)
+    assert both.results()[0] == result
+
+
+def test_padding_at_the_end_is_ignored_and_padding_alone_is_a_text(engine: Engine) -> None:
+    assert logits(engine, [TEXTS[0] + "<pad><pad>"]) == logits(engine, TEXTS[:1])
+    assert logits(engine, ["<pad><pad>"]) == logits(engine, ["<pad>"])
+
+
+def test_a_text_may_fill_the_context_and_more_is_cut_only_if_wanted(engine: Engine) -> None:
+    full = "<usr>" * 128
+    assert len(logits(engine, [full])) == 1
+    with pytest.raises(PromptTooLong, match=r"inputs\.7 has 129 tokens"):
+        logits(engine, [full + "<usr>"], first=7)
+    assert logits(engine, [full + "<usr>"], truncate=True) == logits(engine, [full])
+
+
+def test_nothing_is_kept_of_a_text(engine: Engine) -> None:
+    logits(engine, TEXTS, first=0)
+    statistics = engine.statistics()
+    assert (statistics["kv_bytes"], statistics["prefix_bytes"]) == (0, 0)
+    [model] = statistics["models"]
+    assert (model["requests"], model["tokens"]) == (1, 0)
+    assert model["prompt_tokens"] > len(TEXTS)
+    assert model["classifier"]["labels"] == tuple(LABELS)
+
+
+def test_what_it_is_not_is_refused(engine: Engine, folder: Path, tmp_path: Path) -> None:
+    engine.load("text", str(make_hugging_face(tmp_path / "text")))
+    with pytest.raises(InvalidRequest, match="no classifier"):
+        logits(engine, ["봄"], "text")
+    with pytest.raises(InvalidRequest, match="is a classifier, which generates no text"):
+        Request(engine, "c", "봄")
+    adapter = make_adapter(tmp_path / "adapter", folder)
+    with pytest.raises(ArtifactError, match="is a classifier, which takes no adapter"):
+        engine.load("adapter", str(adapter), base=str(folder))
+
+
+def test_an_unload_ends_texts_that_wait(engine: Engine) -> None:
+    with Pause(engine):
+        waiting = Texts(engine, TEXTS, first=0)
+        waiting.submitted.result(WAIT_S)
+        unloading = threading.Thread(target=engine.unload, args=["c"])
+        unloading.start()
+    unloading.join(WAIT_S)
+    with pytest.raises(ModelNotFound):
+        waiting.results()
+
+
+def test_a_fault_of_the_head_ends_its_text_alone(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    head = engine._find("c").head
+    assert head is not None
+    compute, calls = head.logits, list[Any]()
+
+    def once(states: Any) -> Any:
+        calls.append(states)
+        if len(calls) == 1:
+            raise ValueError("a fault")
+        return compute(states)
+
+    monkeypatch.setattr(head, "logits", once)
+    with pytest.raises(EngineError, match="a step of the model failed"):
+        logits(engine, TEXTS[:1])
+    assert len(logits(engine, TEXTS[:1])) == 1
