@@ -9,6 +9,7 @@ from common.errors import NotAcceptable, UnsupportedMediaType
 JSON = "application/json"
 TEXT = "text/plain"
 JSON_LINES = "application/jsonlines"  # a JSON value a line
+CSV = "text/csv"
 # JSON with binary tensors behind it, and the parameter with the length of the JSON.
 BINARY = "application/vnd.sagemaker-triton.binary+json"
 HEADER_SIZE = "json-header-size"

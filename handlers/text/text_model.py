@@ -12,7 +12,7 @@ from handlers.model_spec import client_name
 from handlers.payload import answer_type, format_answer, parse, sequences_of
 from handlers.request_id import request_id, token_counts
 from handlers.settings import Settings
-from handlers.text import v2
+from handlers.text import classifier, v2
 
 IN_ENGINE = True
 
@@ -29,13 +29,21 @@ def model_fn(model_dir: str, name: str | None = None, **options: Any) -> ModelHa
 
 def describe(model: ModelHandle) -> dict[str, Any]:
     """Return the answer to `GET /v2/models/{name}`."""
-    return v2.metadata(client_name(model.model["name"]))
+    name = client_name(model.model["name"])
+    if (about := model.model.get("classifier")) is not None:
+        return classifier.metadata(name, about)
+    return v2.metadata(name)
 
 
 def transform_fn(
     model: ModelHandle, body: bytes, content_type: str | None, accept: str | None, timeout_s: float
 ) -> tuple[bytes, str]:
-    """Continues the prompt in `body`, see `handlers.payload`. Raises `EngineError`."""
+    """Continues the prompt in `body`, see `handlers.payload`, or classifies its texts.
+
+    Raises `EngineError`.
+    """
+    if "classifier" in model.model:
+        return classifier.answer(model, body, content_type, accept, timeout_s)
     v2_request, request = v2.parse(body, content_type) or (None, parse(body, content_type))
     media_type = JSON if v2_request is not None else answer_type(accept, request.form)
     answer = model.generate(request.inputs, request.parameters, timeout_s, request_id.get())

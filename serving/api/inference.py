@@ -25,7 +25,7 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
 from common.errors import ServiceError, cut
-from common.media_types import JSON, JSON_LINES, TEXT
+from common.media_types import CSV, JSON, JSON_LINES, TEXT
 from serving.api import sessions
 from serving.api.access import Right
 from serving.api.answering import TokenStream
@@ -51,13 +51,13 @@ NAMING = (ADAPTER, TARGET_MODEL, INFERENCE_COMPONENT)
 
 
 async def named(gateway: Gateway, request: Request) -> Response:
-    """Continues a prompt, or that of each line of JSON lines."""
+    """Continues a prompt or classifies texts, or those of each line of JSON lines."""
     answer = invoke_lines if is_lines(request) else invoke
     return await answer(gateway, request, request.path_params["name"], read)
 
 
 async def invocations(gateway: Gateway, request: Request) -> Response:
-    """Continues a prompt, or that of each line of JSON lines; opens or closes a session."""
+    """Continues a prompt or classifies texts (SageMaker); opens or closes a session."""
     answer = invoke_lines if is_lines(request) else invoke
     return await answer(gateway, request, _target(request), read, intercept=_session)
 
@@ -141,11 +141,13 @@ def _typed_error(status: int, kind: str, body: dict[str, object], request_id: st
 
 PROMPTS = ("Generate", "OpenAICompletion", "OpenAIChat", "Text")
 TO_TGI = {JSON: PROMPTS, TEXT: "Text"}
-SENT = {**TO_TGI, JSON_LINES: "Lines"}
-TO_INVOCATIONS = {**SENT, JSON: (*PROMPTS, "Session")}
+TEXTS_SENT = (*PROMPTS, "Classify")
+SENT = {JSON: TEXTS_SENT, TEXT: "Text", CSV: "Text", JSON_LINES: "Lines"}
+TO_INVOCATIONS = {**SENT, JSON: (*TEXTS_SENT, "Session")}
 ANY = "Any"  # a model's own code answers anything, and a stream has no schema
 OF_TGI = {JSON: ("Generated", "Guide", ANY), TEXT: "Text", EVENTS: ANY, LINES: ANY, "*/*": ANY}
-ANSWERED = {**OF_TGI, JSON_LINES: "Lines"}
+OF_MODELS = ("Generated", "Guide", "Labels", "Label", ANY)
+ANSWERED = {**OF_TGI, JSON: OF_MODELS, CSV: "Text", JSON_LINES: "Lines"}
 ERRORS = ("Error", "OpenAIError")
 TGI = Kind("inference", Right.CALL, ERRORS, TO_TGI, OF_TGI)
 TEXTS = Kind("inference", Right.CALL, ERRORS, SENT, ANSWERED)

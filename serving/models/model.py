@@ -37,6 +37,9 @@ class Restarts:
     reason: str = ""  # the error of the last restart; empty if it succeeded
 
 
+CLASSIFIER = "kogpt2_classifier"  # a platform of /v2: `handlers.text.classifier_v2`
+
+
 @dataclass(frozen=True)
 class LoadRequest:
     """A request to load a model: `url` or the name in the store, settings, and worker options."""
@@ -112,6 +115,11 @@ class Model:
     def version(self) -> str:
         """The model's version, as the `/v2` routes show it."""
         return str((self.metadata.get("versions") or ["1"])[0])
+
+    @property
+    def classifies(self) -> bool:
+        """Whether it is a classifier of the engine, which generates no text."""
+        return self.metadata.get("platform") == CLASSIFIER
 
     @property
     def request_timeout_s(self) -> float:

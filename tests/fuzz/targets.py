@@ -16,6 +16,7 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
+from typing import Any, cast
 from urllib.parse import parse_qsl
 
 import numpy as np
@@ -36,6 +37,7 @@ from engine.text.chat_template import ChatTemplate
 from handlers import payload
 from handlers.tensors import tensor_model, v2
 from handlers.tensors.codec import CSV, NPY, Array, TensorSpec
+from handlers.text import classifier
 from handlers.text import v2 as text_v2
 from handlers.user_code.entry_point import find_script, manifest_name
 from scripts.client.answers import read as read_answer
@@ -135,6 +137,35 @@ def text_request(data: bytes) -> None:
     payload.format_answer(request, answer, "application/json")
     if found is not None:
         text_v2.answer(found[0], payload.sequences_of(request, answer), "시")
+
+
+class Labeled:
+    """Stands in for a `ModelHandle` of a classifier; tokens are the characters of a text."""
+
+    def __init__(self, *, of_tokens: bool) -> None:
+        about = {"labels": ["O", "B-가"], "function": "softmax", "of_tokens": of_tokens}
+        self.model = {"name": "시", "classifier": about}
+        self._of_tokens = of_tokens
+
+    def classify(self, texts: Any, *_: Any, **options: Any) -> dict[str, Any]:
+        results = []
+        for text, *_pair in texts:
+            places = range(len(text) if self._of_tokens else 1)
+            logits = [[float(i % 2), 0.5] for i in places]
+            tokens = {"begins": list(places), "ends": [i + 1 for i in places]}
+            results.append({"logits": logits, "special": [0 for _ in places], **tokens})
+        return {"results": results, "prompt_tokens": len(texts)}
+
+
+def classified(kind: str) -> Callable[[bytes], object]:
+    """Requests to classifiers of texts and of tokens."""
+
+    def run(data: bytes) -> None:
+        for of_tokens in (False, True):
+            with contextlib.suppress(ServiceError):
+                classifier.answer(cast(Any, Labeled(of_tokens=of_tokens)), data, kind, None, 60)
+
+    return run
 
 
 def types(data: bytes) -> None:
@@ -348,6 +379,8 @@ def grpc_infer(data: bytes) -> None:
 TARGETS: dict[str, Target] = {
     "answers": answers,
     "archive": archive,
+    "classifier": classified("application/json"),
+    "classifier-csv": classified(CSV),
     "config.json": in_artifact("config.json"),
     "csv": tensors(CSV, FLOATS, TEXTS),
     "generate": lambda data: parse_generate(json_object(data), stream=b"\x01" in data),
