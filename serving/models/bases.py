@@ -24,6 +24,7 @@ from serving.tokens import current
 
 CONFIG = "config.json"
 MAX_CONFIG_BYTES = 1 << 20
+MAX_NAME = 1024  # characters of a base's name or path; a longer one names no base
 
 logger = logging.getLogger(__name__)
 
@@ -186,4 +187,4 @@ def parse(text: str) -> Mapping[str, str]:
 
 
 def _text(value: object) -> str:
-    return value if isinstance(value, str) else ""
+    return value if isinstance(value, str) and len(value) <= MAX_NAME else ""

@@ -179,11 +179,20 @@ def test_models_of_one_store_are_no_bases_of_each_other_by_accident(store: Path)
     assert found(store, merged) == Base()
 
 
-@pytest.mark.parametrize("wrong", ["{", "[]", '{"_name_or_path": 1}', "[" * 100_000])
+LONG = json.dumps({"_name_or_path": "바" * 1025})
+
+
+@pytest.mark.parametrize("wrong", ["{", "[]", '{"_name_or_path": 1}', "[" * 100_000, LONG])
 def test_a_config_without_a_name_names_no_base(store: Path, wrong: str) -> None:
     folder = whole(store, "봄")
     (folder / "config.json").write_text(wrong, encoding="utf-8")
     assert found(store, folder) == Base()
+
+
+@pytest.mark.parametrize("name", ["바\0탕", "..", "../../바탕", "바\n탕", "%2e%2e/x", " ", "s3:/x"])
+def test_a_name_that_no_store_has_is_that_of_a_missing_base(store: Path, name: str) -> None:
+    missing = Base(whole_because="its base is not in the store")
+    assert found(store, whole(store, "봄", _name_or_path=name)) == missing
 
 
 def test_a_model_is_not_its_own_base(store: Path) -> None:
