@@ -107,16 +107,26 @@ class Pipeline:
         return openvino.Core().compile_model(file, "CPU", self._how).create_infer_request()
 
     def logits_after(self, ids: Sequence[int], count: int) -> Any:
-        """Return the logits (count, V) after each of the last `count` ids."""
+        """Return the logits (count, V) after each of the last `count` ids.
+
+        These come one by one, as in a generation: keys and values are in int8 only from the next
+        call on.
+        """
         self._model.reset_state()
+        begin = len(ids) - count + 1
+        rows = [self._append(ids[:begin], 0)]
+        rows += (self._append(ids[at : at + 1], at) for at in range(begin, len(ids)))
+        return np.stack(rows)
+
+    def _append(self, ids: Sequence[int], position: int) -> Any:
+        """Return the logits (V,) after the last id."""
         given = {
             "input_ids": np.array([ids], dtype=np.int64),
-            "attention_mask": np.ones((1, len(ids)), dtype=np.int64),
-            "position_ids": np.arange(len(ids), dtype=np.int64)[None],
+            "attention_mask": np.ones((1, position + len(ids)), dtype=np.int64),
+            "position_ids": np.arange(position, position + len(ids), dtype=np.int64)[None],
             "beam_idx": np.zeros(1, dtype=np.int32),
         }
-        logits = self._model.infer(given)["logits"]  # (1, T, V)
-        return logits[0, -count:].copy()
+        return self._model.infer(given)["logits"][0, -1].copy()  # of (1, T, V)
 
     def generate(self, prompts: list[list[int]], new_tokens: int, clock: Clock) -> list[list[int]]:
         handles = [self.add(prompt, new_tokens) for prompt in prompts]

@@ -110,8 +110,8 @@ def load_adapter(
     """Map an adapter's prepared file, which `run` builds if needed. Raises as `prepared`."""
     adapter.check_fits(base.config)
     entries = list(layout(adapter, precision))
-    # A bias changes by what the base's is, and an adapter of a base in int8 has its norms in it.
-    is_of_base = any(entry.name.endswith(".bias") for entry in entries)
+    # A bias changes by what the base's is, and an adapter of a base in int8 is in its basis.
+    is_of_base = precision == "int8" or any(entry.name.endswith(".bias") for entry in entries)
     content = adapter.content + (base.content if is_of_base else "")
     size = sum(tensor.nbytes for tensor in adapter.index.values())
     limits = Limits(
@@ -170,7 +170,12 @@ def build(
     with np.errstate(over="ignore", invalid="ignore"):  # `_grouped` refuses the results
         matrices = {module: _low_rank(adapter, base, module) for module in adapter.scales}
         if precision == "int8":
-            matrices = {module: _rotated(m, base, module) for module, m in matrices.items()}
+            layers = {module.split(".")[0] for module in matrices}
+            factors = {layer: rotation.head_factors(base.weights, layer) for layer in layers}
+            matrices = {
+                module: _rotated(matrix, base, module, factors[module.split(".")[0]])
+                for module, matrix in matrices.items()
+            }
     arrays = _packed_arrays(matrices, precision)
 
     def fill(data: NDArray[np.uint8]) -> None:
@@ -205,16 +210,16 @@ def _low_rank(adapter: Adapter, base: Artifact, module: str) -> LowRank:
     return LowRank(down, np.concatenate([up, more[:, None]], axis=1), ones)
 
 
-def _rotated(matrix: LowRank, base: Artifact, module: str) -> LowRank:
+def _rotated(matrix: LowRank, base: Artifact, module: str, factors: rotation.Floats) -> LowRank:
     """Return a module's matrices for a base in int8, see `engine.native.rotation`."""
     layer, product = module.split(".")
     down, up, bias = rotation.floats(matrix.down), rotation.floats(matrix.up), matrix.bias
     if (norm := rotation.norm_before(layer, product)) is not None:
         bias = np.zeros(len(down), np.float32) if bias is None else bias
         rotation.fold_norm(down, bias, *(base.weights[f"{norm}.{p}"] for p in ("gamma", "beta")))
-    rotation.rotate_outputs(product, up, base.config)
+    rotation.rotate_outputs(product, up, base.config, factors)
     if product != "ffn_out":  # adapters multiply what comes out of GELU before it is rotated
-        down = rotation.rotate_inputs(product, down, base.config)
+        down = rotation.rotate_inputs(product, down, base.config, factors)
     return LowRank(down, up, bias)
 
 

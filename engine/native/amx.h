@@ -49,38 +49,6 @@ TARGET_AMX static void end_tiles(void) {
   lines_of_tiles = 0;
 }
 
-/* Writes DEPTH numbers as two planes of int8, `apart` bytes from each other. */
-TARGET_AMX INLINE void store_planes(const int32_t numbers[DEPTH], int8_t *upper, size_t apart) {
-  EACH(i, DEPTH / 16) {
-    const __m512i number = _mm512_loadu_si512(numbers + 16 * i);
-    const __m512i high = _mm512_srai_epi32(_mm512_add_epi32(number, _mm512_set1_epi32(64)), 7);
-    const __m512i low = _mm512_sub_epi32(number, _mm512_slli_epi32(high, 7));
-    _mm_storeu_si128((__m128i *)(upper + 16 * i), _mm512_cvtepi32_epi8(high));
-    _mm_storeu_si128((__m128i *)(upper + apart + 16 * i), _mm512_cvtepi32_epi8(low));
-  }
-}
-
-TARGET_AMX static void quantize_amx(const float *x, size_t k, float scale, const Quantized *to,
-                                    size_t row) {
-  if (!to->has_tiles) {
-    quantize_vnni(x, k, scale, to, row);
-    return;
-  }
-  const size_t apart = to->width * MAX_ROWS;
-  int8_t *upper = (int8_t *)to->fours + row / MAX_ROWS * 2 * apart + row % MAX_ROWS * DEPTH;
-  const float largest = largest_magnitude_vnni(x, k), range = (float)largest_number(k);
-  const float times = largest > 0 ? range / largest : 0;
-  uint32_t total = 0;
-  for (size_t begin = 0; begin < k; begin += DEPTH, upper += MAX_ROWS * DEPTH) {
-    int32_t numbers[DEPTH];
-    round_depth_vnni(x + begin, k - begin < DEPTH ? k - begin : DEPTH, times, numbers);
-    total += sum_of_vnni(numbers);
-    store_planes(numbers, upper, apart);
-  }
-  to->scales[row] = largest / range * scale;
-  to->sums[row] = (int32_t)(-128 * total);
-}
-
 /* The sums of both planes with group g, times their scales. */
 #define STORE_GROUP(g)                                                                             \
   do {                                                                                             \
@@ -88,11 +56,15 @@ TARGET_AMX static void quantize_amx(const float *x, size_t k, float scale, const
     _tile_stored(UPPER_SUMS_##g, sums[0], 64);                                                     \
     _tile_stored(LOWER_SUMS_##g, sums[1], 64);                                                     \
     const __m512 scales = _mm512_loadu_ps(packed + (g) * bytes + LINE * x->width);                 \
+    const __m512i zeros = _mm512_add_epi32(                                                        \
+        _mm512_loadu_si512(packed + (g) * bytes + LINE * (x->width + sizeof(float))),              \
+        _mm512_set1_epi32(128));                                                                   \
     const __m512 added = _mm512_loadu_ps(bias + (g) * LINE);                                       \
     for (size_t r = 0; r < rows; r++) {                                                            \
       __m512i sum = _mm512_slli_epi32(_mm512_loadu_si512(sums[0][r]), 7);                          \
       sum = _mm512_add_epi32(sum, _mm512_loadu_si512(sums[1][r]));                                 \
-      sum = _mm512_add_epi32(sum, _mm512_set1_epi32(x->sums[row + r]));                            \
+      sum = _mm512_sub_epi32(                                                                      \
+          sum, _mm512_mullo_epi32(zeros, _mm512_set1_epi32(x->sums[row + r])));                  \
       const __m512 scale = _mm512_mul_ps(scales, _mm512_set1_ps(x->scales[row + r]));              \
       _mm512_storeu_ps(out[g][r], _mm512_fmadd_ps(_mm512_cvtepi32_ps(sum), scale, added));         \
     }                                                                                              \

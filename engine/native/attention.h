@@ -168,13 +168,16 @@ TARGET INLINE void NAME(score_pages)(int Q, int N, const Queries *x, const float
                 sums[page * Q + i][p] * x->scale);
 }
 
+/* What the 128 that keys and values are stored with adds to a sum; `total`: of the numbers of x. */
+TARGET INLINE uint32_t NAME(offset)(int32_t total) { return WEIGHT_OFFSET * (uint32_t)total; }
+
 /* The same of quantized queries and keys. */
 TARGET INLINE void NAME(score_int8_pages)(int Q, int N, const Queries *x, const Rounded *q,
                                           size_t head, size_t n, float *scores, size_t stride) {
   NAME(Dots) dots[MAX_QUERIES][PARTS];
   const int32_t *fours = q->fours + head * Q * q->stride;
   EACH(i, Q * N) EACH(p, PARTS)
-    dots[i][p] = NAME(begin_dots)((ints){0} + q->sums[head * Q + i % Q]);
+    dots[i][p] = NAME(begin_dots)((ints){0} - (int32_t)NAME(offset)(q->sums[head * Q + i % Q]));
   for (size_t s = 0; s < x->size; s += 4)
     EACH(page, N) {
       const uint8_t *keys = x->pages[n + page] + head * x->head_bytes + s * PAGE_TOKENS;
@@ -258,13 +261,13 @@ TARGET INLINE void NAME(round_queries)(int Q, const Queries *x, const float *q, 
       const size_t query = head * Q + i;
       to->scales[query] =
           x->scale * NAME(quantize_to)(q + i * x->stride + head * x->size, x->size, x->size, 1,
-                                       to->fours + query * to->stride, &to->sums[query]);
+                                       0, to->fours + query * to->stride, &to->sums[query]);
     }
 }
 
 /* Multiplies a head's weights (length,) with the scales of its values and quantizes them in place. */
 TARGET INLINE float NAME(round_weights)(const Queries *x, size_t head, size_t length,
-                                        float *weights, int32_t *sum) {
+                                        float *weights, int32_t *total) {
   for (size_t t = 0; t < length; t += PAGE_TOKENS) {
     const uint8_t *values = x->pages[t / PAGE_TOKENS] + x->values + head * x->head_bytes;
     const float *scales = (const float *)(values + padded(x->size) * PAGE_TOKENS);
@@ -275,7 +278,7 @@ TARGET INLINE float NAME(round_weights)(const Queries *x, size_t head, size_t le
       NAME(store)(weights + t + p * LANES, (floats)((ints)product & is_seen));
     }
   }
-  return NAME(quantize_to)(weights, length, x->max_length, 1, (int32_t *)weights, sum);
+  return NAME(quantize_to)(weights, length, x->max_length, 1, 0, (int32_t *)weights, total);
 }
 
 /* Q queries of each head of one row, at positions position, position + 1, ...: each sees the tokens up
@@ -348,7 +351,7 @@ TARGET INLINE void NAME(attend_to)(int Q, int int8, const Queries *x, const floa
       const float *sum = sums + query * line;
       for (size_t s = 0; s < x->size; s++)
         to[s] = factors[query] *
-                (int8 ? (float)(int32_t)((uint32_t)((const int32_t *)sum)[s] + rounded.sums[query])
+                (int8 ? (float)(int32_t)(((const uint32_t *)sum)[s] - NAME(offset)(rounded.sums[query]))
                       : sum[s]);
     }
 }

@@ -130,7 +130,7 @@ static inline sums_of_pairs multiply_pairs(ints_of_pairs a, ints_of_pairs b) {
 #define KERNELS(set) KERNELS_OF(set, set, 1, SIZE_MAX, NULL)
 #define KERNELS_OF(name, set, groups, tiles_from, end_tiles)                                         \
   {                                                                                                  \
-    #name, quantize_##name, int8_tile_##name, float_tile_##set, add_product_##set, gelu_##set,       \
+    #name, quantize_##set, int8_tile_##name, float_tile_##set, add_product_##set, gelu_##set,       \
         layer_norm_##set, rms_scale_##set, rotate_##set, store_kv_##set, attend_##set, weigh_##set, \
         groups, tiles_from, end_tiles                                                                \
   }

@@ -17,10 +17,14 @@ enum {
 
 static inline size_t whole_depths(size_t k) { return (k + DEPTH - 1) / DEPTH * DEPTH; }
 
-/* The largest number that x is quantized to for a sum over k products with int8 numbers: 15 bits, or
-   fewer where the sum might not fit into 32. */
+/* The largest magnitude of weights of scale 1, less a column's zero. A larger one would leave x fewer than
+   15 bits in sums over 768 products. */
+enum { LARGEST_WEIGHT = 168 };
+
+/* The largest number that x is quantized to for a sum over k products with weights: 15 bits, or fewer
+   where the sum might not fit into 32. */
 static inline int32_t largest_number(size_t k) {
-  const size_t most = INT32_MAX / 127 / k;
+  const size_t most = INT32_MAX / LARGEST_WEIGHT / k;
   return most < 127 * 128 ? (int32_t)most : 127 * 128;
 }
 
@@ -34,7 +38,7 @@ typedef struct {
   int32_t *fours; /* (count / BESIDE, width / 4, BESIDE, 2) or
                      (count / MAX_ROWS, 2, width / DEPTH, MAX_ROWS, DEPTH) int8 */
   float *scales;  /* (count,) */
-  int32_t *sums;  /* (count,): what a kernel adds for the 128 that weights are stored with */
+  int32_t *sums;  /* (count,): of a row's numbers */
 } Quantized;
 
 /* The input of attention for one row and `heads` adjacent heads. pages[i]: the first head's keys on the

@@ -110,7 +110,7 @@ static void in_parallel_if(int worth, Work work, void *data, size_t parts) {
 /* --- Products ------------------------------------------------------------------------------------ */
 
 static size_t group_bytes(size_t k, int int8) {
-  return LINE * (int8 ? whole_depths(k) + sizeof(float) : k * sizeof(float));
+  return LINE * (int8 ? whole_depths(k) + sizeof(float) + sizeof(int32_t) : k * sizeof(float));
 }
 
 size_t packed_bytes(size_t n, size_t k, int int8) { return ceil_div(n, LINE) * group_bytes(k, int8); }
@@ -425,18 +425,18 @@ static void attend(void) {
 /* --- The pass ------------------------------------------------------------------------------------ */
 
 /* Unpacks column `column`, of k numbers, of a packed matrix, such as a token's embedding. */
-static void look_up(const void *packed, size_t column, size_t k, float *row) {
+static void look_up(const void *packed, int int8, size_t column, size_t k, float *row) {
   const size_t lane = column % LINE;
-  const uint8_t *group =
-      (const uint8_t *)packed + column / LINE * group_bytes(k, pass.model->int8);
-  if (!pass.model->int8) {
+  const uint8_t *group = (const uint8_t *)packed + column / LINE * group_bytes(k, int8);
+  if (!int8) {
     const float *numbers = (const float *)group;
     for (size_t i = 0; i < k; i++) row[i] = numbers[i * LINE + lane];
     return;
   }
-  const float scale = ((const float *)(group + LINE * whole_depths(k)))[lane];
+  const float *scales = (const float *)(group + LINE * whole_depths(k));
+  const int zero = 128 + ((const int32_t *)(scales + LINE))[lane];
   for (size_t i = 0; i < k; i++)
-    row[i] = ((int)group[i / 4 * 4 * LINE + lane * 4 + i % 4] - 128) * scale;
+    row[i] = ((int)group[i / 4 * 4 * LINE + lane * 4 + i % 4] - zero) * scales[lane];
 }
 
 /* Subtracts the mean of a rotated row. A vector of equal numbers, rotated, has one number at each multiple
@@ -456,7 +456,8 @@ static void embed_part(void *data, size_t part, int thread) {
   for (size_t i = 0; i < run->count; i++) {
     float *x = pass.x + (run->token + i) * pass.row;
     const float *position = m->positions + (run->position + i) * pass.row;
-    look_up(m->embedding, run->piece->ids[run->position + i - run->piece->position], m->units, x);
+    const int32_t id = run->piece->ids[run->position + i - run->piece->position];
+    look_up(m->embedding, m->int8, id, m->units, x);
     for (size_t c = 0; c < (size_t)m->units; c++) x[c] += position[c];
     for (size_t c = m->units; c < pass.row; c++) x[c] = 0;
     if (m->int8) center(x, m->units);
@@ -703,22 +704,31 @@ static float number_of(const Column *column, size_t i) {
   return read_number(column->source, column->type, column->begin + i * column->stride);
 }
 
-/* Quantizes a column of k numbers to int8 with a scale. */
+static int32_t round_number(float x) {
+  const float shifted = x + 12582912.0f; /* 1.5 * 2^23: the last bits are the integer */
+  int32_t bits;
+  memcpy(&bits, &shifted, 4);
+  return bits - 0x4b400000;
+}
+
+/* Quantizes a column of k numbers to int8, as product.h has it: its range takes all 256 numbers. */
 static void pack_int8(const Column *column, size_t k, size_t lane, uint8_t *packed) {
   const size_t width = whole_depths(k);
-  float largest = 0;
+  float lowest = 0, highest = 0;
   for (size_t i = 0; i < k; i++) {
-    const float number = number_of(column, i), magnitude = number < 0 ? -number : number;
-    largest = magnitude > largest ? magnitude : largest;
+    const float number = number_of(column, i);
+    lowest = number < lowest ? number : lowest;
+    highest = number > highest ? number : highest;
   }
-  const float scale = largest / 127, times = largest > 0 ? 127 / largest : 0;
-  for (size_t i = 0; i < width; i++) {
-    const float shifted = number_of(column, i) * times + 12582912.0f; /* 1.5 * 2^23: rounds */
-    int32_t number;
-    memcpy(&number, &shifted, 4);
-    packed[i / 4 * 4 * LINE + lane * 4 + i % 4] = (uint8_t)(number - 0x4b400000 + 128);
-  }
+  const float largest = highest > -lowest ? highest : -lowest;
+  const float range = (highest - lowest) / 254, least = largest / LARGEST_WEIGHT;
+  const float scale = range > least ? range : least, times = scale > 0 ? 1 / scale : 0;
+  const int32_t zero = -((round_number(lowest * times) + round_number(highest * times) + 1) >> 1);
+  for (size_t i = 0; i < width; i++)
+    packed[i / 4 * 4 * LINE + lane * 4 + i % 4] =
+        (uint8_t)(round_number(number_of(column, i) * times) + 128 + zero);
   memcpy(packed + LINE * width + lane * sizeof scale, &scale, sizeof scale);
+  memcpy(packed + LINE * (width + sizeof scale) + lane * sizeof zero, &zero, sizeof zero);
 }
 
 void pack(const void *source, SourceType type, size_t column_stride, size_t stride, size_t n,
@@ -731,6 +741,10 @@ void pack(const void *source, SourceType type, size_t column_stride, size_t stri
     else
       for (size_t i = 0; i < k; i++) ((float *)group)[i * LINE + c % LINE] = number_of(&column, i);
   }
+}
+
+void unpack_int8(const uint8_t *packed, size_t n, size_t k, float *numbers) {
+  for (size_t column = 0; column < n; column++) look_up(packed, 1, column, k, numbers + column * k);
 }
 
 void add_products(const float *w, const float *x, size_t n, size_t k, float *out) {

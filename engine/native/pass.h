@@ -105,6 +105,9 @@ typedef enum { SOURCE_FLOAT32, SOURCE_FLOAT16, SOURCE_BFLOAT16, SOURCE_FLOAT64 }
 void pack(const void *source, SourceType type, size_t column_stride, size_t stride, size_t n,
           size_t k, int int8, uint8_t *packed);
 
+/* Writes the numbers of a matrix that is packed in int8, as (n, k). */
+void unpack_int8(const uint8_t *packed, size_t n, size_t k, float *numbers);
+
 /* Multiplies each of x (count, n, width) with the orthogonal matrix (n, n) of attention.h, which is its own
    inverse. The result is the same, bit for bit, on every processor. */
 void rotate(float *x, size_t count, size_t n, size_t width);

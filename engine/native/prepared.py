@@ -16,10 +16,9 @@ import logging
 import math
 import mmap
 import os
-import re
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -41,13 +40,14 @@ from engine.artifacts.merged import Merged, merge
 from engine.artifacts.read_safetensors import DTYPES, read_safetensors
 from engine.backends.page_cache import Span
 from engine.native import library, rotation
+from engine.native.rotation import Floats
 from engine.prepared import folder as folders
 from engine.prepared import manifest as manifests
 from engine.prepared.folder import cache_folder
 from engine.prepared.manifest import Run, directly, to_manifest
 from engine.sandbox import Limits
 
-FORMAT = 2  # raise it when the layout or the quantization changes
+FORMAT = 3  # raise it when the layout or the quantization changes
 SOURCE_TYPES = {"float32": 0, "float16": 1, "bfloat16": 2, "float64": 3}  # pass.h, SourceType
 GROUPS_AT_ONCE = 256  # groups of columns that a thread packs in one task
 ALIGNMENT = 4096  # bytes, of the first tensor
@@ -327,15 +327,15 @@ def _fill(artifact: Artifact, entries: list[Entry], data: NDArray[np.uint8]) -> 
     rotates = entries[0].precision == "int8"
     with ThreadPoolExecutor(cpu_count()) as pool:
         futures = []
+        if rotates:
+            of_layers = {entry.name: entry for entry in entries if entry.name.startswith("layers.")}
+            for layer in range(artifact.config.num_layers):
+                futures.append(pool.submit(_fill_layer, artifact, layer, of_layers, places))
         for entry in entries:
+            if rotates and entry.name in of_layers:
+                continue
             weight, place = artifact.weights[entry.source], places[entry.name]
-            layer = re.fullmatch(r"layers\.(\d+)\.(\w+)\.(\w+)", entry.name)
-            if layer and rotates:
-                if layer[3] == "weight":
-                    bias = places[entry.name.removesuffix("weight") + "bias"]
-                    arguments = (artifact, int(layer[1]), layer[2], entry, place, bias)
-                    futures.append(pool.submit(_fill_product, *arguments))
-            elif entry.precision is None:
+            if entry.precision is None:
                 _fill_rows(weight, entry, place, rotates and entry.name == "positions")
             else:
                 for first in range(0, entry.shape[0], GROUPS_AT_ONCE):
@@ -351,23 +351,43 @@ def _fill_rows(weight: NDArray[Any], entry: Entry, place: NDArray[np.uint8], rot
     place.view(np.float32).reshape(entry.shape)[:, : entry.k] = rows
 
 
-def _fill_product(
+def _fill_layer(
     artifact: Artifact,
     layer: int,
-    product: str,
-    entry: Entry,
-    place: NDArray[np.uint8],
-    bias_place: NDArray[np.uint8],
+    entries: Mapping[str, Entry],
+    places: Mapping[str, NDArray[np.uint8]],
 ) -> None:
-    """Rotate and quantize a product of a layer."""
-    weights = artifact.weights
-    weight = rotation.floats(weights[entry.source])
-    bias = rotation.floats(weights[entry.source.removesuffix("weight") + "bias"])[0]
+    """Rotate and quantize the products of a layer."""
+    config = artifact.config
+    factors = rotation.head_factors(artifact.weights, layer)
+    hidden = np.zeros(0, np.float32)
+    for product in library.PRODUCTS:
+        name = f"layers.{layer}.{product}"
+        entry, place = entries[f"{name}.weight"], places[f"{name}.weight"]
+        weight, bias = rotated_product(artifact, layer, product, factors)
+        _pack(weight, entry, place)
+        if product == "ffn_hidden":
+            mean = rotation.mean_hidden(weight, bias)[None]
+            hidden = rotation.rotate_inputs("ffn_out", mean, config, factors)
+        if product == "ffn_out":
+            rounded = np.empty_like(weight)
+            library.unpack_int8(place.ctypes.data, *weight.shape, rounded.ctypes.data)
+            weight -= rounded
+            addresses = weight.ctypes.data, hidden.ctypes.data
+            library.add_products(*addresses, *weight.shape, bias.ctypes.data)
+        places[f"{name}.bias"].view(np.float32)[: entry.n] = bias
+
+
+def rotated_product(
+    artifact: Artifact, layer: int, product: str, factors: Floats
+) -> tuple[Floats, Floats]:
+    """Return weight (n, k) and bias (n,) of a product of a layer in the rotated basis."""
+    weights, name = artifact.weights, names.PRODUCTS[product].format(layer)
+    weight = rotation.floats(weights[f"{name}.weight"])
+    bias = rotation.floats(weights[f"{name}.bias"])[0]
     if (norm := rotation.norm_before(layer, product)) is not None:
         rotation.fold_norm(weight, bias, weights[f"{norm}.gamma"], weights[f"{norm}.beta"])
-    weight, bias = rotation.rotated_product(product, weight, bias, artifact.config)
-    bias_place.view(np.float32)[: entry.n] = bias
-    _pack(weight, entry, place)
+    return rotation.rotated_product(product, weight, bias, artifact.config, factors)
 
 
 def _fill_groups(weight: NDArray[Any], entry: Entry, place: NDArray[np.uint8], first: int) -> None:

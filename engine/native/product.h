@@ -3,8 +3,9 @@
    A matrix is packed in groups of LINE columns of y; the last group is filled up with zeros. In fp32 a
    group is (k, LINE) floats. In int8, where k is filled up to whole DEPTHs, it has
 
-       numbers  (k / 4, LINE, 4) uint8: four of the first column, four of the second, ...; weight + 128
-       scales   (LINE,) float: what the numbers of a column are multiplied by
+       numbers  (k / 4, LINE, 4) uint8: four of the first column, four of the second, ...
+       scales   (LINE,) float
+       zeros    (LINE,) int32; a column's weight is scale * (number - 128 - zero)
 
    Rows of x are quantized to 15 bits, with a scale for each. Sums over k are integers: exact in any order,
    and the same in all sets of instructions. */
@@ -115,27 +116,43 @@ TARGET INLINE uint32_t NAME(sum_of)(const int32_t numbers[DEPTH]) {
   return sum;
 }
 
-/* Quantizes x (k,) to fours (see Quantized) that are `beside` fours apart; returns the scale. */
+/* Writes DEPTH numbers for tile registers, see Quantized; their planes are `apart` bytes apart. */
+TARGET INLINE void NAME(store_planes)(const int32_t numbers[DEPTH], int8_t *planes, size_t apart) {
+  EACH(i, DEPTH) {
+    const int32_t upper = (numbers[i] + 64) >> 7;
+    planes[i] = (int8_t)upper;
+    planes[apart + i] = (int8_t)(numbers[i] - upper * 128);
+  }
+}
+
+/* Quantizes x (k,) to fours (see Quantized) that are `beside` fours apart or, if `apart` is not 0, to
+   planes for tile registers. Returns the scale; `total` is the sum of the numbers, modulo 2^32. */
 TARGET INLINE float NAME(quantize_to)(const float *x, size_t k, size_t products, size_t beside,
-                                      int32_t *fours, int32_t *sum) {
+                                      size_t apart, int32_t *fours, int32_t *total) {
   const float largest = NAME(largest_magnitude)(x, k), range = (float)largest_number(products);
   const float times = largest > 0 ? range / largest : 0;
-  uint32_t total = 0;
-  for (size_t begin = 0; begin < k; begin += DEPTH, fours += DEPTH / 2 * beside) {
+  uint32_t sum = 0;
+  for (size_t begin = 0; begin < k; begin += DEPTH) {
     int32_t numbers[DEPTH];
     NAME(round_depth)(x + begin, k - begin < DEPTH ? k - begin : DEPTH, times, numbers);
-    total += NAME(sum_of)(numbers);
-    for (size_t i = 0; i < DEPTH / 4; i++) 
-      NAME(store_four)(fours + 2 * i * beside, numbers + 4 * i);
+    sum += NAME(sum_of)(numbers);
+    if (apart) {
+      NAME(store_planes)(numbers, (int8_t *)fours + begin * MAX_ROWS, apart);
+      continue;
+    }
+    for (size_t i = 0; i < DEPTH / 4; i++)
+      NAME(store_four)(fours + (begin / 2 + 2 * i) * beside, numbers + 4 * i);
   }
-  *sum = (int32_t)(-WEIGHT_OFFSET * total);
+  *total = (int32_t)sum;
   return largest / range;
 }
 
 TARGET static void NAME(quantize)(const float *x, size_t k, float scale, const Quantized *to,
                                   size_t row) {
   int32_t *fours = to->fours + (row / BESIDE * to->width + row % BESIDE) * 2;
-  to->scales[row] = NAME(quantize_to)(x, k, k, BESIDE, fours, &to->sums[row]) * scale;
+  const size_t apart = to->has_tiles ? to->width * MAX_ROWS : 0;
+  if (apart) fours = to->fours + (row / MAX_ROWS * 2 * apart + row % MAX_ROWS * DEPTH) / 4;
+  to->scales[row] = NAME(quantize_to)(x, k, k, BESIDE, apart, fours, &to->sums[row]) * scale;
 }
 
 /* Multiplies R rows with a group of columns; R is a constant. */
@@ -143,7 +160,7 @@ TARGET INLINE void NAME(int8_rows)(int R, const Quantized *x, size_t row, const 
                                    const float *bias, float out[][LINE]) {
   const int32_t *fours = x->fours + (row / BESIDE * x->width + row % BESIDE) * 2;
   NAME(Dots) dots[MAX_ROWS][PARTS];
-  EACH(r, R) EACH(p, PARTS) dots[r][p] = NAME(begin_dots)((ints){0} + x->sums[row + r]);
+  EACH(r, R) EACH(p, PARTS) dots[r][p] = NAME(begin_dots)((ints){0});
   _Pragma("GCC unroll 4") for (size_t i = 0; i < x->width; i += 4) {
     __builtin_prefetch(packed + TILE_PREFETCH);
     EACH(p, PARTS) {
@@ -156,10 +173,14 @@ TARGET INLINE void NAME(int8_rows)(int R, const Quantized *x, size_t row, const 
   }
   EACH(p, PARTS) {
     const floats scales = NAME(load)((const float *)packed + p * LANES);
-    EACH(r, R)
-      NAME(store)(out[r] + p * LANES,
-                  FMA(__builtin_convertvector(NAME(total)(dots[r][p]), floats),
-                      scales * x->scales[row + r], NAME(load)(bias + p * LANES)));
+    uints zeros;
+    memcpy(&zeros, packed + (LINE + p * LANES) * sizeof(float), sizeof zeros);
+    EACH(r, R) {
+      const uints sum = (uints)NAME(total)(dots[r][p]) -
+                        (zeros + WEIGHT_OFFSET) * (uint32_t)x->sums[row + r];
+      NAME(store)(out[r] + p * LANES, FMA(__builtin_convertvector((ints)sum, floats),
+                                          scales * x->scales[row + r], NAME(load)(bias + p * LANES)));
+    }
   }
 }
 

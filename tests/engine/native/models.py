@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from scipy.special import erf
 
 from common.errors import InvalidRequest
+from engine.artifacts import artifact as names
 from engine.artifacts.config import GPT2Config
 from engine.native import library, rotation
 
@@ -93,7 +94,9 @@ def pack(weight: Floats, int8: bool) -> NDArray[np.uint8]:
 
 def rounded(weight: Floats) -> Floats:
     """A matrix as int8 numbers with a scale for each column, (columns, numbers), give it."""
-    scales = np.abs(weight.astype(np.float64)).max(axis=1, keepdims=True) / 127
+    weight = weight.astype(np.float64)
+    lowest, highest = (m(weight, axis=1, keepdims=True, initial=0) for m in (np.min, np.max))
+    scales = np.maximum((highest - lowest) / 254, np.maximum(highest, -lowest) / 168)
     numbers = np.divide(weight, scales, out=np.zeros(weight.shape), where=scales > 0)
     result: Floats = np.rint(numbers) * scales
     return result
@@ -107,6 +110,7 @@ def config_of(shape: Shape) -> GPT2Config:
 def as_rounded(shape: Shape, weights: dict[str, Floats]) -> dict[str, Floats]:
     """The weights whose logits are those of the rounded, rotated ones: these, rotated back."""
     config, result = config_of(shape), dict(weights)
+    factors = [head_factors(weights, layer) for layer in range(shape.layers)]
     for name, value in rotated(shape, weights).items():
         if name.startswith(("norm", "positions")):
             continue
@@ -118,8 +122,13 @@ def as_rounded(shape: Shape, weights: dict[str, Floats]) -> dict[str, Floats]:
         if product not in ("", "ffn_hidden"):
             size = config.head_size if product == "qkv" else shape.units
             rotation.rotate_columns(weight, size)
+        if product == "qkv":
+            weight /= factors[int(name[0])][:, None]
         if not name.endswith("bias"):
-            weight = rotation.rotate_inputs(product, weight, config)
+            same = np.ones(3 * shape.units, np.float32)
+            weight = rotation.rotate_inputs(product, weight, config, same)
+        if product == "attention_out" and not name.endswith("bias"):
+            weight *= factors[int(name[0])][2 * shape.units :]
         result[name] = (
             weight[:, 0] if name.endswith("bias") else weight[:, : weights[name].shape[1]]
         )
@@ -129,6 +138,15 @@ def as_rounded(shape: Shape, weights: dict[str, Floats]) -> dict[str, Floats]:
     return result
 
 
+def head_factors(weights: dict[str, Floats], layer: int) -> Floats:
+    by_name = {
+        f"{names.QKV}.weight": weights[f"{layer} qkv"],
+        f"{names.ATTENTION_OUT}.weight": weights[f"{layer} out"],
+        f"{names.ATTENTION_NORM}.gamma": weights[f"{layer} attention norm"][0],
+    }
+    return rotation.head_factors({n.format(layer): w for n, w in by_name.items()}, layer)
+
+
 def rotated(shape: Shape, weights: dict[str, Floats]) -> dict[str, Floats]:
     """The weights of a model in int8, before they are rounded; a layer's norms are gone."""
     config, result = config_of(shape), {"norm": weights["norm"]}
@@ -136,12 +154,13 @@ def rotated(shape: Shape, weights: dict[str, Floats]) -> dict[str, Floats]:
         result[name] = rotation.floats(weights[name])
         rotation.rotate_rows(result[name], shape.units)
     for i in range(shape.layers):
+        factors = head_factors(weights, i)
         for product, name in PRODUCTS.items():
             weight = rotation.floats(weights[f"{i} {name}"])
             bias = rotation.floats(weights[f"{i} {name} bias"])[0]
             if norm := rotation.NORM_BEFORE.get(product):
                 rotation.fold_norm(weight, bias, *weights[f"{i} {norm.replace('_', ' ')}"])
-            weight, bias = rotation.rotated_product(product, weight, bias, config)
+            weight, bias = rotation.rotated_product(product, weight, bias, config, factors)
             result[f"{i} {name}"], result[f"{i} {name} bias"] = weight, bias
     return result
 
