@@ -1,7 +1,7 @@
 """Measures the server in front of the engine, `kogpt2 bench --gateway`.
 
 Its parts are the start, calls and streams through the gateway, models that are not loaded or not
-fetched yet, and the growth of memory by loading and unloading.
+fetched yet, and the growth of memory by loading and unloading, and by a batch of lines.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from functools import cached_property, partial
 from typing import Any
 
 from benchmarks.engine.process import measure_cycles
-from benchmarks.gateway import fetching
+from benchmarks.gateway import batch, fetching
 from benchmarks.report import tables as report
 from benchmarks.report.tables import Goal, Results, Row, Table, added, in_ms, mb, ratios, shown
 from benchmarks.run import Run, in_turns
@@ -44,6 +44,7 @@ class Plan:
     archived_layers: layers of the model to fetch; in fp16, about 130 MB as a .tar.gz
     warm_up: calls until Java has compiled its part
     settling: loads until the engine has its libraries, threads and their heaps
+    lines: lines of a batch
     """
 
     config: GPT2Config = random_model.FULL
@@ -56,6 +57,7 @@ class Plan:
     cycles: int = 100
     warm_up: int = 200
     settling: int = 10
+    lines: int = 20_000
 
 
 def _slower(results: Results) -> list[float]:
@@ -66,6 +68,23 @@ def _slower(results: Results) -> list[float]:
 def _growth_percent(results: Results) -> list[float]:
     before, after = (results["cycles"][when]["rss_bytes"] for when in ("before", "after"))
     return [100 * (after / before - 1)]
+
+
+def _batch_sizes(results: Results, kind: str = "") -> list[int]:
+    """Return RSS along a batch of one kind of process, or of all but MMS.
+
+    MMS's Java heap grows up to its limit with any requests. PSS would depend on other servers.
+    """
+    samples = [after["by_kind"] for after in results["batch"]["after"]]
+    names = [kind] if kind else [name for name in samples[0] if name != "MMS"]
+    return [sum(by_kind[name]["rss"] for name in names) for by_kind in samples]
+
+
+def _batch_growth_percent(results: Results) -> list[float]:
+    """Return the growth from a tenth of the lines to the largest size after."""
+    sizes = _batch_sizes(results)
+    before, *after = sizes[len(sizes) // 10 - 1 :]
+    return [100 * (max(after) / before - 1)]
 
 
 def _over(results: Results, size: str, way: str, other: str, key: str = "first_ms") -> list[float]:
@@ -89,6 +108,7 @@ GOALS: tuple[Goal, ...] = (
     ("first token of a tiny model on disk", "<=", 0.5, "s", lambda r: r["cold"]["tiny"]),
     ("fetching and unpacking, against cp and tar", "<=", 1.2, "x", _slower),
     ("growth of RSS by loading and unloading", "<=", 5, "%", _growth_percent),
+    ("growth of RSS in a batch of lines, MMS's aside", "<=", 5, "%", _batch_growth_percent),
 )  # fmt: skip
 
 
@@ -124,13 +144,20 @@ def _rows(results: Results) -> Iterator[Row]:
         sizes = (mb(measured[when]["rss_bytes"]) for when in ("before", "after"))
         loads = f"{measured['cycles']} loads and unloads, MB"
         yield f"RSS of the engine before and after {loads}", " and ".join(sizes)
+    if measured := results.get("batch"):
+        count = measured["lines"]
+        yield f"a batch of {count:,} lines, lines/s", f"{count / measured['seconds']:,.0f}"
+        for what, kind in (("the gateway", "gateway"), ("all but MMS", ""), ("MMS", "MMS")):
+            along = _batch_sizes(results, kind)
+            ends = (mb(size) for size in (along[len(along) // 10 - 1], along[-1]))
+            yield f"RSS of {what} after a tenth of them and after all, MB", " and ".join(ends)
 
 
 class GatewayRun(Run):
     plan: Plan
     PLAN = Plan()
-    QUICK = Plan(random_model.TINY, 1, 1, 20, 3, 2, 1, 3, warm_up=5, settling=2)
-    PARTS = DEFAULT = ("starts", "calls", "streams", "cold", "fetching", "cycles")
+    QUICK = Plan(random_model.TINY, 1, 1, 20, 3, 2, 1, 3, warm_up=5, settling=2, lines=200)
+    PARTS = DEFAULT = ("starts", "calls", "streams", "cold", "fetching", "cycles", "batch")
     GOALS = GOALS
     LINES = lines
 
@@ -229,6 +256,9 @@ class GatewayRun(Run):
                     self.server.unload(name)
                     measured[size].append(ask(connection, name, self.text, 1)[0])
         return measured
+
+    def batch(self) -> Results:
+        return batch.measure(self.server, self.names["tiny"], self.text, self.plan.lines)
 
     def fetching(self) -> Results:
         config = dataclasses.replace(self.plan.config, num_layers=self.plan.archived_layers)
