@@ -112,7 +112,10 @@ class Loader:
         if base is not None and not is_adapter(path):
             base, whole_because = None, "this version of the engine computes no deltas"
         stamps = {folder: stamps_of(folder) for folder in (base or path, path)}
-        artifact = self._manifests.open(base or path, reading.run)
+        try:
+            artifact = self._manifests.open(base or path, reading.run)
+        except ArtifactError as error:
+            raise error if base is None else ArtifactError(f"its base: {error.message}") from None
         adapter = None
         if base is not None:
             if artifact.classifier is not None:
@@ -225,7 +228,7 @@ class Loader:
         artifact = source.artifact
         needed, row = self._bytes(artifact, request.precision)
         name = self._cores.take_name(
-            request.name if source.adapter is None else f"the base {artifact.path.name}"
+            request.name if source.adapter is None else f"the base of {request.name}"
         )
         with ExitStack() as undo:
             undo.callback(self._cores.free_name, name)
@@ -277,7 +280,7 @@ class Loader:
             texts.ready()
             for folder, stamps in source.stamps.items():
                 if stamps_of(folder) != stamps:
-                    raise ArtifactError(f"{folder.name} has changed since it was loaded")
+                    raise ArtifactError("the model's files have changed since it was loaded")
 
         def load(run: Run) -> BackendModel:
             def checked(*arguments: Any, **options: Any) -> Any:

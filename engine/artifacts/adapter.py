@@ -88,7 +88,7 @@ class Adapter(artifact.MappedWeights):
             what, shape = self._expected(name, config, base)
             if tensor.shape != shape:
                 raise ArtifactError(
-                    f"the adapter {self.path.name} does not fit its base: {what} must be {shape}"
+                    f"the adapter does not fit its base: {what} must be {shape}"
                     f" instead of {tensor.shape}"
                 )
 
@@ -114,13 +114,13 @@ class Adapter(artifact.MappedWeights):
         layer, product, part = name.split(".")
         if int(layer) >= config.num_layers:
             raise ArtifactError(
-                f"the adapter {self.path.name} has matrices for layer {layer}, but its base has"
+                f"the adapter has matrices for layer {layer}, but its base has"
                 f" {config.num_layers} layers (from 0)"
             )
         rank = self.index[f"{layer}.{product}.down"].shape[0]
         if rank > config.units:
             raise ArtifactError(
-                f"the adapter {self.path.name} has rank {rank} in layer {layer}, more than the"
+                f"the adapter has rank {rank} in layer {layer}, more than the"
                 f" {config.units} units of its base: serve a whole model instead ({MERGE})"
             )
         outputs, inputs = base[f"{BASE_NAMES[product].format(layer)}.weight"]
@@ -179,7 +179,7 @@ def _read_weights(folder: Path) -> tuple[Index, str]:
         if (folder / name).exists():
             return index_weights(folder / name), name
     raise ArtifactError(
-        f"{folder.name} holds {ADAPTER}, but no {WEIGHT_FILES[0]} beside it"
+        f"the folder holds {ADAPTER}, but no {WEIGHT_FILES[0]} beside it"
         f" (found: {list_files(folder)})"
     )
 

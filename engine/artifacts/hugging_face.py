@@ -89,22 +89,22 @@ def is_in(folder: Path) -> bool:
     ours = any(name.endswith(PARAMS) for name in names)
     if theirs and ours:
         raise ArtifactError(
-            f"{folder.name} holds both a v1 model (*.params) and one of Hugging Face's; it must"
+            f"the folder holds both a v1 model (*.params) and one of Hugging Face's; it must"
             f" hold one (found: {list_files(folder)})"
         )
     if ADAPTER in names and theirs:
         raise ArtifactError(
-            f"{folder.name} holds a base model and an adapter ({ADAPTER}), which would not be"
+            f"the folder holds a base model and an adapter ({ADAPTER}), which would not be"
             f" applied: {MERGE}, or remove {ADAPTER} to serve the base alone"
         )
     if ADAPTER in names:
         raise ArtifactError(
-            f"{folder.name} holds an adapter ({ADAPTER}), not a whole model: serve it beside its"
+            f"the folder holds an adapter ({ADAPTER}), not a whole model: serve it beside its"
             f" base, or {MERGE}"
         )
     if not ours and not theirs and not any(name.endswith(".spiece") for name in names):
         raise ArtifactError(
-            f"{folder.name} holds no model: neither *.params and *.spiece (KoGPT2 v1) nor"
+            f"the folder holds no model: neither *.params and *.spiece (KoGPT2 v1) nor"
             f" {CONFIG_FILE}, {WEIGHT_FILES[0]} and {TOKENIZER_FILE} (Hugging Face)"
             f" (found: {list_files(folder)})"
         )
@@ -140,7 +140,7 @@ def read(folder: Path, generation: Generation) -> artifact.Artifact:
         if not (folder / needed).is_file():
             advice = _tokenizer_advice(folder) if needed == TOKENIZER_FILE else ""
             raise ArtifactError(
-                f"{folder.name} holds no {needed} beside its weights{advice}"
+                f"the folder holds no {needed} beside its weights{advice}"
                 f" (found: {list_files(folder)})"
             )
     fields = read_json(folder / CONFIG_FILE)

@@ -86,15 +86,13 @@ def merge(base: Artifact, adapter: Adapter) -> Merged:
     tied = base.config.tie_word_embeddings and embedding is None and head is None
     tied = tied and OUTPUT not in adapter.tokens
     if sizes or (vocab_size != base.config.vocab_size and (embedding is None or head is None)):
-        raise ArtifactError(
-            f"the adapter {adapter.path.name} brings an embedding and a head of different sizes"
-        )
+        raise ArtifactError("the adapter brings an embedding and a head of different sizes")
     tokenizer_file = base.tokenizer_file
     if vocab_size != base.config.vocab_size:
         tokenizer_file = adapter.path / TOKENIZER_FILE
         if not tokenizer_file.is_file():
             raise ArtifactError(
-                f"the adapter {adapter.path.name} brings a vocabulary of {vocab_size} instead of"
+                f"the adapter brings a vocabulary of {vocab_size} instead of"
                 f" {base.config.vocab_size}, but no {TOKENIZER_FILE}"
             )
     return Merged(

@@ -59,7 +59,7 @@ def _only(folder: Path, pattern: str) -> Path:
     if len(paths) != 1:
         count = "no" if not paths else f"{len(paths)}"
         raise ArtifactError(
-            f"{folder.name} holds {count} {pattern} files, must hold exactly one"
+            f"the folder holds {count} {pattern} files, must hold exactly one"
             f" (found: {artifact.list_files(folder)})"
         )
     return paths[0]

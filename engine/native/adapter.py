@@ -126,7 +126,7 @@ def load_adapter(
         entries,
         content,
         cache_dir,
-        partial(run, build, sources, precision, content, what=adapter.path.name, limits=limits),
+        partial(run, build, sources, precision, content, what="the adapter", limits=limits),
     )
     tensors = {entry.name: (file.addresses[entry.name], entry.shape) for entry in entries}
     size = sum(entry.num_bytes for entry in entries)

@@ -210,7 +210,7 @@ def prepared(
         list(layout(config, precision)),
         content,
         cache_dir,
-        functools.partial(run, build, sources, precision, what=artifact.path.name, limits=limits),
+        functools.partial(run, build, sources, precision, what="the model", limits=limits),
     )
     return Prepared(config, precision, file)
 
@@ -276,7 +276,7 @@ def open_prepared(
         with tempfile.TemporaryDirectory(prefix="prepared-") as temporary:
             return build_in(Path(temporary))
     except OSError as error:
-        raise OutOfMemory(f"no disk has space to prepare {path.name}") from error
+        raise OutOfMemory("no disk has space to prepare the model") from error
 
 
 # In the sandbox

@@ -142,7 +142,7 @@ class Manifests:
             niceness=NICENESS,
         )
         began = time.monotonic()
-        manifest: dict[str, Any] = run(target, str(path), what=path.name, limits=limits)
+        manifest: dict[str, Any] = run(target, str(path), what="the model", limits=limits)
         logger.info("read %s in %.2f s", path.name, time.monotonic() - began)
         file = self._file(path)
         if file is not None and stamps_of(path) == stamps:
@@ -159,15 +159,15 @@ def stamps_of(path: Path) -> Stamps:
     stamps: Stamps = []
     missing = (FileNotFoundError, NotADirectoryError)
     try:
-        with readable(path, but=missing), os.scandir(path) as entries:
+        with readable("the model's folder", but=missing), os.scandir(path) as entries:
             for entry in entries:
                 if len(stamps) == MAX_FILES:
-                    raise ArtifactError(f"{path.name} holds more than {MAX_FILES} files")
+                    raise ArtifactError(f"the folder holds more than {MAX_FILES} files")
                 status = entry.stat(follow_symlinks=os.path.exists(entry.path))
                 if not stat.S_ISDIR(status.st_mode):
                     stamps.append([entry.name, status.st_size, status.st_mtime_ns, status.st_ino])
     except missing:
-        raise ArtifactError(f"there is no model folder {path}") from None
+        raise ArtifactError("there is no such model folder") from None
     return sorted(stamps)
 
 
@@ -254,25 +254,25 @@ def from_manifest(path: Path, value: Any) -> Artifact:
         if config.units % config.num_heads:
             raise ValueError("num_heads")
         index = _index(path, value["index"])
-        classifier, head = _classifier(path, value, index, config.units)
-        check_weights(index, config, path.name)
+        classifier, head = _classifier(value, index, config.units)
+        check_weights(index, config, "the model")
         index |= head
         tokenizer_file = path / _plain_name(value["tokenizer"])
         generation, content = Generation.from_json(value["generation"]), str(value["content"])
         return Artifact(path, config, index, tokenizer_file, generation, content, classifier)
     except (KeyError, TypeError, ValueError, AttributeError, OSError):
-        raise ArtifactError(f"{path.name} changed while it was read") from None
+        raise ArtifactError("the model changed while it was read") from None
 
 
 def _classifier(
-    path: Path, value: Any, index: dict[str, Tensor], units: int
+    value: Any, index: dict[str, Tensor], units: int
 ) -> tuple[Classifier | None, dict[str, Tensor]]:
     """Return a manifest's classifier and its head's tensors, which are removed from the index."""
     head = {name: index.pop(name) for name in (WEIGHT, BIAS) if name in index}
     if "classifier" not in value:
         return None, {}
     classifier = Classifier.from_json(value["classifier"])
-    classifier.check_head(head, units, path.name)
+    classifier.check_head(head, units, "the model")
     return classifier, head
 
 
@@ -298,7 +298,7 @@ def adapter_from_manifest(path: Path, value: Any) -> Adapter:
         base, content = str(value["base"]), str(value["content"])
         return Adapter(path, base, index, scales, tokens, generation, content)
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError, OSError):
-        raise ArtifactError(f"{path.name} changed while it was read") from None
+        raise ArtifactError("the adapter changed while it was read") from None
 
 
 def _index(path: Path, value: Any) -> dict[str, Tensor]:

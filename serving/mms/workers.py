@@ -137,7 +137,7 @@ class Workers:
         model.residency = "hot" if model.in_engine else ""
         model.metadata = outcome.get("metadata", {})
         if model.base is not None:
-            model.whole_because = model.with_names(outcome.get("whole_because", ""))
+            model.whole_because = outcome.get("whole_because", "")
         model.batch_size = options.get("batch_size", 1)
         model.line.capacity = capacity
         model.socket = str(self._run_dir / f".mms.sock.{await self._mms.socket_number(model.id)}")

@@ -126,12 +126,6 @@ class Model:
         """The time limit of a request to the model, in seconds."""
         return float(self.settings.timeout_s or self.options["response_timeout"])
 
-    def with_names(self, message: str) -> str:
-        """Replaces the names of folders in the cache by those of the model and its base."""
-        message = message.replace(self.stored.key, self.name)
-        base = self.stored_base
-        return message if base is None else message.replace(base.key, base.name)
-
     def set(self, state: State | None = None) -> None:
         """Sets the state, if given, wakes tasks in `change`, and calls `changed`."""
         if state is not None:

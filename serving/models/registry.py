@@ -256,9 +256,6 @@ class Registry:
             return LoadCancelled(f"Model {model.name} was unloaded while it was being loaded")
         error = work.exception()
         assert error is None or isinstance(error, Exception)
-        if isinstance(error, ServiceError):
-            error.message = model.with_names(error.message)
-            error.args = (error.message,)  # what the log prints
         return error
 
     async def _fetch_and_start(self, model: Model, attempt: Attempt) -> None:

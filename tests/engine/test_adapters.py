@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -402,9 +403,27 @@ def test_a_whole_model_with_a_base_is_loaded_or_refused_for_its_own_files(
     described = engine.load("a", str(tuned), base=str(base)).describe()
     assert described.get("base", described.get("whole_because"))
     assert engine.load("a", str(tuned), base=str(base)) is engine._models["a"]
-    for missing in (tmp_path / "없음", tmp_path):
-        with pytest.raises(ArtifactError, match=missing.name):
+    for missing, why in ((tmp_path / "없음", "no such"), (tmp_path, "the folder holds no model")):
+        with pytest.raises(ArtifactError, match=why):
             engine.load("b", str(missing), base=str(base))
+
+
+def test_an_error_of_a_base_says_that_it_is_the_bases_and_names_no_folder(
+    engine: Engine, tmp_path: Path, base: Path
+) -> None:
+    adapter = make_adapter(tmp_path / "어댑터", base, seed=4)
+    broken = Path(shutil.copytree(base, tmp_path / "바탕"))
+    (broken / "kogpt2.spiece").unlink()
+    with pytest.raises(ArtifactError, match=r"^its base: the folder holds no \*\.spiece"):
+        engine.load("a", str(adapter), base=str(broken))
+    (adapter / "adapter_config.json").write_text('{"r": 1', "utf-8")
+    with pytest.raises(ArtifactError, match=r"^adapter_config\.json"):
+        engine.load("a", str(adapter), base=str(base))
+    (adapter / "adapter_model.safetensors").unlink()
+    for folder, other in ((adapter, base), (broken, None)):
+        with pytest.raises(ArtifactError) as raised:
+            engine.load("a", str(folder), base=None if other is None else str(other))
+        assert folder.name not in raised.value.message
 
 
 def test_a_base_that_is_replaced_is_that_of_later_loads(engine: Engine, tmp_path: Path) -> None:
@@ -569,7 +588,7 @@ def test_adapters_that_do_not_fit_are_refused_and_concern_no_other(
     assert "adapter_config.json" in refused(native, bare, base)
     good = make_adapter(tmp_path / "good", base)
     assert "adapter" in refused(native, good, good)  # a base that is an adapter itself
-    assert "no model folder" in refused(native, good, tmp_path / "nowhere")
+    assert "no such model folder" in refused(native, good, tmp_path / "nowhere")
     assert len(ask(native, "good").wait().ids()) == NEW
 
 

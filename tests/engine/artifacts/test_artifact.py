@@ -69,7 +69,7 @@ def test_the_files_that_macos_puts_beside_others_are_no_part_of_a_model(folder: 
 
 def test_a_folder_that_is_none_is_refused(folder: Path, tmp_path: Path) -> None:
     for path in (tmp_path / "없는 모델", folder / "kogpt2.params"):
-        assert "there is no model folder" in refused(path)
+        assert "there is no such model folder" in refused(path)
     assert "cannot be read" in refused(tmp_path / ("x" * 300))
     (tmp_path / "empty").mkdir()
     assert "found: nothing" in refused(tmp_path / "empty")

@@ -148,7 +148,7 @@ def test_a_crash_a_loop_and_a_bomb_while_two_other_models_are_used(
                     assert faulty.call("POST", url, request)[0] == 200
             status, body = loading.result()
             assert (status, body["type"]) == (400, "ArtifactError")
-            assert body["message"] == f"{fault} could not be read: {reason}"
+            assert body["message"] == f"the model could not be read: {reason}"
     loaded = faulty.call("GET", "/statistics")[1]
     assert loaded["pid"] == pid
     assert {m["name"] for m in loaded["models"]} == set(names)

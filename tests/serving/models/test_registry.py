@@ -47,9 +47,8 @@ async def test_a_failed_load_frees_the_name_and_leaves_nothing(
         await parts.load("a")
     assert (parts.registry.all(), parts.workers.starts["a"]) == ([], 0)
     settings.unlink()
-    # The message has the model's name, not its folder in the cache.
-    parts.workers.errors["a"] = [ArtifactError(f"{stored('a').key} holds no model")]
-    with pytest.raises(ArtifactError, match=r"^a holds no model$"):  # as the log has it, too
+    parts.workers.errors["a"] = [ArtifactError("the folder holds no model")]
+    with pytest.raises(ArtifactError, match=r"^the folder holds no model$"):
         await parts.load("a")
     assert (parts.registry.all(), parts.workers.running) == ([], {})
     assert parts.cache.in_use["a"] == 0
@@ -258,7 +257,7 @@ async def test_a_model_whose_base_the_engine_refuses_is_whole_unless_it_needs_it
     parts: Parts,
 ) -> None:
     with_base(parts)
-    wrong = ArtifactError(f"{stored('소월').key} holds an adapter")
+    wrong = ArtifactError("its base: the folder holds an adapter")
     parts.workers.errors["봄"] = [wrong]
     model = await parts.load("봄")
     assert (model.whole_because, model.base) == ("its base cannot be used", None)
@@ -266,7 +265,7 @@ async def test_a_model_whose_base_the_engine_refuses_is_whole_unless_it_needs_it
     with pytest.raises(ArtifactError, match="여름 has no weights"):
         await parts.load("여름")
     parts.workers.errors["여름"] = [wrong]
-    with pytest.raises(ArtifactError, match="소월 holds an adapter"):
+    with pytest.raises(ArtifactError, match="its base: the folder holds an adapter"):
         await parts.load("여름", settings=ModelSettings(base="소월"))
     assert parts.cache.in_use == {"봄": 1, "소월": 0, "여름": 0}
 
