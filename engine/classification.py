@@ -9,7 +9,8 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.artifacts.artifact import MappedWeights
+from engine.artifacts.adapter import Adapter
+from engine.artifacts.artifact import Artifact
 from engine.artifacts.classifier import BIAS, WEIGHT, Classifier
 from engine.artifacts.tensor_index import read_tensor
 from engine.backends.interface import BackendModel, Logits, Piece, Row
@@ -41,14 +42,15 @@ class Head:
         return logits
 
 
-def head_of(classifier: Classifier, source: MappedWeights) -> Head:
+def head_of(source: Artifact | Adapter) -> Head:
     """Read the head of a classifier. Raises `ArtifactError` if its file has changed."""
+    assert source.classifier is not None
     tensors = {
         name: read_tensor(source.path, name, source.index[name])
         for name in (WEIGHT, BIAS)
         if name in source.index
     }
-    return Head(classifier, tensors[WEIGHT], tensors.get(BIAS))
+    return Head(source.classifier, tensors[WEIGHT], tensors.get(BIAS))
 
 
 @dataclass(frozen=True)

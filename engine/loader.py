@@ -60,6 +60,7 @@ class Source:
     stamps: Mapping[Path, Stamps]  # of the folders that the artifact's weights are read from
     key: Hashable  # equal for equal weights, backend and precision
     whole_because: str = ""  # why a whole model that has a base is no delta of it
+    labeled: Artifact | adapters.Adapter | None = None  # with the head of a classifier
 
 
 class Loader:
@@ -117,10 +118,15 @@ class Loader:
         except ArtifactError as error:
             raise error if base is None else ArtifactError(f"its base: {error.message}") from None
         adapter = None
+        labeled: Artifact | adapters.Adapter | None = artifact if artifact.classifier else None
         if base is not None:
-            if artifact.classifier is not None:
-                raise ArtifactError(f"the base {base.name} is a classifier, which takes no adapter")
             adapter = self._manifests.open_adapter(path, reading.run)
+            if artifact.classifier is not None and adapter.classifier is None:
+                raise ArtifactError(
+                    "the base is a classifier: an adapter of it must have a head of its own"
+                    " (task_type SEQ_CLS or TOKEN_CLS)"
+                )
+            labeled = adapter if adapter.classifier else None
             if self._settings.device == "gpu" or not adapter.is_thin:
                 artifact, adapter = merge(artifact, adapter), None
             else:
@@ -128,7 +134,7 @@ class Loader:
                 del stamps[path]
         read = json.dumps([*map(str, stamps), *stamps.values()])
         key = (request.backend, request.precision, read)
-        return Source(artifact, adapter, stamps, key, whole_because)
+        return Source(artifact, adapter, stamps, key, whole_because, labeled)
 
     def _bytes(self, artifact: Artifact, precision: str) -> tuple[int, int]:
         config = artifact.config
@@ -168,10 +174,10 @@ class Loader:
                 )
 
             head = None
-            if (classifier := artifact.classifier) is not None:
+            if (labeled := source.labeled) is not None:
                 if self._settings.device == "gpu":
-                    raise ArtifactError(f"{artifact.path.name} is a classifier: it needs a CPU")
-                head = head_of(classifier, artifact)
+                    raise ArtifactError("the model is a classifier, which needs a CPU")
+                head = head_of(labeled)
 
             # Their process starts while weights are opened. Not under the engine's lock: the
             # tokenizer's files are read and hashed, and no token is made while that is held.

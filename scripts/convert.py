@@ -70,7 +70,7 @@ def run(options: Convert) -> None:
 
     with model_folder(options.source) as source:
         if options.base is None:
-            lines = _convert(options, conversion.open_source(source))
+            lines = _convert(options, conversion.open_source(source, options.to == "prepared"))
         else:
             with model_folder(options.base) as base:
                 lines = _convert_adapter(options, source, conversion.open_source(base))
@@ -94,7 +94,7 @@ def _convert(options: Convert, source: Artifact) -> list[str]:
             conversion.to_prepared(source, folder, precision)
         if precision == "fp32":
             lines.append(conversion.verify(source, folder, options.to))
-        elif options.compare:
+        elif options.compare and source.classifier is None:
             cache = folder / PREPARED
             converted = conversion.open_source(folder)
             lines.append(comparison.report(options.target, converted, texts, cache))

@@ -14,7 +14,9 @@ from typing import Any
 from common.errors import ArtifactError
 from common.model_files import ADAPTER
 from engine.artifacts import adapter_config, artifact
+from engine.artifacts import classifier as classifiers
 from engine.artifacts.artifact import EMBEDDING, OUTPUT, list_files
+from engine.artifacts.classifier import BIAS, WEIGHT, Classifier
 from engine.artifacts.config import GPT2Config
 from engine.artifacts.files import read_json
 from engine.artifacts.generation_config import Generation, read_generation
@@ -45,6 +47,7 @@ PARTS = {
     "lora_magnitude_vector": "magnitude",
     "lora_magnitude_vector.weight": "magnitude",
 }
+PEFT = "base_model.model."  # in front of names
 WHOLE = "="  # in front of the name of a parameter that the adapter replaces
 ROWS = ".rows"  # at the end of the name if only some rows of the parameter are replaced
 TRAINED_TOKENS = ".token_adapter.trainable_tokens_delta"
@@ -71,6 +74,7 @@ class Adapter(artifact.MappedWeights):
     tokens: Mapping[str, Sequence[int]] = field(default_factory=dict)
     generation: Generation = field(default_factory=Generation)
     content: str = ""
+    classifier: Classifier | None = None  # its head's tensors are in the index
 
     def changes_bias(self, module: str) -> bool:
         """Whether the bias beside a module's product, such as `3.qkv`, was trained."""
@@ -84,7 +88,13 @@ class Adapter(artifact.MappedWeights):
     def check_fits(self, config: GPT2Config) -> None:
         """Raise `ArtifactError` unless the tensors fit a base of this configuration."""
         base = dict(artifact.shapes(replace(config, tie_word_embeddings=False)))
+        head = {name: self.index[name] for name in (WEIGHT, BIAS) if name in self.index}
+        if self.classifier is not None:
+            unfit = "the adapter does not fit its base"
+            self.classifier.check_head(head, config.units, unfit)
         for name, tensor in self.index.items():
+            if name in head:
+                continue
             what, shape = self._expected(name, config, base)
             if tensor.shape != shape:
                 raise ArtifactError(
@@ -136,7 +146,7 @@ def read(path: str | Path) -> Adapter:
     base = config.get("base_model_name_or_path")
     weights, file = _read_weights(folder)
     weights = {name: w for name, w in weights.items() if not _is_copy(name, weights)}
-    index: Index = {}
+    classifier, index = _head(folder, config, weights, file)
     trained, tokens = _tokens(config), dict[str, list[int]]()
     called: dict[str, str] = {}  # PEFT's names of the modules
     for name, tensor in weights.items():
@@ -161,7 +171,7 @@ def read(path: str | Path) -> Adapter:
         if module not in called:  # trained without a matrix
             layer, product = module.split(".")
             index[f"{WHOLE}{BASE_NAMES[product].format(layer)}.bias"] = index.pop(name)
-    if not index:
+    if not index.keys() - {WEIGHT, BIAS}:
         raise ArtifactError(f"{file} holds no matrices of an adapter")
     scales = {}
     with adapter_config.patterns_limit():
@@ -171,7 +181,35 @@ def read(path: str | Path) -> Adapter:
             rank = _check_pair(index, module, its_name, file)
             scales[module] = adapter_config.scale(config, its_name, rank)
     base = base if isinstance(base, str) else ""
-    return Adapter(folder, base, index, scales, tokens, read_generation(folder))
+    generation = read_generation(folder)
+    return Adapter(folder, base, index, scales, tokens, generation, classifier=classifier)
+
+
+def _head(
+    folder: Path, config: Mapping[str, Any], weights: Index, file: str
+) -> tuple[Classifier | None, Index]:
+    """Return what an adapter's head is, and its tensors by our names; remove them from `weights`.
+
+    PEFT saves no names of labels: they are in a `config.json` beside the adapter, if there is one.
+    """
+    modules = adapter_config.CLASSIFIERS
+    module = modules.get(str(config.get("task_type")))
+    if module is None and config.get("task_type") is not None:
+        return None, {}
+    head: Index = {}
+    for name in list(weights):
+        own = name.removeprefix(PEFT).replace(".modules_to_save.", ".")
+        if own.rpartition(".")[0] in ([module] if module else modules.values()):
+            head[own] = weights.pop(name)
+    if module is None:
+        if not head:
+            return None, {}
+        module = min(head).rpartition(".")[0]
+    fields, source = read_json(folder / artifact.CONFIG_FILE), artifact.CONFIG_FILE
+    weight = head.get(f"{module}.weight")
+    if not fields and weight is not None and weight.shape:
+        fields, source = {"num_labels": weight.shape[0]}, ADAPTER
+    return classifiers.read_head(fields, source, head, module, file)
 
 
 def _read_weights(folder: Path) -> tuple[Index, str]:
@@ -194,7 +232,7 @@ def _place(name: str, file: str) -> tuple[str, str, str]:
         where = name.removesuffix(f".{part}").removesuffix(".base_layer")
         module = MODULE.fullmatch(where)
         if name.endswith(f".{part}") and module:
-            called = where.removeprefix("base_model.model.")
+            called = where.removeprefix(PEFT)
             return f"{int(module[1])}.{PRODUCTS[module[2]]}", ours, called
     raise ArtifactError(
         f"{file} holds {name}, which is no LoRA matrix of {', '.join(PRODUCTS)}: {MERGE}"
@@ -203,7 +241,7 @@ def _place(name: str, file: str) -> tuple[str, str, str]:
 
 def _whole(name: str) -> str | None:
     """Our name of a whole parameter that an adapter replaces; None for its matrices and biases."""
-    own = name.removeprefix("base_model.model.").replace(".modules_to_save.", ".")
+    own = name.removeprefix(PEFT).replace(".modules_to_save.", ".")
     if own.endswith(TRAINED_TOKENS):
         matrix = _whole(f"{own.removesuffix(TRAINED_TOKENS)}.weight")
         return matrix + ROWS if matrix in (EMBEDDING, OUTPUT) else None

@@ -16,6 +16,8 @@ from common.model_files import ADAPTER
 from engine.artifacts.hugging_face import MERGE
 
 ALL_LINEAR = "all-linear"
+# The modules with the heads of adapters that classify, by their `task_type`.
+CLASSIFIERS = {"SEQ_CLS": "score", "TOKEN_CLS": "classifier"}
 # CPU time for all patterns of a configuration, which take microseconds; a pattern that backtracks
 # takes hours.
 PATTERNS_CPU_S = 1.0
@@ -37,8 +39,9 @@ def check_kind(config: Mapping[str, Any]) -> None:
             f"{ADAPTER}: peft_type is {kind!r}, must be 'LORA'; where peft can, {MERGE}"
         )
     task = config.get("task_type")
-    if task not in (None, "CAUSAL_LM"):
-        raise ArtifactError(f"{ADAPTER}: task_type is {task!r}, must be 'CAUSAL_LM'")
+    if task not in (None, "CAUSAL_LM", *CLASSIFIERS):
+        known = ", ".join(["CAUSAL_LM", *CLASSIFIERS])
+        raise ArtifactError(f"{ADAPTER}: task_type is {task!r}, must be one of {known}")
     for name, harmless in NOT_DONE.items():
         value = config.get(name)
         if value is not None and value not in harmless:

@@ -87,15 +87,14 @@ def read_head(
     source: str,
     weights: Index,
     module: str,
-    units: int,
     file: str,
-    pad_id: int | None = None,
+    units: int | None = None,
 ) -> tuple[Classifier, Index]:
     """Return a classifier by its configuration, and its head's tensors by our names.
 
     source: the file that `fields` are from
     module: the head's name in `weights`, with its prefix
-    pad_id: of the padding, where the configuration does not have it
+    units: of the model, if they are known
     """
     head: Index = {}
     for ours, part in ((WEIGHT, "weight"), (BIAS, "bias")):
@@ -106,9 +105,10 @@ def read_head(
         part = "weight" if WEIGHT not in head else "bias"
         raise ArtifactError(f"{file} lacks {module}.{part}, the head of a classifier")
     shape = head[WEIGHT].shape
-    if len(shape) != 2 or not shape[0] or shape[1] != units:
+    if len(shape) != 2 or not shape[0] or units not in (None, shape[1]):
+        size = "numbers" if units is None else units
         raise ArtifactError(
-            f"{file}: {module}.weight is {shape}, must have a row of {units} for each label"
+            f"{file}: {module}.weight is {shape}, must have a row of {size} for each label"
         )
     labels = _labels(fields, source, shape[0], f"{module}.weight in {file}")
     problem = fields.get("problem_type")
@@ -121,11 +121,11 @@ def read_head(
     function = "softmax" if len(labels) > 1 or of_tokens else "sigmoid"
     if problem and not of_tokens:
         function = FUNCTIONS[problem]
-    pad = fields.get("pad_token_id", pad_id)
+    pad = fields.get("pad_token_id")
     if pad is not None and type(pad) is not int:
         raise ArtifactError(f"{source}: pad_token_id is {pad!r}, must be a token id")
     classifier = Classifier(labels, function, -1 if pad is None else pad, of_tokens)
-    classifier.check_head(head, units, file)
+    classifier.check_head(head, shape[1], file)
     return classifier, head
 
 

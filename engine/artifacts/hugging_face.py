@@ -182,7 +182,7 @@ def read(folder: Path, generation: Generation) -> artifact.Artifact:
     classifier = None
     if module is not None:
         classifier, tensors = classifiers.read_head(
-            fields, CONFIG_FILE, weights, wrapper + module, config.units, file
+            fields, CONFIG_FILE, weights, wrapper + module, file, config.units
         )
         canonical |= tensors
     tokenizer_file = artifact.check_plain(folder / TOKENIZER_FILE)

@@ -105,6 +105,7 @@ def merge(base: Artifact, adapter: Adapter) -> Merged:
             f"{base.content} {adapter.content} {sorted(adapter.scales.items())}"
             f" {sorted(adapter.tokens.items())}"
         ),
+        classifier=adapter.classifier,
         base=base,
         adapter=adapter,
     )

@@ -226,18 +226,18 @@ def _finite_chunks(weight: NDArray[Any]) -> Iterator[NDArray[np.uint8]]:
 
 def to_manifest(artifact: Artifact | Adapter) -> dict[str, Any]:
     """Return the manifest of an artifact or adapter, as values for JSON."""
-    shared = {
+    shared: dict[str, Any] = {
         "index": {name: list(tensor) for name, tensor in artifact.index.items()},
         "generation": artifact.generation.to_json(),
         "content": artifact.content,
     }
+    if artifact.classifier is not None:
+        shared["classifier"] = artifact.classifier.to_json()
     if isinstance(artifact, Adapter):
         scales, tokens = dict(artifact.scales), dict(artifact.tokens)
         return {**shared, "base": artifact.base, "scales": scales, "tokens": tokens}
     config, file = dataclasses.asdict(artifact.config), artifact.tokenizer_file.name
-    classifier = artifact.classifier
-    head = {} if classifier is None else {"classifier": classifier.to_json()}
-    return {**shared, "config": config, "tokenizer": file, **head}
+    return {**shared, "config": config, "tokenizer": file}
 
 
 # The functions below run in the engine.
@@ -254,7 +254,9 @@ def from_manifest(path: Path, value: Any) -> Artifact:
         if config.units % config.num_heads:
             raise ValueError("num_heads")
         index = _index(path, value["index"])
-        classifier, head = _classifier(value, index, config.units)
+        classifier, head = _classifier(value, index)
+        if classifier is not None:
+            classifier.check_head(head, config.units, "the model")
         check_weights(index, config, "the model")
         index |= head
         tokenizer_file = path / _plain_name(value["tokenizer"])
@@ -265,14 +267,14 @@ def from_manifest(path: Path, value: Any) -> Artifact:
 
 
 def _classifier(
-    value: Any, index: dict[str, Tensor], units: int
+    value: Any, index: dict[str, Tensor]
 ) -> tuple[Classifier | None, dict[str, Tensor]]:
     """Return a manifest's classifier and its head's tensors, which are removed from the index."""
     head = {name: index.pop(name) for name in (WEIGHT, BIAS) if name in index}
     if "classifier" not in value:
         return None, {}
     classifier = Classifier.from_json(value["classifier"])
-    classifier.check_head(head, units, "the model")
+    classifier.check_head(head, head[WEIGHT].shape[-1], "the model")
     return classifier, head
 
 
@@ -280,6 +282,7 @@ def adapter_from_manifest(path: Path, value: Any) -> Adapter:
     """Make an adapter of a manifest, checked against the files. Raises `ArtifactError`."""
     try:
         index = _index(path, value["index"])
+        classifier, head = _classifier(value, index)
         scales = {str(module): float(scale) for module, scale in value["scales"].items()}
         for module, product in (module.split(".") for module in scales):
             if not module.isdecimal() or product not in adapters.BASE_NAMES:
@@ -296,7 +299,8 @@ def adapter_from_manifest(path: Path, value: Any) -> Adapter:
             raise ValueError("tokens")
         generation = Generation.from_json(value["generation"])
         base, content = str(value["base"]), str(value["content"])
-        return Adapter(path, base, index, scales, tokens, generation, content)
+        index |= head
+        return Adapter(path, base, index, scales, tokens, generation, content, classifier)
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError, OSError):
         raise ArtifactError("the adapter changed while it was read") from None
 

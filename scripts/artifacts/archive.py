@@ -94,7 +94,7 @@ def _check_model(artifact: Artifact) -> str:
     )
 
 
-def _labels(artifact: Artifact) -> str:
+def _labels(artifact: Artifact | adapters.Adapter) -> str:
     """Describe the labels of a classifier."""
     classifier = artifact.classifier
     if classifier is None:
@@ -114,7 +114,7 @@ def _check_adapter(folder: Path) -> str:
     base = adapter.base or "a base that it does not name"
     return (
         f"an adapter of {base}: rank {', '.join(map(str, ranks))} on {', '.join(products)} of"
-        f" {len(layers)} layers"
+        f" {len(layers)} layers{_labels(adapter)}"
     )
 
 

@@ -48,12 +48,15 @@ Progress = Callable[[int], object]
 Logits = NDArray[np.float32]
 
 
-def open_source(folder: Path) -> Artifact:
+def open_source(folder: Path, classifies: bool = False) -> Artifact:
+    """Open a model to convert. Raises `Problem`, for a classifier unless it `classifies`."""
     try:
         artifact = open_artifact(folder)
         Prompts(artifact)
     except EngineError as error:
         raise Problem(f"{folder} cannot be converted: {error.message}") from None
+    if artifact.classifier is not None and not classifies:
+        raise Problem(f"{folder} is a classifier, which can only be converted --to prepared")
     return artifact
 
 
@@ -200,6 +203,8 @@ def to_whole(adapter: Path, base: Artifact, target: Path) -> list[str]:
     """
     try:
         opened = adapters.read(adapter)
+        if opened.classifier is not None:
+            raise Problem(f"{adapter} is a classifier, which is served beside its base only")
         merged = merge(base, opened)
         lines = to_hugging_face(replace(merged, path=base.path), target, [], lambda _: None)
     except EngineError as error:

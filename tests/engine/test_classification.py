@@ -21,7 +21,7 @@ from engine.native.prepared import prepared
 from engine.settings import Settings
 from tests.engine.adapters import make_adapter
 from tests.engine.engines import WAIT_S, Pause, Request
-from tests.engine.hugging_face import make_hugging_face
+from tests.engine.hugging_face import make_hugging_face, their_head, write_json
 
 LABELS = ["부정", "중립", "긍정"]
 TEXTS = ["봄이 오면 산에 들에", "진달래", "나 보기가 역겨워 가실 때에는", "꽃 " * 40]
@@ -132,7 +132,7 @@ def test_what_it_is_not_is_refused(engine: Engine, folder: Path, tmp_path: Path)
     with pytest.raises(InvalidRequest, match="is a classifier, which generates no text"):
         Request(engine, "c", "봄")
     adapter = make_adapter(tmp_path / "adapter", folder)
-    with pytest.raises(ArtifactError, match="is a classifier, which takes no adapter"):
+    with pytest.raises(ArtifactError, match="must have a head of its own"):
         engine.load("adapter", str(adapter), base=str(folder))
 
 
@@ -164,3 +164,77 @@ def test_a_fault_of_the_head_ends_its_text_alone(
     with pytest.raises(EngineError, match="a step of the model failed"):
         logits(engine, TEXTS[:1])
     assert len(logits(engine, TEXTS[:1])) == 1
+
+
+# Adapters
+
+
+def make_labeled(
+    path: Path, base: Path, *, labels: int = 3, seed: int = 0, of_tokens: bool = False
+) -> Path:
+    """An adapter with a head, as PEFT writes it."""
+    head = their_head(labels, 64, seed, of_tokens=of_tokens)
+    return make_adapter(
+        path,
+        base,
+        seed=seed,
+        config={"task_type": "TOKEN_CLS" if of_tokens else "SEQ_CLS"},
+        weights={f"base_model.model.{name}": w for name, w in head},
+    )
+
+
+def test_adapters_with_heads_share_passes_with_their_base(tmp_path: Path) -> None:
+    base = make_hugging_face(tmp_path / "base")
+    for precision in ("fp32", "int8"):
+        with closing(Engine(Settings(backend="native", precision=precision))) as engine:
+            engine.load("base", str(base))
+            for seed, count in enumerate((2, 5)):
+                path = make_labeled(tmp_path / str(seed), base, labels=count, seed=seed)
+                about = engine.load(str(seed), str(path), base=str(base)).describe()["classifier"]
+                assert about["labels"] == tuple(f"LABEL_{i}" for i in range(count))
+            path = make_labeled(tmp_path / "t", base, of_tokens=True)
+            engine.load("t", str(path), base=str(base))
+            alone = [logits(engine, TEXTS[:2], name, first=0) for name in ("0", "1", "t")]
+            text = Request(engine, "base", TEXTS[0], max_new_tokens=5).wait().ids()
+            with Pause(engine):  # all in the passes that follow
+                made = [Texts(engine, TEXTS[:2], name, first=0) for name in ("0", "1", "t")]
+                for one in made:
+                    one.submitted.result(WAIT_S)
+                request = Request(engine, "base", TEXTS[0], max_new_tokens=5)
+            assert [[r["logits"] for r in one.results()] for one in made] == alone
+            assert request.wait().ids() == text
+            [core] = {model.core for model in engine._models.values()}
+            assert len(core.models) == 4
+
+
+def test_the_names_of_an_adapters_labels_are_in_a_configuration_beside_it(tmp_path: Path) -> None:
+    base = make_hugging_face(tmp_path / "base")
+    path = make_labeled(tmp_path / "a", base)
+    names = {"id2label": dict(enumerate(LABELS)), "problem_type": "multi_label_classification"}
+    write_json(path / "config.json", names)
+    with closing(Engine(Settings(backend="native", precision="fp32"))) as engine:
+        about = engine.load("a", str(path), base=str(base)).describe()["classifier"]
+    assert (about["labels"], about["function"]) == (tuple(LABELS), "sigmoid")
+
+
+@pytest.mark.parametrize(
+    ("config", "head", "message"),
+    [
+        ({"task_type": "SEQ_CLS"}, {}, "lacks score.weight"),
+        ({"task_type": "TOKEN_CLS"}, {"classifier.weight": (2, 64)}, "lacks classifier.bias"),
+        ({"task_type": "SEQ_CLS"}, {"score.weight": (2, 63)}, r"is \(2, 63\), must be \(2, 64\)"),
+        ({"task_type": "CAUSAL_LM"}, {"score.weight": (2, 64)}, "is no LoRA matrix"),
+        ({"task_type": "QUESTION_ANS"}, {"qa_outputs.weight": (2, 64)}, "task_type is 'QUESTION"),
+    ],
+)
+def test_heads_that_do_not_fit_are_refused(
+    tmp_path: Path, config: dict[str, Any], head: dict[str, tuple[int, ...]], message: str
+) -> None:
+    base = make_hugging_face(tmp_path / "base")
+    weights = {f"base_model.model.{n}": np.ones(shape, np.float32) for n, shape in head.items()}
+    path = make_adapter(tmp_path / "a", base, config=config, weights=weights)
+    with (
+        closing(Engine(Settings(backend="native", precision="fp32"))) as engine,
+        pytest.raises(ArtifactError, match=message),
+    ):
+        engine.load("a", str(path), base=str(base))

@@ -108,11 +108,11 @@ def parts_of(text: Any) -> list[str]:
     return [text] if isinstance(text, str) else [text["text"], text["text_pair"]]
 
 
-def results_of(engine: Engine, texts: Sequence[Any]) -> list[dict[str, Any]]:
+def results_of(engine: Engine, texts: Sequence[Any], name: str = "c") -> list[dict[str, Any]]:
     done = threading.Event()
     logits = Logits(len(texts), done.set)
     parts = list(map(parts_of, texts))
-    sequences = engine.classify("c", parts, logits.emit, WAIT_S, first=0, truncate=True).result()
+    sequences = engine.classify(name, parts, logits.emit, WAIT_S, first=0, truncate=True).result()
     assert done.wait(WAIT_S)
     results: list[dict[str, Any]] = logits.result([s.encoded for s in sequences])["results"]
     return results
@@ -160,6 +160,36 @@ def test_labels_are_those_of_transformers(
     close(answer(first, "text", ignored=()), wanted["every"])
     if not any(shares_characters(result) for result in results):
         close(answer(every, "list", grouped=True), wanted["simple"])
+
+
+@pytest.fixture(scope="module")
+def adapters(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, list[str], Any]:
+    """A base, the folder of PEFT's adapters of it, texts, and PEFT's logits of them."""
+    root = tmp_path_factory.mktemp("adapters")
+    base = make_hugging_face(root / "base", seed=5, config={"pad_token_id": 3})
+    texts = [text for text in TEXTS if isinstance(text, str) and len(text) < 64]
+    (root / "texts.json").write_text(json.dumps(texts), encoding="utf-8")
+    files = (root / "made", root / "texts.json", root / "logits.json")
+    oracle.run("-m", "tests.oracle.make_labeled_adapters", base, *files)
+    return base, root / "made", texts, json.loads((root / "logits.json").read_text("utf-8"))
+
+
+def test_adapters_give_the_logits_of_peft_beside_each_other(
+    engine: Engine, adapters: tuple[Path, Path, list[str], Any]
+) -> None:
+    base, folder, texts, wanted = adapters
+    engine.load("base", str(base))
+    for name in wanted:
+        # Of padding at its end a text has it without a config.json beside the adapter.
+        (folder / name / "config.json").write_text(
+            json.dumps({"num_labels": len(wanted[name][0][0]), "pad_token_id": 3})
+        )
+        engine.load(name, str(folder / name), base=str(base))
+    for name, logits in wanted.items():
+        for result, expected in zip(results_of(engine, texts, name), logits, strict=True):
+            np.testing.assert_allclose(result["logits"], expected, rtol=0, atol=TOLERANCE)
+    held = {model["name"]: model["reserved_bytes"] for model in engine.held()}
+    assert all(held[name] < held["dora"] for name in wanted if name != "dora")  # it is merged
 
 
 def shares_characters(result: dict[str, Any]) -> bool:
