@@ -17,7 +17,6 @@ from common.model_files import is_adapter
 from engine import backends
 from engine.artifacts import adapter as adapters
 from engine.artifacts.artifact import Artifact
-from engine.artifacts.hugging_face import TOKENIZER_FILE
 from engine.artifacts.merged import Merged, merge
 from engine.backends.interface import BackendModel
 from engine.budget import Budget
@@ -25,6 +24,7 @@ from engine.classification import head_of
 from engine.cores import Cores
 from engine.model import Core, Model
 from engine.native.adapter import NativeAdapter, load_adapter, num_bytes
+from engine.native.delta import Delta, NoDelta, open_delta
 from engine.prefixes import Prefixes
 from engine.prepared.folder import prune
 from engine.prepared.manifest import Manifests, Run, Stamps, stamps_of
@@ -53,10 +53,11 @@ class Request:
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """The contents of a request's folders: an artifact, and the adapter to compute beside it."""
+    """The contents of a request's folders."""
 
-    artifact: Artifact
-    adapter: adapters.Adapter | None
+    artifact: Artifact  # what the core computes with
+    adapter: adapters.Adapter | Delta | None  # what is computed beside it
+    described: Artifact  # the tokenizer and the generation settings
     stamps: Mapping[Path, Stamps]  # of the folders that the artifact's weights are read from
     key: Hashable  # equal for equal weights, backend and precision
     whole_because: str = ""  # why a whole model that has a base is no delta of it
@@ -104,37 +105,73 @@ class Loader:
         needed, row = self._bytes(source.artifact, request.precision)
         if source.adapter is not None:
             needed = 0 if self._cores.has(source.key) else needed
-            needed += num_bytes(source.adapter, request.precision)
+            needed += _num_bytes(source.adapter, request.precision)
+        if isinstance(source.adapter, Delta):
+            source.adapter.close()
         return needed, row
 
     def _source(self, request: Request, reading: Reading) -> Source:
-        """Read a request's folders. Raises `ArtifactError`, also if adapter and base do not fit."""
-        path, base, whole_because = request.path, request.base, ""
-        if base is not None and not is_adapter(path):
-            base, whole_because = None, "this version of the engine computes no deltas"
-        stamps = {folder: stamps_of(folder) for folder in (base or path, path)}
-        try:
-            artifact = self._manifests.open(base or path, reading.run)
-        except ArtifactError as error:
-            raise error if base is None else ArtifactError(f"its base: {error.message}") from None
-        adapter = None
-        labeled: Artifact | adapters.Adapter | None = artifact if artifact.classifier else None
+        """Read a request's folders; a delta is to be closed.
+
+        Raises `ArtifactError`, also if adapter and base do not fit.
+        """
+        path, base = request.path, request.base
+        stamps = {path: stamps_of(path)}
+        whole: Artifact | None = None
+        adapter: adapters.Adapter | Delta | None = None
+        of_base, whole_because = None, ""
+        if base is None or not is_adapter(path):
+            whole = self._manifests.open(path, reading.run)
         if base is not None:
-            adapter = self._manifests.open_adapter(path, reading.run)
-            if artifact.classifier is not None and adapter.classifier is None:
+            try:
+                stamps = {base: stamps_of(base), **stamps}
+                of_base = self._manifests.open(base, reading.run)
+            except ArtifactError as error:
+                whole_because = f"its base: {error.message}"
+                if whole is None:
+                    raise ArtifactError(whole_because) from None
+        labeled: Artifact | adapters.Adapter
+        if whole is not None:
+            labeled = whole
+        else:
+            assert of_base is not None
+            labeled = adapter = self._manifests.open_adapter(path, reading.run)
+            if of_base.classifier is not None and adapter.classifier is None:
                 raise ArtifactError(
                     "the base is a classifier: an adapter of it must have a head of its own"
                     " (task_type SEQ_CLS or TOKEN_CLS)"
                 )
-            labeled = adapter if adapter.classifier else None
             if self._settings.device == "gpu" or not adapter.is_thin:
-                artifact, adapter = merge(artifact, adapter), None
+                whole, adapter = merge(of_base, adapter), None
             else:
-                adapter.check_fits(artifact.config)
-                del stamps[path]
+                adapter.check_fits(of_base.config)
+        if whole is not None and of_base is not None:
+            try:
+                adapter = self._open_delta(request, whole, of_base, reading)
+            except NoDelta as error:
+                whole_because = error.message
+        if adapter is not None and of_base is not None:
+            artifact, described = of_base, adapter.described(of_base)
+            del stamps[path]
+        else:
+            assert whole is not None
+            artifact = described = whole
+            if base is not None and not isinstance(whole, Merged):
+                stamps.pop(base, None)
         read = json.dumps([*map(str, stamps), *stamps.values()])
         key = (request.backend, request.precision, read)
-        return Source(artifact, adapter, stamps, key, whole_because, labeled)
+        with_labels = labeled if labeled.classifier else None
+        return Source(artifact, adapter, described, stamps, key, whole_because, with_labels)
+
+    def _open_delta(
+        self, request: Request, whole: Artifact, base: Artifact, reading: Reading
+    ) -> Delta:
+        """Open what a fine-tune adds to its base. Raises `NoDelta` if the model is served whole."""
+        if self._settings.device == "gpu":
+            raise NoDelta("a GPU computes no deltas")
+        if request.precision != "int8":
+            raise NoDelta(f"its precision is {request.precision}, and deltas have int8")
+        return open_delta(whole, base, self._cache_dir, reading.run)
 
     def _bytes(self, artifact: Artifact, precision: str) -> tuple[int, int]:
         config = artifact.config
@@ -154,24 +191,19 @@ class Loader:
         started = time.monotonic()
         source = self._source(request, reading)
         artifact = source.artifact
-        if isinstance(artifact, Merged):
+        if source.whole_because:
             logger.info(
-                "%s is an adapter that is not computed beside its base: it is merged, and takes"
-                " %d MiB of its own", request.name,
-                self._bytes(artifact, request.precision)[0] // MIB,
+                "%s shares nothing with its base, and takes %d MiB of its own: %s", request.name,
+                self._bytes(artifact, request.precision)[0] // MIB, source.whole_because,
             )  # fmt: skip
         statistics = Statistics()
         with ExitStack() as undo:
             undo.callback(return_freed_memory)
-            packed, described = None, artifact
-            if (adapter := source.adapter) is not None:
-                packed = self._pack(request, adapter, artifact, undo, reading)
-                own = adapter.path / TOKENIZER_FILE
-                described = dataclasses.replace(
-                    artifact,
-                    generation=adapter.generation.over(artifact.generation),
-                    tokenizer_file=own if own.is_file() else artifact.tokenizer_file,
-                )
+            packed = None
+            if isinstance(source.adapter, Delta):
+                undo.callback(source.adapter.close)
+            if source.adapter is not None:
+                packed = self._pack(request, source.adapter, artifact, undo, reading)
 
             head = None
             if (labeled := source.labeled) is not None:
@@ -181,7 +213,9 @@ class Loader:
 
             # Their process starts while weights are opened. Not under the engine's lock: the
             # tokenizer's files are read and hashed, and no token is made while that is held.
-            texts = Texts(described, statistics, self._settings.max_queue, self._text_processes)
+            texts = Texts(
+                source.described, statistics, self._settings.max_queue, self._text_processes
+            )
             undo.callback(texts.close, ModelNotFound("the model was not loaded"))
             model = self._cores.load(
                 source.key,
@@ -215,17 +249,20 @@ class Loader:
     def _pack(
         self,
         request: Request,
-        adapter: adapters.Adapter,
+        adapter: adapters.Adapter | Delta,
         base: Artifact,
         undo: ExitStack,
         reading: Reading,
     ) -> NativeAdapter:
         """Load an adapter's matrices, which the budget counts as declared, not as in memory."""
-        size = num_bytes(adapter, request.precision)
+        size = _num_bytes(adapter, request.precision)
         row = backends.row_bytes(base.config, request.precision)
         self._budget.declare(size, row, request.name)
         undo.callback(self._budget.withdraw, size, row, request.name)
-        packed = load_adapter(adapter, base, request.precision, self._cache_dir, reading.run)
+        if isinstance(adapter, Delta):
+            packed = adapter.load()
+        else:
+            packed = load_adapter(adapter, base, request.precision, self._cache_dir, reading.run)
         undo.callback(packed.close)
         packed.read_in()
         return packed
@@ -305,3 +342,8 @@ class Loader:
             )
 
         return load
+
+
+def _num_bytes(adapter: adapters.Adapter | Delta, precision: str) -> int:
+    """Return the bytes that the budget counts for what is computed beside a base."""
+    return adapter.num_bytes if isinstance(adapter, Delta) else num_bytes(adapter, precision)

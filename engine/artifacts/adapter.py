@@ -23,6 +23,7 @@ from engine.artifacts.generation_config import Generation, read_generation
 from engine.artifacts.hugging_face import (
     HEAD,
     MERGE,
+    TOKENIZER_FILE,
     TRUNK,
     index_weights,
     is_transposed,
@@ -75,6 +76,15 @@ class Adapter(artifact.MappedWeights):
     generation: Generation = field(default_factory=Generation)
     content: str = ""
     classifier: Classifier | None = None  # its head's tensors are in the index
+
+    def described(self, base: artifact.Artifact) -> artifact.Artifact:
+        """Return the base with the adapter's tokenizer and generation settings, if it has them."""
+        own = self.path / TOKENIZER_FILE
+        return replace(
+            base,
+            generation=self.generation.over(base.generation),
+            tokenizer_file=own if own.is_file() else base.tokenizer_file,
+        )
 
     def changes_bias(self, module: str) -> bool:
         """Whether the bias beside a module's product, such as `3.qkv`, was trained."""

@@ -35,15 +35,19 @@ BUILD_MIB, BUILD_CPU_S = 512, 60
 
 @dataclass(frozen=True)
 class LowRank:
-    """The term `up (down x + bias)` that an adapter adds to a product with x (T, k)."""
+    """The term `up (down x + down_bias) + bias` that an adapter adds to a product with x (T, k)."""
 
     down: NDArray[np.float32]  # (rank, k)
     up: NDArray[np.float32]  # (n, rank)
-    bias: NDArray[np.float32] | None = None  # (rank,)
+    down_bias: NDArray[np.float32] | None = None  # (rank,)
+    bias: NDArray[np.float32] | None = None  # (n,)
 
 
 class NativeAdapter:
-    """An adapter's matrices for all layers: fp16 for a model in int8, fp32 for a model in fp32."""
+    """What a fine-tune adds to its base, see `Adapter` in pass.h.
+
+    Matrices of low rank are fp16 for a model in int8, fp32 for a model in fp32.
+    """
 
     def __init__(
         self,
@@ -52,18 +56,28 @@ class NativeAdapter:
         num_bytes: int,
         close: Callable[[], object],
         mapped: Sequence[Span] = (),
+        bits: Mapping[str, int] | None = None,
     ) -> None:
-        """`tensors`: addresses, valid until `close`, and packed shapes, by `3.qkv.down`."""
+        """`tensors`: addresses, valid until `close`, and packed shapes.
+
+        Their names are those of the structures' fields, such as `3.qkv.down` and `head.rest`.
+        `bits`: of the numbers of a rest, by `3.qkv` and `head`
+        """
         self._layers = (library.AdapterLayer * config.num_layers)()
-        self.address = ctypes.addressof(self._layers)
+        self._adapter = library.Adapter(layers=self._layers)
+        self.address = ctypes.addressof(self._adapter)
         self.num_bytes, self._mapped, self._close = num_bytes, mapped, close
         self._lock, self._readers, self._closed = threading.Lock(), 0, False
         for name, (address, shape) in tensors.items():
-            layer, product, part = name.split(".")
-            entry = getattr(self._layers[int(layer)], product)
+            change, _, part = name.rpartition(".")
+            layer, _, field = change.rpartition(".")
+            entry = self._layers[int(layer)] if layer else self._adapter
+            entry = entry if change == "adapter" else getattr(entry, field)
             setattr(entry, part, address)
             if part == "up":
                 entry.rank = shape[1]
+            elif part == "rest":
+                entry.bits = (bits or {})[change]
 
     @classmethod
     def of(
@@ -123,6 +137,7 @@ def load_adapter(
     file = open_prepared(
         adapter.path,
         ["adapter", content, precision, sorted(adapter.scales.items())],
+        lambda _: entries,
         entries,
         content,
         cache_dir,
@@ -144,13 +159,12 @@ def layout(adapter: Adapter, precision: str) -> Iterator[Stored]:
     for module in sorted(adapter.scales):
         rank, inputs = adapter.index[f"{module}.down"].shape
         outputs = adapter.index[f"{module}.up"].shape[0]
-        rank += adapter.changes_bias(module)  # see _low_rank
         yield Stored(f"{module}.down", (-(-rank // line), inputs, line), dtype)
         yield Stored(f"{module}.up", (-(-outputs // line), rank, line), dtype)
-        if adapter.changes_bias(module) or (
-            precision == "int8" and rotation.norm_before(*module.split("."))
-        ):
-            yield Stored(f"{module}.bias", (-(-rank // line) * line,), "F32")
+        if precision == "int8" and rotation.norm_before(*module.split(".")):
+            yield Stored(f"{module}.down_bias", (-(-rank // line) * line,), "F32")
+        if adapter.changes_bias(module):
+            yield Stored(f"{module}.bias", (-(-outputs // line) * line,), "F32")
 
 
 # In the sandbox
@@ -158,8 +172,8 @@ def layout(adapter: Adapter, precision: str) -> Iterator[Stored]:
 
 def build(
     sources: list[tuple[str, dict[str, Any]]], precision: str, content: str, file: int
-) -> None:
-    """Write an adapter's prepared file.
+) -> int:
+    """Write an adapter's prepared file; returns its bytes.
 
     sources: path and manifest of the adapter, and of its base
     """
@@ -167,7 +181,7 @@ def build(
     adapter = manifests.adapter_from_manifest(Path(path), manifest)
     base = manifests.from_manifest(Path(base_path), base_manifest)
     entries = list(layout(adapter, precision))
-    with np.errstate(over="ignore", invalid="ignore"):  # `_grouped` refuses the results
+    with np.errstate(over="ignore", invalid="ignore"):  # `grouped` refuses the results
         matrices = {module: _low_rank(adapter, base, module) for module in adapter.scales}
         if precision == "int8":
             layers = {module.split(".")[0] for module in matrices}
@@ -184,7 +198,7 @@ def build(
             data[at : at + entry.num_bytes] = arrays[entry.name].reshape(-1).view(np.uint8)
             at += entry.num_bytes
 
-    write(file, entries, content, fill)
+    return write(file, entries, {"source": content}, fill)
 
 
 def _low_rank(adapter: Adapter, base: Artifact, module: str) -> LowRank:
@@ -204,23 +218,22 @@ def _low_rank(adapter: Adapter, base: Artifact, module: str) -> LowRank:
         more += scale * up_bias
     if (bias := numbers(f"{module}.bias")) is not None:
         more += bias - numbers(f"{BASE_NAMES[product].format(layer)}.bias", base.weights)
-    # The change of the bias is a further column of `up`, which is always multiplied by 1.
-    ones = np.array([0.0] * len(down) + [1.0], np.float32)
-    down = np.concatenate([down, np.zeros((1, down.shape[1]), np.float32)])
-    return LowRank(down, np.concatenate([up, more[:, None]], axis=1), ones)
+    return LowRank(down, up, bias=more)
 
 
 def _rotated(matrix: LowRank, base: Artifact, module: str, factors: rotation.Floats) -> LowRank:
     """Return a module's matrices for a base in int8, see `engine.native.rotation`."""
     layer, product = module.split(".")
-    down, up, bias = rotation.floats(matrix.down), rotation.floats(matrix.up), matrix.bias
+    down, up, down_bias = rotation.floats(matrix.down), rotation.floats(matrix.up), None
     if (norm := rotation.norm_before(layer, product)) is not None:
-        bias = np.zeros(len(down), np.float32) if bias is None else bias
-        rotation.fold_norm(down, bias, *(base.weights[f"{norm}.{p}"] for p in ("gamma", "beta")))
-    rotation.rotate_outputs(product, up, base.config, factors)
+        down_bias, parts = np.zeros(len(down), np.float32), ("gamma", "beta")
+        rotation.fold_norm(down, down_bias, *(base.weights[f"{norm}.{part}"] for part in parts))
+    bias = matrix.bias if matrix.bias is None else matrix.bias.reshape(-1, 1)
+    for outputs in (up,) if bias is None else (up, bias):
+        rotation.rotate_outputs(product, outputs, base.config, factors)
     if product != "ffn_out":  # adapters multiply what comes out of GELU before it is rotated
         down = rotation.rotate_inputs(product, down, base.config, factors)
-    return LowRank(down, up, bias)
+    return LowRank(down, up, down_bias, None if bias is None else bias[:, 0])
 
 
 def _packed_arrays(matrices: Mapping[str, LowRank], precision: str) -> dict[str, NDArray[Any]]:
@@ -228,21 +241,36 @@ def _packed_arrays(matrices: Mapping[str, LowRank], precision: str) -> dict[str,
     arrays: dict[str, NDArray[Any]] = {}
     dtype = np.float16 if precision == "int8" else np.float32
     for module, matrix in matrices.items():
-        arrays[f"{module}.down"] = _grouped(f"{module}.down", matrix.down, dtype)
-        arrays[f"{module}.up"] = _grouped(f"{module}.up times its scale", matrix.up, dtype)
-        if matrix.bias is not None:
-            arrays[f"{module}.bias"] = np.pad(matrix.bias, (0, -len(matrix.bias) % library.LINE))
+        arrays[f"{module}.down"] = grouped(f"{module}.down", matrix.down, dtype)
+        arrays[f"{module}.up"] = grouped(f"{module}.up times its scale", matrix.up, dtype)
+        for part, bias in (("down_bias", matrix.down_bias), ("bias", matrix.bias)):
+            if bias is not None:
+                _check_finite(f"{module}.{part}", bias)
+                arrays[f"{module}.{part}"] = np.pad(bias, (0, -len(bias) % library.LINE))
     return arrays
 
 
-def _grouped(name: str, matrix: NDArray[np.float32], dtype: Any) -> NDArray[Any]:
-    """Pack a matrix (n, k) as (groups, k, LINE), with `library.LINE` of the n in each group."""
-    if not np.isfinite(matrix).all():
+def _check_finite(name: str, numbers: NDArray[np.float32]) -> None:
+    if not np.isfinite(numbers).all():
         raise ArtifactError(f"the adapter's weights are not finite: {name} holds NaN or infinity")
+
+
+def grouped(name: str, matrix: NDArray[np.float32], dtype: Any) -> NDArray[Any]:
+    """Pack a matrix (n, k) as (groups, k, LINE), with `library.LINE` of the n in each group.
+
+    Raises `ArtifactError` for NaN, infinity, and what is too large for fp16.
+    """
+    _check_finite(name, matrix)
     n, k = matrix.shape
     padded = np.zeros((-(-n // library.LINE) * library.LINE, k), dtype)
-    with np.errstate(over="ignore"):
-        padded[:n] = matrix
-    if not np.isfinite(padded).all():
-        raise ArtifactError(f"{name} of the adapter holds numbers that are too large for fp16")
+    padded[:n] = fp16(name, matrix) if dtype == np.float16 else matrix
     return np.ascontiguousarray(padded.reshape(-1, library.LINE, k).transpose(0, 2, 1))
+
+
+def fp16(name: str, numbers: NDArray[np.float32]) -> NDArray[np.float16]:
+    """Return numbers in fp16. Raises `ArtifactError` if one of them is too large."""
+    with np.errstate(over="ignore"):
+        halves = numbers.astype(np.float16)
+    if not np.isfinite(halves).all():
+        raise ArtifactError(f"{name} of the adapter holds numbers that are too large for fp16")
+    return halves

@@ -9,6 +9,8 @@
        MULTIPLY_ADD(sums, weights, word)  adds to LANES int32 the products of two int16 numbers of x with
                        two of each of LANES columns or, with PLANES, of four int8 with four
        SUMS            how many sums of them are added up at the end
+       MULTIPLY_BYTES(sums, few, word)  adds the products of four uint8, at most 7, of each of LANES columns with
+                       four int8 numbers of x
        WEIGHT_OFFSET   how much larger than a weight the number is that is multiplied
        LOAD_HALVES     LANES fp16 in memory as floats
        LOWER(a, b), HIGHER(a, b)  a < b ? a : b and a > b ? a : b, where there are instructions for it
@@ -48,6 +50,9 @@
 #define WEIGHT_OFFSET 128
 #define SUMS 1
 #define MULTIPLY_ADD(sums, weights, word) ((sums) + multiply_pairs(weights, (word) - (ints){0}))
+#define MULTIPLY_BYTES(sums, few, word)                                                  \
+  ((sums) + multiply_pairs((few) & 0x00ff00ff, bytes_of(word) - (ints){0}) +           \
+   multiply_pairs((few) >> 8 & 0x00ff00ff, bytes_of((word) >> 8) - (ints){0}))
 typedef int16_t shorts_plain __attribute__((vector_size(16)));
 typedef int32_t ints_of_pairs __attribute__((vector_size(16)));
 typedef uint32_t sums_of_pairs __attribute__((vector_size(16)));
@@ -57,6 +62,13 @@ static inline sums_of_pairs multiply_pairs(ints_of_pairs a, ints_of_pairs b) {
 #else
   return (sums_of_pairs)((a >> 16) * (b >> 16) + (a << 16 >> 16) * (b << 16 >> 16));
 #endif
+}
+/* The bytes at even places of a word as two int16. */
+static inline int32_t bytes_of(int32_t word) {
+  const int16_t two[] = {(int8_t)word, (int8_t)(word >> 16)};
+  int32_t both;
+  memcpy(&both, two, sizeof both);
+  return both;
 }
 #define PLAIN_HALVES
 #include "vectors.h"
@@ -75,6 +87,10 @@ static inline sums_of_pairs multiply_pairs(ints_of_pairs a, ints_of_pairs b) {
 #define MULTIPLY_ADD(sums, weights, word)        \
   ((uints_avx2)_mm256_add_epi32((__m256i)(sums), \
                                 _mm256_madd_epi16((__m256i)(weights), _mm256_set1_epi32(word))))
+#define MULTIPLY_BYTES(sums, few, word)                                                             \
+  ((uints_avx2)_mm256_add_epi32(                                                                    \
+      (__m256i)(sums), _mm256_madd_epi16(_mm256_maddubs_epi16((__m256i)(few), _mm256_set1_epi32(word)), \
+                                         _mm256_set1_epi16(1))))
 #define LOAD_HALVES(halves) \
   ((floats_avx2)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(halves))))
 #define LOWER(a, b) ((floats_avx2)_mm256_min_ps((__m256)(a), (__m256)(b)))
@@ -92,6 +108,9 @@ static inline sums_of_pairs multiply_pairs(ints_of_pairs a, ints_of_pairs b) {
 #define SUMS 2 /* each addition to a single one would wait for the one before */
 #define MULTIPLY_ADD(sums, weights, word)                                  \
   ((uints_vnni)_mm512_dpwssd_epi32((__m512i)(sums), (__m512i)(weights), \
+                                   _mm512_set1_epi32(word)))
+#define MULTIPLY_BYTES(sums, few, word)                                \
+  ((uints_vnni)_mm512_dpbusd_epi32((__m512i)(sums), (__m512i)(few), \
                                    _mm512_set1_epi32(word)))
 #define LOAD_HALVES(halves) \
   ((floats_vnni)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)(halves))))
@@ -118,6 +137,7 @@ static inline sums_of_pairs multiply_pairs(ints_of_pairs a, ints_of_pairs b) {
 #define MULTIPLY_ADD(sums, weights, word)                                     \
   ((uints_neon)vdotq_s32((int32x4_t)(sums), (int8x16_t)(weights),             \
                          vreinterpretq_s8_s32(vdupq_n_s32(word))))
+#define MULTIPLY_BYTES MULTIPLY_ADD
 #define LOAD_HALVES(halves) \
   ((floats_neon)vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16((const uint16_t *)(halves)))))
 #include "vectors.h"
@@ -130,7 +150,8 @@ static inline sums_of_pairs multiply_pairs(ints_of_pairs a, ints_of_pairs b) {
 #define KERNELS(set) KERNELS_OF(set, set, 1, SIZE_MAX, NULL)
 #define KERNELS_OF(name, set, groups, tiles_from, end_tiles)                                         \
   {                                                                                                  \
-    #name, quantize_##set, int8_tile_##name, float_tile_##set, add_product_##set, gelu_##set,       \
+    #name, quantize_##set, int8_tile_##name, float_tile_##set, coarsen_##set, add_rest_##set,          \
+        add_product_##set, gelu_##set,                                                               \
         layer_norm_##set, rms_scale_##set, rotate_##set, store_kv_##set, attend_##set, weigh_##set, \
         groups, tiles_from, end_tiles                                                                \
   }

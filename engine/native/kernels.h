@@ -11,11 +11,15 @@ enum {
   MAX_ROWS = 16,    /* rows of a tile */
   MAX_GROUPS = 2,   /* groups of columns of a tile */
   MAX_QUERIES = 12, /* queries of one row and head that attention computes at once */
+  REST_PREFETCH = 1024, /* bytes of an adapter's few bits that are prefetched */
   FEW_QUERIES = 4,  /* with so many queries of a row or fewer, it computes several heads at once */
   MAX_SUMS = 16     /* of lines of values, that attention has in registers */
 };
 
 static inline size_t whole_depths(size_t k) { return (k + DEPTH - 1) / DEPTH * DEPTH; }
+
+/* Bytes of DEPTH numbers of a group of columns in `bits` bits. */
+static inline size_t rest_depth_bytes(int bits) { return DEPTH * LINE / 8 * (size_t)bits; }
 
 /* The largest magnitude of weights of scale 1, less a column's zero. A larger one would leave x fewer than
    15 bits in sums over 768 products. */
@@ -40,6 +44,14 @@ typedef struct {
   float *scales;  /* (count,) */
   int32_t *sums;  /* (count,): of a row's numbers */
 } Quantized;
+
+/* Rows of floats in 8 bits: x is about scale * number. */
+typedef struct {
+  size_t width;    /* numbers of a row, whole DEPTHs */
+  int8_t *numbers; /* (count, width) */
+  float *scales;   /* (count,) */
+  int32_t *sums;   /* (count,): of the numbers */
+} Coarse;
 
 /* The input of attention for one row and `heads` adjacent heads. pages[i]: the first head's keys on the
    row's i-th page; the other heads' keys follow, see pass.c. */
@@ -78,6 +90,10 @@ typedef struct {
                       size_t bytes, const float *bias, float out[][MAX_ROWS][LINE]);
   size_t (*float_tile)(const float *x, size_t count, size_t stride, size_t k, const float *packed,
                        const float *bias, float out[][LINE]);
+  void (*coarsen)(const float *x, size_t k, float scale, const Coarse *to, size_t row);
+  /* Adds the products of rows [row, row + count) with a group of columns in `bits` bits to out. */
+  void (*add_rest)(const Coarse *x, size_t row, size_t count, const uint8_t *packed, int bits,
+                   float out[][LINE]);
   /* Adds the product of one row (k,) with a group of columns, of fp16 if `half`, to y (LINE,). */
   void (*add_product)(int half, const float *x, size_t k, const void *packed, float *y);
   void (*gelu)(float *x, size_t count, int tanh_form); /* in place */

@@ -18,6 +18,7 @@ from engine.artifacts.config import GPT2Config
 
 LINE = 16  # rows and vectors are padded to multiples of so many numbers
 PAGE_TOKENS = 16  # tokens of a K/V page
+MAX_RANK = 1 << 16  # of a change
 PRODUCTS = ("qkv", "attention_out", "ffn_hidden", "ffn_out")  # a layer's products
 # The library is built and named like a Python extension, but opened as a plain library.
 SUFFIX = importlib.machinery.EXTENSION_SUFFIXES[0]
@@ -48,12 +49,22 @@ class Model(Structure):
     )  # fmt: skip
 
 
-class LowRank(Structure):
-    _fields_ = (("down", Pointer), ("up", Pointer), ("bias", Pointer), ("rank", c_int32))
+class Change(Structure):
+    _fields_ = (
+        ("down", Pointer), ("up", Pointer), ("down_bias", Pointer), ("rest", Pointer),
+        ("bias", Pointer), ("rank", c_int32), ("bits", c_int32),
+    )  # fmt: skip
 
 
 class AdapterLayer(Structure):
-    _fields_ = tuple((name, LowRank) for name in PRODUCTS)
+    _fields_ = tuple((name, Change) for name in PRODUCTS)
+
+
+class Adapter(Structure):
+    _fields_ = (
+        ("layers", POINTER(AdapterLayer)), ("embedding", Change), ("head", Change),
+        ("positions", Pointer), ("final_norm", Norm),
+    )  # fmt: skip
 
 
 class Piece(Structure):
@@ -94,6 +105,8 @@ _take_times = _function("take_times", None, POINTER(c_double * 5))
 release_scratch = _function("release_scratch", None)
 packed_bytes = _function("packed_bytes", _size, _size, _size, c_int)
 pack = _function("pack", None, Pointer, c_int, *[_size] * 4, c_int, Pointer)
+rest_bytes = _function("rest_bytes", _size, _size, _size, c_int)
+pack_rest = _function("pack_rest", None, Pointer, _size, _size, c_int, Pointer)
 unpack_int8 = _function("unpack_int8", None, Pointer, _size, _size, Pointer)
 rotate = _function("rotate", None, Pointer, _size, _size, _size)
 add_products = _function("add_products", None, Pointer, Pointer, _size, _size, Pointer)

@@ -10,6 +10,7 @@
 #include "kernels.h"
 #include "threads.h"
 
+#include <math.h>
 #include <string.h>
 #include <sys/mman.h>
 #include <time.h>
@@ -30,10 +31,10 @@ typedef struct {
   size_t token, position, count; /* token: the first of them among the pass's */
 } Run;
 
-/* Tokens beside each other that have the same adapter. */
+/* Rows of a product beside each other that have the same adapter. */
 typedef struct {
-  const AdapterLayer *adapter;
-  size_t token, count;
+  const Adapter *adapter;
+  size_t row, count;
 } Span;
 
 /* The state of the pass under way. */
@@ -60,11 +61,12 @@ static struct {
   void *quantized;    /* (T, max(C, F)) */
   Run *runs;
   size_t num_runs;
-  Span *spans; /* of the tokens that have adapters */
+  Span *spans; /* of the rows that have adapters */
   size_t num_spans;
-  const AdapterLayer **adapters; /* (T,) */
-  float *down;                   /* (T, R): what an adapter's first matrix makes of a product's x */
-  size_t down_row;               /* R, the padded largest rank */
+  const Span **span_of; /* (T,): a row's; NULL: none */
+  float *down;          /* (T, R): what an adapter's first matrix makes of a product's x */
+  size_t down_row;      /* R, the padded largest rank */
+  void *coarse;         /* (T, max(C, F)); NULL: no adapter has few bits */
   int is_stored; /* the layer's new keys and values are on their pages */
 } pass;
 
@@ -74,7 +76,7 @@ static struct {
 } scratch;
 
 static double times[5];
-enum { EMBEDDING, PRODUCTS, ATTENTION, REST, HEAD };
+enum { EMBEDDING_TIME, PRODUCTS_TIME, ATTENTION_TIME, REST_TIME, HEAD_TIME };
 
 static double now(void) {
   struct timespec time;
@@ -115,13 +117,19 @@ static size_t group_bytes(size_t k, int int8) {
 
 size_t packed_bytes(size_t n, size_t k, int int8) { return ceil_div(n, LINE) * group_bytes(k, int8); }
 
-/* The offset in AdapterLayer of the LowRank that is added to a product; NOT_ADAPTED: none. */
+static size_t rest_group_bytes(size_t k, int bits) {
+  return whole_depths(k) / DEPTH * rest_depth_bytes(bits) + LINE * sizeof(float);
+}
+
+size_t rest_bytes(size_t n, size_t k, int bits) { return ceil_div(n, LINE) * rest_group_bytes(k, bits); }
+
+/* The offset in AdapterLayer of what is added to a product of the layers. */
 typedef enum {
   QKV = offsetof(AdapterLayer, qkv),
   ATTENTION_OUT = offsetof(AdapterLayer, attention_out),
   FFN_HIDDEN = offsetof(AdapterLayer, ffn_hidden),
   FFN_OUT = offsetof(AdapterLayer, ffn_out),
-  NOT_ADAPTED = sizeof(AdapterLayer)
+  HEAD = sizeof(AdapterLayer)
 } Adapted;
 
 typedef struct {
@@ -133,6 +141,7 @@ typedef struct {
   int gelu;
   Adapted adapted;
   Quantized quantized;
+  Coarse coarse;
 } Product;
 
 /* Rows of floats are quantized in whole tiles of them. */
@@ -140,6 +149,10 @@ static size_t whole_tiles(size_t count) { return ceil_div(count, MAX_ROWS) * MAX
 
 static size_t quantized_bytes(size_t count, size_t k) {
   return whole_tiles(count) * (2 * whole_depths(k) + sizeof(float) + sizeof(int32_t));
+}
+
+static size_t coarse_bytes(size_t count, size_t k) {
+  return count * (whole_depths(k) + sizeof(float) + sizeof(int32_t));
 }
 
 static float scale_of(const Product *p, size_t row) {
@@ -160,13 +173,15 @@ static void quantize_part(void *data, size_t part, int thread) {
       x = rotated;
     }
     kernels->quantize(x, k, scale_of(p, row), &p->quantized, row);
+    if (pass.coarse) kernels->coarsen(x, k, scale_of(p, row), &p->coarse, row);
   }
 }
 
 static const float no_bias[LINE];
 
-static const LowRank *low_rank(const AdapterLayer *layers, Adapted part) {
-  return (const LowRank *)((const char *)(layers + pass.layer) + part);
+static const Change *change_of(const Adapter *adapter, Adapted product) {
+  if (product == HEAD) return &adapter->head;
+  return (const Change *)((const char *)(adapter->layers + pass.layer) + product);
 }
 
 /* Bytes of a group of columns of an adapter's matrix. */
@@ -178,15 +193,16 @@ static size_t float_group_bytes(size_t k) {
 static void down_part(void *data, size_t part, int thread) {
   const Product *p = data;
   const Span *span = &pass.spans[part];
-  const LowRank *low = low_rank(span->adapter, p->adapted);
+  const Change *change = change_of(span->adapter, p->adapted);
   float scales[RUN];
   (void)thread;
-  for (size_t r = 0; r < span->count; r++) scales[r] = scale_of(p, span->token + r);
-  for (size_t column = 0; column < (size_t)low->rank; column += LINE) {
-    const uint8_t *packed = (const uint8_t *)low->down + column / LINE * float_group_bytes(p->k);
-    const float *bias = low->bias ? low->bias + column : no_bias;
+  if (!change->rank) return;
+  for (size_t r = 0; r < span->count; r++) scales[r] = scale_of(p, span->row + r);
+  for (size_t column = 0; column < (size_t)change->rank; column += LINE) {
+    const uint8_t *packed = (const uint8_t *)change->down + column / LINE * float_group_bytes(p->k);
+    const float *bias = change->down_bias ? change->down_bias + column : no_bias;
     for (size_t r = 0; r < span->count; r++) {
-      const size_t row = span->token + r;
+      const size_t row = span->row + r;
       float *down = memset(pass.down + row * pass.down_row + column, 0, LINE * sizeof(float));
       kernels->add_product(pass.model->int8, p->x + row * p->stride, p->k, packed, down);
       for (size_t c = 0; c < LINE; c++) down[c] = down[c] * scales[r] + bias[c];
@@ -203,19 +219,38 @@ static void prepare_part(void *data, size_t part, int thread) {
     down_part(data, part - p->quantize_parts, thread);
 }
 
-/* Adds the adapters' terms of rows [row, row + count) to a group of columns, and prefetches what the
-   next group needs. */
+/* Adds the term of low rank to a row of a group of columns, and prefetches what the next group needs. */
+static void add_low_rank(const Change *change, size_t row, size_t group, float out[LINE]) {
+  const size_t bytes = float_group_bytes(change->rank);
+  const uint8_t *packed = (const uint8_t *)change->up + group * bytes;
+  kernels->add_product(pass.model->int8, pass.down + row * pass.down_row, change->rank, packed, out);
+  for (size_t at = 0; at < bytes && at < 2048; at += 64) __builtin_prefetch(packed + bytes + at);
+}
+
+/* How many rows from `row` on, at most `count`, have the adapter of the first. */
+static size_t with_same_adapter(size_t row, size_t count) {
+  size_t same = 1;
+  while (same < count && pass.span_of[row + same] &&
+         pass.span_of[row + same]->adapter == pass.span_of[row]->adapter)
+    same++;
+  return same;
+}
+
+/* Adds the adapters' terms of rows [row, row + count) to a group of columns. */
 static void add_adapters(const Product *p, size_t row, size_t count, size_t group,
                          float out[][LINE]) {
-  for (size_t r = 0; r < count; r++) {
-    if (!pass.adapters[row + r]) continue;
-    const LowRank *low = low_rank(pass.adapters[row + r], p->adapted);
-    if (!low->rank) continue;
-    const size_t bytes = float_group_bytes(low->rank);
-    const uint8_t *packed = (const uint8_t *)low->up + group * bytes;
-    kernels->add_product(pass.model->int8, pass.down + (row + r) * pass.down_row, low->rank,
-                         packed, out[r]);
-    for (size_t at = 0; at < bytes && at < 2048; at += 64) __builtin_prefetch(packed + bytes + at);
+  for (size_t r = 0, same = 1; r < count; r += same, same = 1) {
+    if (!pass.span_of[row + r]) continue;
+    const Change *change = change_of(pass.span_of[row + r]->adapter, p->adapted);
+    same = with_same_adapter(row + r, count - r);
+    for (size_t i = r; change->rank && i < r + same; i++) add_low_rank(change, row + i, group, out[i]);
+    if (change->bits) {
+      const size_t bytes = rest_group_bytes(p->k, change->bits);
+      kernels->add_rest(&p->coarse, row + r, same, (const uint8_t *)change->rest + group * bytes,
+                        change->bits, out + r);
+    }
+    for (size_t i = r; change->bias && i < r + same; i++)
+      for (size_t c = 0; c < LINE; c++) out[i][c] += change->bias[group * LINE + c];
   }
 }
 
@@ -224,17 +259,19 @@ static void add_adapters(const Product *p, size_t row, size_t count, size_t grou
 static void prefetch_adapters(const Product *p, size_t group) {
   const size_t count = pass.num_spans < FEW ? pass.num_spans : FEW;
   for (const Span *span = pass.spans; span < pass.spans + count; span++) {
-    const LowRank *low = low_rank(span->adapter, p->adapted);
-    const size_t bytes = float_group_bytes(low->rank);
-    const char *packed = (const char *)low->up + group * bytes;
+    const Change *change = change_of(span->adapter, p->adapted);
+    const size_t bytes = float_group_bytes(change->rank);
+    const char *packed = (const char *)change->up + group * bytes;
     for (size_t at = 0; at < bytes && at < 2048; at += 64) __builtin_prefetch(packed + at);
+    const char *rest = (const char *)change->rest + group * rest_group_bytes(p->k, change->bits);
+    for (size_t at = 0; change->bits && at < REST_PREFETCH; at += 64) __builtin_prefetch(rest + at);
   }
 }
 
 /* Adds what comes behind a tile of a product, and writes it. */
 static void finish_tile(const Product *p, size_t row, size_t count, size_t group,
                         float out[][LINE]) {
-  if (p->adapted != NOT_ADAPTED && pass.num_spans) add_adapters(p, row, count, group, out);
+  if (pass.num_spans) add_adapters(p, row, count, group, out);
   if (p->gelu) kernels->gelu(out[0], count * LINE, pass.model->gelu_tanh);
   for (size_t r = 0; r < count; r++) {
     const size_t at = (row + r) * p->y_stride + group * LINE;
@@ -252,7 +289,7 @@ static void multiply_part(void *data, size_t part, int thread) {
   const size_t last = first + p->groups_at_once < groups ? first + p->groups_at_once : groups;
   const size_t bytes = group_bytes(p->k, int8), most = int8 ? kernels->groups : 1;
   (void)thread;
-  if (p->adapted != NOT_ADAPTED && pass.num_spans) prefetch_adapters(p, first);
+  if (pass.num_spans) prefetch_adapters(p, first);
   for (size_t row = 0, done = 0; row < p->count; row += done)
     for (size_t group = first, count; group < last; group += count) {
       const uint8_t *packed = (const uint8_t *)p->matrix->weight + group * bytes;
@@ -278,7 +315,6 @@ static void multiply(const Matrix *matrix, Adapted adapted, int normed, const fl
                      size_t stride, const float *residual, float *y, size_t y_stride, size_t count,
                      size_t k, size_t n, int gelu) {
   const int int8 = pass.model->int8;
-  const size_t spans = adapted == NOT_ADAPTED ? 0 : pass.num_spans;
   Product product = {.matrix = matrix, .x = x, .residual = residual, .y = y, .count = count,
                      .stride = stride, .y_stride = y_stride, .k = k, .n = n,
                      .groups_at_once = n > 10000 ? HEAD_GROUPS : GROUPS,
@@ -290,8 +326,12 @@ static void multiply(const Matrix *matrix, Adapted adapted, int normed, const fl
     product.quantized =
         (Quantized){count, width, count >= kernels->tiles_from, sums + rows, scales, sums};
     product.quantize_parts = ceil_div(count, BESIDE);
+    scales = pass.coarse;
+    if (scales)
+      product.coarse = (Coarse){width, (int8_t *)(scales + 2 * count), scales, (int32_t *)scales + count};
   }
-  in_parallel_if(spans || count > FEW, prepare_part, &product, product.quantize_parts + spans);
+  in_parallel_if(pass.num_spans || count > FEW, prepare_part, &product,
+                 product.quantize_parts + pass.num_spans);
   in_parallel(multiply_part, &product,
               ceil_div(ceil_div(product.n, LINE), product.groups_at_once));
 }
@@ -318,10 +358,12 @@ static void normalize_part(void *data, size_t part, int thread) {
       continue;
     }
     /* Only the head's norm: the embedding that the head may share has no gamma and beta in it. */
+    const Span *span = pass.num_spans ? pass.span_of[i] : NULL;
+    const Norm norm = span && span->adapter->final_norm.gamma ? span->adapter->final_norm : n->norm;
     const float scale = kernels->rms_scale(x, m->units, m->epsilon);
     for (size_t c = 0; c < stride; c++) y[c] = x[c] * scale;
     kernels->rotate(y, m->units, 1);
-    for (size_t c = 0; c < stride; c++) y[c] = y[c] * n->norm.gamma[c] + n->norm.beta[c];
+    for (size_t c = 0; c < stride; c++) y[c] = y[c] * norm.gamma[c] + norm.beta[c];
     kernels->rotate(y, m->units, 1);
   }
 }
@@ -424,6 +466,38 @@ static void attend(void) {
 
 /* --- The pass ------------------------------------------------------------------------------------ */
 
+static float read_number(const void *source, SourceType type, size_t i) {
+  if (type == SOURCE_FLOAT32) return ((const float *)source)[i];
+  if (type == SOURCE_FLOAT64) return (float)((const double *)source)[i];
+  const uint32_t half = ((const uint16_t *)source)[i];
+  uint32_t bits = half << 16; /* bfloat16 */
+  float value;
+  if (type == SOURCE_FLOAT16) {
+    const uint32_t magnitude = half & 0x7fff;
+    bits = magnitude << 13;
+    memcpy(&value, &bits, 4);
+    value *= 0x1p112f; /* also for subnormal numbers */
+    memcpy(&bits, &value, 4);
+    if (magnitude >= 0x7c00) bits |= 0x7f800000; /* infinity and NaN */
+    bits |= (half & 0x8000) << 16;
+  }
+  memcpy(&value, &bits, 4);
+  return value;
+}
+
+/* Number i of a column in few bits, see product.h. `rest`: the column's group; lane: its place there. */
+static int few_bits(const uint8_t *rest, int bits, size_t lane, size_t i) {
+  const uint8_t *depth = rest + i / DEPTH * rest_depth_bytes(bits);
+  const size_t four = i % DEPTH / 4, byte = lane * 4 + i % 4;
+  int number = 0;
+  if (bits & 2) {
+    number = depth[four / 4 * 4 * LINE + byte] >> four % 4 * 2 & 3;
+    depth += rest_depth_bytes(2);
+  }
+  if (bits & 1) number = 2 * number + (depth[four / 8 * 4 * LINE + byte] >> four % 8 & 1);
+  return 2 * number - ((1 << bits) - 1);
+}
+
 /* Unpacks column `column`, of k numbers, of a packed matrix, such as a token's embedding. */
 static void look_up(const void *packed, int int8, size_t column, size_t k, float *row) {
   const size_t lane = column % LINE;
@@ -437,6 +511,29 @@ static void look_up(const void *packed, int int8, size_t column, size_t k, float
   const int zero = 128 + ((const int32_t *)(scales + LINE))[lane];
   for (size_t i = 0; i < k; i++)
     row[i] = ((int)group[i / 4 * 4 * LINE + lane * 4 + i % 4] - zero) * scales[lane];
+}
+
+/* Adds what an adapter adds to a row of the embedding. */
+static void add_looked_up(const Change *change, size_t column, float *low, float *row) {
+  const size_t k = pass.model->units, rank = change->rank, lane = column % LINE;
+  const size_t group = column / LINE, bytes = rest_group_bytes(k, change->bits);
+  const uint16_t *up = (const uint16_t *)change->up + group * rank * LINE;
+  for (size_t r = 0; r < rank; r++) low[r] = read_number(up, SOURCE_FLOAT16, r * LINE + lane);
+  for (size_t i = 0; rank && i < k; i += LINE)
+    kernels->add_product(1, low, rank, (const uint16_t *)change->down + i * rank, row + i);
+  if (!change->bits) return;
+  const uint8_t *rest = (const uint8_t *)change->rest + group * bytes;
+  const float scale = ((const float *)(rest + bytes) - LINE)[lane];
+  for (size_t i = 0; i < k; i++) row[i] += (float)few_bits(rest, change->bits, lane, i) * scale;
+}
+
+static void add_position(const Adapter *adapter, size_t position, float *row) {
+  const float one = 1, *x = pass.model->positions + position * pass.row;
+  if (!adapter || !adapter->positions)
+    for (size_t i = 0; i < pass.row; i++) row[i] += x[i];
+  else
+    for (size_t i = 0; i < pass.row; i += LINE)
+      kernels->add_product(1, &one, 1, adapter->positions + position * pass.row + i, row + i);
 }
 
 /* Subtracts the mean of a rotated row. A vector of equal numbers, rotated, has one number at each multiple
@@ -455,10 +552,12 @@ static void embed_part(void *data, size_t part, int thread) {
   (void)data, (void)thread;
   for (size_t i = 0; i < run->count; i++) {
     float *x = pass.x + (run->token + i) * pass.row;
-    const float *position = m->positions + (run->position + i) * pass.row;
     const int32_t id = run->piece->ids[run->position + i - run->piece->position];
+    const Adapter *adapter = run->piece->adapter;
     look_up(m->embedding, m->int8, id, m->units, x);
-    for (size_t c = 0; c < (size_t)m->units; c++) x[c] += position[c];
+    if (adapter)
+      add_looked_up(&adapter->embedding, id, pass.down + (run->token + i) * pass.down_row, x);
+    add_position(adapter, run->position + i, x);
     for (size_t c = m->units; c < pass.row; c++) x[c] = 0;
     if (m->int8) center(x, m->units);
   }
@@ -468,14 +567,42 @@ static void compute_layer(const Layer *layer, double *time) {
   const Model *m = pass.model;
   const size_t T = pass.tokens, C = m->units, F = m->hidden, row = pass.row;
   multiply_normed(layer->attention_norm, &layer->qkv, QKV, pass.qkv, wide_row(3 * C), 3 * C, 0);
-  count_time(PRODUCTS, time);
+  count_time(PRODUCTS_TIME, time);
   attend();
-  count_time(ATTENTION, time);
+  count_time(ATTENTION_TIME, time);
   multiply(&layer->attention_out, ATTENTION_OUT, 0, pass.attended, row, pass.x, pass.x, row, T, C, C,
            0);
   multiply_normed(layer->ffn_norm, &layer->ffn_hidden, FFN_HIDDEN, pass.hidden, wide_row(F), F, 1);
   multiply(&layer->ffn_out, FFN_OUT, 0, pass.hidden, wide_row(F), pass.x, pass.x, row, T, F, C, 0);
-  count_time(PRODUCTS, time);
+  count_time(PRODUCTS_TIME, time);
+}
+
+static int changes_logits(const Adapter *adapter) {
+  return adapter->head.rank || adapter->head.bits || adapter->final_norm.gamma;
+}
+
+/* The rows of a part of the pass: one for each token, for each that a head needs, for each with logits. */
+typedef enum { TOKENS, OUTPUTS, LOGITS } Rows;
+
+/* Finds the rows that have adapters. */
+static void find_spans(Rows rows) {
+  size_t row = 0;
+  pass.num_spans = 0;
+  for (const Piece *piece = pass.pieces; piece < pass.pieces + pass.num_pieces; piece++) {
+    const Adapter *adapter = piece->adapter;
+    int32_t count = rows == TOKENS ? piece->count : piece->num_logits;
+    if (rows == LOGITS && piece->states) count = 0;
+    if (rows != TOKENS && adapter && !changes_logits(adapter)) adapter = NULL;
+    for (; count; count--, row++) {
+      Span *last = pass.num_spans ? &pass.spans[pass.num_spans - 1] : NULL;
+      const int follows = last && last->adapter == adapter && last->row + last->count == row;
+      if (adapter && follows && last->count < RUN)
+        last->count++;
+      else if (adapter)
+        pass.spans[pass.num_spans++] = (Span){adapter, row, 1};
+      pass.span_of[row] = adapter ? &pass.spans[pass.num_spans - 1] : NULL;
+    }
+  }
 }
 
 /* Copies the rows of `h` that pieces take as states; returns how many are left, at the front of `h`. */
@@ -510,14 +637,16 @@ static void compute_logits(float *logits, double *time) {
             piece->num_logits * pass.row * sizeof(float));
     wanted += piece->num_logits;
   }
+  find_spans(OUTPUTS);
   if (wanted) {
     normalize(pass.x, pass.h, wanted, m->final_norm);
     wanted = take_states();
+    find_spans(LOGITS);
   }
   if (wanted)
-    multiply(&m->head, NOT_ADAPTED, 0, pass.h, pass.row, NULL, logits, padded(m->vocab), wanted,
-             m->units, m->vocab, 0);
-  count_time(HEAD, time);
+    multiply(&m->head, HEAD, 0, pass.h, pass.row, NULL, logits, padded(m->vocab), wanted, m->units,
+             m->vocab, 0);
+  count_time(HEAD_TIME, time);
 }
 
 static int is_model(const Model *m) {
@@ -527,17 +656,29 @@ static int is_model(const Model *m) {
          m->vocab <= 1 << 24 && m->max_length <= most && m->units % m->heads == 0;
 }
 
-/* The largest rank of an adapter's products; -1 if one of them is out of range. */
-static int32_t largest_rank(const Model *m, const AdapterLayer *layers) {
-  int32_t most = 0;
-  for (const AdapterLayer *layer = layers; layers && layer < layers + m->num_layers; layer++) {
-    const LowRank *low[] = {&layer->qkv, &layer->attention_out, &layer->ffn_hidden, &layer->ffn_out};
-    for (size_t i = 0; i < sizeof low / sizeof *low; i++) {
-      if (low[i]->rank < 0 || low[i]->rank > MAX_RANK) return -1;
-      most = low[i]->rank > most ? low[i]->rank : most;
-    }
-  }
-  return most;
+/* What the adapters of a pass need memory for. */
+typedef struct {
+  int32_t rank; /* the largest */
+  int has_rest;
+} Widest;
+
+static int is_change(const Model *m, const Change *change, int is_of_layer, Widest *widest) {
+  if (change->rank < 0 || change->rank > MAX_RANK || change->bits < 0 || change->bits > 3) return 0;
+  if (change->rank > widest->rank) widest->rank = change->rank;
+  if (change->bits) widest->has_rest = 1;
+  return m->int8 || !(change->bits || (change->rank && !is_of_layer));
+}
+
+static int is_adapter(const Model *m, const Adapter *adapter, Widest *widest) {
+  if (!adapter) return 1;
+  int right = is_change(m, &adapter->embedding, 0, widest) &&
+              is_change(m, &adapter->head, 0, widest) &&
+              (m->int8 || !(adapter->positions || adapter->final_norm.gamma));
+  for (const AdapterLayer *layer = adapter->layers; layer < adapter->layers + m->num_layers; layer++)
+    right = right && is_change(m, &layer->qkv, 1, widest) &&
+            is_change(m, &layer->attention_out, 1, widest) &&
+            is_change(m, &layer->ffn_hidden, 1, widest) && is_change(m, &layer->ffn_out, 1, widest);
+  return right;
 }
 
 static int is_piece(const Model *m, const Piece *piece) {
@@ -557,7 +698,7 @@ size_t page_bytes(const Model *m) {
 
 /* Places the pass's arrays one behind the other in `memory`; returns their bytes. */
 static size_t place(const Model *m, size_t count, size_t wanted, size_t length, size_t rank,
-                    uint8_t *memory) {
+                    int has_rest, uint8_t *memory) {
   const size_t row = padded(m->units), threads = num_threads();
   const size_t widest = m->hidden > m->units ? m->hidden : m->units;
   const size_t more = count > wanted ? count : wanted;
@@ -580,15 +721,18 @@ static size_t place(const Model *m, size_t count, size_t wanted, size_t length, 
   PLACE(rotated, m->int8 ? threads * padded(m->hidden) : 0);
   PLACE(quantized, m->int8 ? quantized_bytes(more, widest) / sizeof(float) : 0);
   PLACE(runs, (count + 1) * sizeof(Run) / sizeof(float));
-  PLACE(spans, rank ? (count + 1) * sizeof(Span) / sizeof(float) : 0);
-  PLACE(adapters, rank ? (count + 1) * 2 : 0);
+  PLACE(spans, (count + 1) * sizeof(Span) / sizeof(float));
+  PLACE(span_of, (count + 1) * 2);
   PLACE(down, count * padded(rank));
+  PLACE(coarse, has_rest ? coarse_bytes(more, widest) / sizeof(float) : 0);
+  if (!has_rest) pass.coarse = NULL;
 #undef PLACE
   return bytes;
 }
 
-size_t scratch_bytes(const Model *m, size_t count, size_t wanted, size_t length, size_t rank) {
-  return place(m, count, wanted, length, rank, NULL);
+size_t scratch_bytes(const Model *m, size_t count, size_t wanted, size_t length, size_t rank,
+                     int has_rest) {
+  return place(m, count, wanted, length, rank, has_rest, NULL);
 }
 
 void release_scratch(void) {
@@ -610,46 +754,32 @@ static int reserve(size_t bytes) {
   return 1;
 }
 
-/* Makes spans of runs with adapters; adjacent runs with the same adapter share a span. */
-static void find_spans(void) {
-  for (const Run *run = pass.runs; run < pass.runs + pass.num_runs; run++) {
-    const AdapterLayer *adapter = run->piece->adapter;
-    Span *last = pass.num_spans ? &pass.spans[pass.num_spans - 1] : NULL;
-    for (size_t i = 0; i < run->count; i++) pass.adapters[run->token + i] = adapter;
-    if (!adapter) continue;
-    if (last && last->adapter == adapter && last->token + last->count == run->token &&
-        last->count + run->count <= RUN)
-      last->count += run->count;
-    else
-      pass.spans[pass.num_spans++] = (Span){adapter, run->token, run->count};
-  }
-}
-
 PassStatus run_pass(const Model *model, uint8_t *arena, const Piece *pieces, size_t num_pieces,
                     float *logits) {
   double time = now();
   size_t count = 0, wanted = 0, length = 0;
-  int32_t rank = 0;
+  Widest widest = {0};
   if (!is_model(model)) return PASS_BAD_MODEL;
   for (size_t i = 0; i < num_pieces; i++) {
-    const int32_t of_piece = largest_rank(model, pieces[i].adapter);
-    if (!is_piece(model, &pieces[i]) || of_piece < 0) return PASS_BAD_PIECE;
-    rank = of_piece > rank ? of_piece : rank;
+    if (!is_piece(model, &pieces[i]) || !is_adapter(model, pieces[i].adapter, &widest))
+      return PASS_BAD_PIECE;
     const size_t end = (size_t)pieces[i].position + pieces[i].count;
     count += pieces[i].count;
     wanted += pieces[i].num_logits;
     length = end > length ? end : length;
   }
-  if (!reserve(scratch_bytes(model, count, wanted, length, rank))) return PASS_NO_MEMORY;
+  const size_t rank = widest.rank;
+  if (!reserve(scratch_bytes(model, count, wanted, length, rank, widest.has_rest)))
+    return PASS_NO_MEMORY;
   begin_parallel();
-  place(model, count, wanted, length, rank, scratch.memory);
+  place(model, count, wanted, length, rank, widest.has_rest, scratch.memory);
   pass.model = model;
   pass.arena = arena;
   pass.pieces = pieces;
   pass.num_pieces = num_pieces;
   pass.tokens = count;
   pass.head_bytes = page_bytes(model) / model->num_layers / model->heads / 2;
-  pass.num_runs = pass.num_spans = 0;
+  pass.num_runs = 0;
   size_t token = 0;
   for (size_t i = 0; i < num_pieces; i++) {
     size_t position = pieces[i].position, left = pieces[i].count;
@@ -658,12 +788,12 @@ PassStatus run_pass(const Model *model, uint8_t *arena, const Piece *pieces, siz
       pass.runs[pass.num_runs++] = (Run){&pieces[i], token, position, taken};
     }
   }
-  if (rank) find_spans();
+  find_spans(TOKENS);
   /* Parts of many heads read memory faster; enough parts keep all threads busy if rows differ. */
   pass.head_groups = THREAD_PARTS * num_threads() / (pass.num_runs + 1) + 1;
   if (pass.head_groups > (size_t)model->heads) pass.head_groups = model->heads;
   in_parallel(embed_part, NULL, pass.num_runs);
-  count_time(EMBEDDING, &time);
+  count_time(EMBEDDING_TIME, &time);
   for (pass.layer = 0; pass.layer < model->num_layers; pass.layer++)
     compute_layer(&model->layers[pass.layer], &time);
   compute_logits(logits, &time);
@@ -672,25 +802,6 @@ PassStatus run_pass(const Model *model, uint8_t *arena, const Piece *pieces, siz
 }
 
 /* --- Packing ------------------------------------------------------------------------------------- */
-
-static float read_number(const void *source, SourceType type, size_t i) {
-  if (type == SOURCE_FLOAT32) return ((const float *)source)[i];
-  if (type == SOURCE_FLOAT64) return (float)((const double *)source)[i];
-  const uint32_t half = ((const uint16_t *)source)[i];
-  uint32_t bits = half << 16; /* bfloat16 */
-  float value;
-  if (type == SOURCE_FLOAT16) {
-    const uint32_t magnitude = half & 0x7fff;
-    bits = magnitude << 13;
-    memcpy(&value, &bits, 4);
-    value *= 0x1p112f; /* also for subnormal numbers */
-    memcpy(&bits, &value, 4);
-    if (magnitude >= 0x7c00) bits |= 0x7f800000; /* infinity and NaN */
-    bits |= (half & 0x8000) << 16;
-  }
-  memcpy(&value, &bits, 4);
-  return value;
-}
 
 /* The numbers of one column of a matrix to pack. */
 typedef struct {
@@ -740,6 +851,58 @@ void pack(const void *source, SourceType type, size_t column_stride, size_t stri
       pack_int8(&column, k, c % LINE, group);
     else
       for (size_t i = 0; i < k; i++) ((float *)group)[i * LINE + c % LINE] = number_of(&column, i);
+  }
+}
+
+static float in_few_bits(float x, float per_step, float most) {
+  float number = x * per_step + (most + 1) / 2; /* is rounded down */
+  number = number < 0 ? 0 : number;
+  return (float)(int)(number > most ? most : number);
+}
+
+/* Returns 1 / (2 step) of the step that is best for k numbers of a normal distribution, and the scale that
+   they have when they are rounded: the one with which their product with x is that of x itself. The nearest
+   by least squares is smaller, and takes from a fine-tune some of what it learned. */
+static float few_bits_step(const float *x, size_t k, int bits, float *scale) {
+  static const float normal_step[] = {0, 0.7979f, 0.4979f, 0.2930f};
+  const float most = (float)((1 << bits) - 1);
+  float squares[LINE] = {0}, products[LINE] = {0}; /* loops over lanes become vectors */
+  double square = 0, product = 0;
+  for (size_t i = 0; i < k; i += LINE)
+    for (size_t lane = 0; lane < LINE && i + lane < k; lane++)
+      squares[lane] += x[i + lane] * x[i + lane];
+  for (size_t lane = 0; lane < LINE; lane++) square += (double)squares[lane];
+  const float step = normal_step[bits] * (float)sqrt(square / (double)k);
+  const float per_step = step > 0 ? 1 / (2 * step) : 0;
+  for (size_t i = 0; i < k; i += LINE)
+    for (size_t lane = 0; lane < LINE && i + lane < k; lane++)
+      products[lane] += x[i + lane] * (2 * in_few_bits(x[i + lane], per_step, most) - most);
+  for (size_t lane = 0; lane < LINE; lane++) product += (double)products[lane];
+  *scale = product > 0 ? (float)(square / product) : 0;
+  return per_step;
+}
+
+/* Writes number i of a column in few bits, where zeros are, as few_bits reads it. */
+static void write_few_bits(uint8_t *rest, int bits, size_t lane, size_t i, int number) {
+  uint8_t *depth = rest + i / DEPTH * rest_depth_bytes(bits);
+  const size_t four = i % DEPTH / 4, byte = lane * 4 + i % 4;
+  if (bits & 2) {
+    depth[four / 4 * 4 * LINE + byte] |= (uint8_t)(number >> (bits & 1) << four % 4 * 2);
+    depth += rest_depth_bytes(2);
+  }
+  if (bits & 1) depth[four / 8 * 4 * LINE + byte] |= (uint8_t)((number & 1) << four % 8);
+}
+
+void pack_rest(const float *source, size_t n, size_t k, int bits, uint8_t *packed) {
+  const size_t bytes = rest_group_bytes(k, bits);
+  const float most = (float)((1 << bits) - 1);
+  memset(packed, 0, rest_bytes(n, k, bits));
+  for (size_t c = 0; c < n; c++, source += k) {
+    uint8_t *group = packed + c / LINE * bytes;
+    float *scales = (float *)(group + bytes) - LINE;
+    const float per_step = few_bits_step(source, k, bits, &scales[c % LINE]);
+    for (size_t i = 0; i < k; i++)
+      write_few_bits(group, bits, c % LINE, i, (int)in_few_bits(source[i], per_step, most));
   }
 }
 

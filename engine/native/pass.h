@@ -48,19 +48,31 @@ typedef struct {
   Matrix head;
 } Model;
 
-/* The term up(down(x) + bias) that an adapter (LoRA) adds to a product. Its matrices are packed as those
-   of a model in fp32, with halves instead of floats if the model is in int8. */
+/* What an adapter adds to a product: up(down(x) + down_bias), of low rank; rest(x), whose weights have a
+   few bits; and a bias. The matrices of low rank are packed as those of a model in fp32, with halves
+   instead of floats if the model is in int8; the rest is for models in int8 alone, see product.h. */
 typedef struct {
-  const void *down;  /* (rank, k) */
-  const void *up;    /* (n, rank) */
-  const float *bias; /* (padded rank,) or NULL */
-  int32_t rank;      /* 0: nothing is added */
-} LowRank;
+  const void *down;       /* (rank, k) */
+  const void *up;         /* (n, rank) */
+  const float *down_bias; /* (padded rank,) or NULL */
+  const void *rest;       /* (n, k) */
+  const float *bias;      /* (padded n,) or NULL */
+  int32_t rank, bits;     /* 0: there is no `up`, no `rest` */
+} Change;
 
-/* One layer of an adapter, which has as many as its model. */
 typedef struct {
-  LowRank qkv, attention_out, ffn_hidden, ffn_out;
+  Change qkv, attention_out, ffn_hidden, ffn_out;
 } AdapterLayer;
+
+/* The difference of a fine-tune from its base: that of LoRA, in some products of the layers, or that of a
+   whole fine-tune, in all weights. `down` of the embedding is (units, rank), because its rows are looked
+   up. */
+typedef struct {
+  const AdapterLayer *layers; /* as many as the model's */
+  Change embedding, head;
+  const uint16_t *positions; /* (max_length, padded units) in fp16; NULL: the model's */
+  Norm final_norm;           /* NULL: the model's */
+} Adapter;
 
 /* Tokens of one row that follow each other. The row's keys and values up to `position` are in its
    pages; those of the new tokens are written there. */
@@ -69,7 +81,7 @@ typedef struct {
   const int32_t *pages; /* numbers of the row's pages, the first of its tokens first */
   int32_t count, position;
   int32_t num_logits; /* for how many of its last tokens logits are computed */
-  const AdapterLayer *adapter; /* NULL: none */
+  const Adapter *adapter; /* NULL: none */
   float *states; /* NULL, or (num_logits, padded units): gets what the last LayerNorm gives, not logits */
 } Piece;
 
@@ -83,8 +95,10 @@ PassStatus run_pass(const Model *model, uint8_t *arena, const Piece *pieces, siz
 /* Bytes of a page: PAGE_TOKENS tokens of all layers. */
 size_t page_bytes(const Model *model);
 /* Bytes that run_pass needs for `count` tokens, `wanted` of them with logits, of rows of at most
-   `length` tokens, with adapters of at most `rank`. It reuses them until release_scratch. */
-size_t scratch_bytes(const Model *model, size_t count, size_t wanted, size_t length, size_t rank);
+   `length` tokens, with adapters of at most `rank` and, if `has_rest`, of few bits. It reuses them until
+   release_scratch. */
+size_t scratch_bytes(const Model *model, size_t count, size_t wanted, size_t length, size_t rank,
+                     int has_rest);
 void release_scratch(void);
 
 /* Uses `count` threads from the next pass on, the calling one among them. Returns how many there are:
@@ -104,6 +118,12 @@ typedef enum { SOURCE_FLOAT32, SOURCE_FLOAT16, SOURCE_BFLOAT16, SOURCE_FLOAT64 }
    numbers. Several threads may pack groups of columns as matrices of their own. */
 void pack(const void *source, SourceType type, size_t column_stride, size_t stride, size_t n,
           size_t k, int int8, uint8_t *packed);
+
+/* Bytes of n columns of k numbers in `bits` bits, see product.h. */
+size_t rest_bytes(size_t n, size_t k, int bits);
+
+/* Packs a matrix (n, k) in 1, 2 or 3 bits. */
+void pack_rest(const float *source, size_t n, size_t k, int bits, uint8_t *packed);
 
 /* Writes the numbers of a matrix that is packed in int8, as (n, k). */
 void unpack_int8(const uint8_t *packed, size_t n, size_t k, float *numbers);

@@ -47,7 +47,7 @@ from engine.prepared.folder import cache_folder
 from engine.prepared.manifest import Run, directly, to_manifest
 from engine.sandbox import Limits
 
-FORMAT = 3  # raise it when the layout or the quantization changes
+FORMAT = 4  # raise it when the layout or the quantization changes
 SOURCE_TYPES = {"float32": 0, "float16": 1, "bfloat16": 2, "float64": 3}  # pass.h, SourceType
 GROUPS_AT_ONCE = 256  # groups of columns that a thread packs in one task
 ALIGNMENT = 4096  # bytes, of the first tensor
@@ -58,6 +58,10 @@ BUILD_MIB, BUILD_TIMES_FP32 = 512, 4
 BUILD_CPU_S, BUILD_BYTES_PER_CPU_S = 60, 10 * MIB
 
 logger = logging.getLogger(__name__)
+
+Sources = list[
+    tuple[str, Any]
+]  # path and manifest of an artifact, and of an adapter merged into it
 
 
 @dataclass(frozen=True)
@@ -123,22 +127,28 @@ def num_bytes(config: GPT2Config, precision: str) -> int:
     return sum(entry.num_bytes for entry in layout(config, precision))
 
 
+# The tensors of a file, in order, by its metadata.
+Layout = Callable[[Mapping[str, str]], Iterable[Stored]]
+
+
 class PreparedFile:
     """A mapped prepared file, and the addresses of its tensors by their names."""
 
-    def __init__(self, path: Path, entries: Iterable[Stored], content: str) -> None:
+    def __init__(self, path: Path, layout: Layout, content: str) -> None:
         """Map a file.
 
         Raises `ArtifactError` and `OSError` where it does not exist, is not whole, or has other
         tensors or those of another `content`.
         """
-        index, metadata, data_begin = read_safetensors(path)
+        self.path = path
+        index, self.metadata, data_begin = read_safetensors(path)
+        metadata = self.metadata
         with path.open("rb") as file:
             self._memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         data = np.frombuffer(self._memory, np.uint8)
         self.num_bytes = len(data)
         self.span: Span = (data.ctypes.data, len(data))
-        expected = {entry.name: entry for entry in entries}
+        expected = {entry.name: entry for entry in layout(metadata)}
         for name, tensor in index.items():
             entry = expected.pop(name, None)
             place = None if entry is None else (DTYPES[entry.dtype], entry.shape)
@@ -195,10 +205,7 @@ def prepared(
     """
     config, content = artifact.config, artifact.content or manifests.content_of(artifact)
     fp32 = artifact.fp32_bytes
-    parts: list[Artifact | Adapter] = [dataclasses.replace(artifact, content=content)]
-    if isinstance(artifact, Merged):
-        parts = [artifact.base, artifact.adapter]
-    sources = [(str(part.path), to_manifest(part)) for part in parts]
+    sources = sources_of(dataclasses.replace(artifact, content=content))
     limits = Limits(
         memory_mib=BUILD_MIB + BUILD_TIMES_FP32 * fp32 // MIB,
         cpu_s=BUILD_CPU_S + fp32 // BUILD_BYTES_PER_CPU_S,
@@ -206,7 +213,8 @@ def prepared(
     )
     file = open_prepared(
         artifact.path,
-        [content, precision, _non_defaults(config)],
+        [content, precision, non_defaults(config)],
+        lambda _: layout(config, precision),
         list(layout(config, precision)),
         content,
         cache_dir,
@@ -215,7 +223,15 @@ def prepared(
     return Prepared(config, precision, file)
 
 
-def _non_defaults(config: GPT2Config) -> dict[str, Any]:
+def sources_of(artifact: Artifact) -> Sources:
+    """Return what `artifact_of` makes an artifact of."""
+    parts: list[Artifact | Adapter] = [artifact]
+    if isinstance(artifact, Merged):
+        parts = [artifact.base, artifact.adapter]
+    return [(str(part.path), to_manifest(part)) for part in parts]
+
+
+def non_defaults(config: GPT2Config) -> dict[str, Any]:
     """Return the fields that are no defaults, so that a new field renames no prepared file."""
     values = dataclasses.asdict(config)
     return {
@@ -226,16 +242,19 @@ def _non_defaults(config: GPT2Config) -> dict[str, Any]:
 def open_prepared(
     path: Path,
     key: list[Any],
-    entries: Sequence[Stored],
+    layout: Layout,
+    largest: Sequence[Stored],
     content: str,
     cache_dir: Path | None,
-    build: Callable[..., object],
+    build: Callable[..., int],
 ) -> PreparedFile:
     """Open the prepared file of the artifact in `path`; `build` fills it if it does not exist.
 
     key: a JSON value that identifies the file's content
+    layout: its tensors, by its metadata
+    largest: tensors with at least as many bytes
     content: the hash of the weights that it is made of
-    build: calls `write` for the file at the path `file`, which has zeros then
+    build: calls `write` for the file at the path `file`, which has zeros then; returns what it does
 
     Uses the folders and raises the errors of `prepared`.
     """
@@ -247,7 +266,7 @@ def open_prepared(
         if place is None:
             continue
         with suppress(ArtifactError, OSError):
-            prepared_file = PreparedFile(place / name, entries, content)
+            prepared_file = PreparedFile(place / name, layout, content)
             with suppress(OSError):
                 os.utime(place / name)  # when it was used last, see prune
             return prepared_file
@@ -258,12 +277,13 @@ def open_prepared(
         began = time.monotonic()
         with folders.written_whole(folder / name) as path_of_new, path_of_new.open("wb") as new:
             # on a full disk this fails; a later write to a mapping would raise a signal
-            os.posix_fallocate(new.fileno(), 0, header_of(entries, content)[-1])
-            build(file=path_of_new)
+            _, begin, data_bytes = header_of(largest, {"source": content})
+            os.posix_fallocate(new.fileno(), 0, begin + data_bytes + ALIGNMENT)
+            os.truncate(path_of_new, build(file=path_of_new))
             path_of_new.chmod(0o644)
         logger.info("prepared %s in %.2f s", path.name, time.monotonic() - began)
         try:
-            return PreparedFile(folder / name, entries, content)
+            return PreparedFile(folder / name, layout, content)
         except ArtifactError as error:
             raise OSError(f"{folder} does not keep what is written: {error.message}") from error
 
@@ -282,42 +302,57 @@ def open_prepared(
 # In the sandbox
 
 
-def build(sources: list[tuple[str, Any]], precision: str, file: int) -> None:
-    """Write the prepared file of an artifact.
+def build(sources: Sources, precision: str, file: int) -> int:
+    """Write the prepared file of an artifact; returns its bytes."""
+    artifact = artifact_of(sources)
+    entries = list(layout(artifact.config, precision))
+    return write(
+        file, entries, {"source": artifact.content}, functools.partial(_fill, artifact, entries)
+    )
 
-    sources: path and manifest of the artifact, and of an adapter to merge into its weights
-    """
+
+def artifact_of(sources: Sources) -> Artifact:
+    """Return an artifact, with an adapter merged into its weights if there is one."""
     (path, manifest), *adapters = sources
     artifact = manifests.from_manifest(Path(path), manifest)
     for path, manifest in adapters:
         artifact = merge(artifact, manifests.adapter_from_manifest(Path(path), manifest))
-    entries = list(layout(artifact.config, precision))
-    write(file, entries, artifact.content, functools.partial(_fill, artifact, entries))
+    return artifact
 
 
-def header_of(entries: Iterable[Stored], content: str) -> tuple[dict[str, Any], int, int]:
-    """Return a prepared file's header, where its data begins, and the file's bytes."""
-    header: dict[str, Any] = {"__metadata__": {"source": content, "blake3": "0" * 64}}
+def header_of(
+    entries: Iterable[Stored], metadata: Mapping[str, str]
+) -> tuple[dict[str, Any], int, int]:
+    """Return a prepared file's header, where its data begins, and the data's bytes."""
+    header: dict[str, Any] = {"__metadata__": {**metadata, "blake3": "0" * 64}}
     at = 0
     for entry in entries:
         offsets = [at, at + entry.num_bytes]
         header[entry.name] = {"dtype": entry.dtype, "shape": entry.shape, "data_offsets": offsets}
         at += entry.num_bytes
-    begin = -(-(8 + len(json.dumps(header))) // ALIGNMENT) * ALIGNMENT
-    return header, begin, begin + at
+    return header, -(-(8 + len(json.dumps(header))) // ALIGNMENT) * ALIGNMENT, at
 
 
 def write(
-    file: int, entries: Iterable[Stored], content: str, fill: Callable[[NDArray[np.uint8]], object]
-) -> None:
-    """Write a prepared file of the right size by its descriptor; `fill` writes the tensors."""
-    header, begin, file_bytes = header_of(entries, content)
+    file: int,
+    entries: Iterable[Stored],
+    metadata: Mapping[str, str],
+    fill: Callable[[NDArray[np.uint8]], object],
+) -> int:
+    """Write a prepared file, which is large enough, by its descriptor; returns its bytes.
+
+    metadata: `source` is the content that `PreparedFile` compares
+    fill: writes the tensors, one behind the other
+    """
+    header, begin, data_bytes = header_of(entries, metadata)
+    size = begin + data_bytes
     # The mapping ends with its last array: an error's traceback may still hold one.
-    data = np.frombuffer(mmap.mmap(file, file_bytes), np.uint8)
+    data = np.frombuffer(mmap.mmap(file, size), np.uint8)
     fill(data[begin:])
     header["__metadata__"]["blake3"] = _digest(data[begin:])
     text = json.dumps(header).encode().ljust(begin - 8)
     data[:begin] = np.frombuffer((begin - 8).to_bytes(8, "little") + text, np.uint8)
+    return size
 
 
 def _fill(artifact: Artifact, entries: list[Entry], data: NDArray[np.uint8]) -> None:

@@ -7,6 +7,15 @@
        scales   (LINE,) float
        zeros    (LINE,) int32; a column's weight is scale * (number - 128 - zero)
 
+   A matrix in few bits has 1, 2 or 3 a number; its value is odd: twice the bits, less the largest that they
+   may be. It is multiplied with x in 8 bits, which is enough for the little that it adds. A group has for each
+   DEPTH of k
+
+       two bits  (DEPTH / 16, LINE, 4) uint8, if it has 2 or 3: byte i of four f in a line has the upper
+                 two bits of number 4 f + i at 2 (f % 4)
+       one bit   (DEPTH / 32, LINE, 4) uint8, if it has 1 or 3: the lowest, at f % 8
+       scales    (LINE,) float, behind the last DEPTH
+
    Rows of x are quantized to 15 bits, with a scale for each. Sums over k are integers: exact in any order,
    and the same in all sets of instructions. */
 
@@ -21,9 +30,14 @@ typedef struct {
   uints sums[SUMS];
 } NAME(Dots);
 
-TARGET INLINE NAME(Weights) NAME(load_weights)(const uint8_t *packed) {
+TARGET INLINE ints NAME(load_four)(const uint8_t *packed) {
   ints four;
   memcpy(&four, packed, sizeof four);
+  return four;
+}
+
+TARGET INLINE NAME(Weights) NAME(load_weights)(const uint8_t *packed) {
+  const ints four = NAME(load_four)(packed);
 #ifdef PLANES
   return (NAME(Weights)){{four ^ (int32_t)0x80808080, four ^ (int32_t)0x80808080}};
 #else
@@ -155,6 +169,21 @@ TARGET static void NAME(quantize)(const float *x, size_t k, float scale, const Q
   to->scales[row] = NAME(quantize_to)(x, k, k, BESIDE, apart, fours, &to->sums[row]) * scale;
 }
 
+/* Quantizes x (k,) to 8 bits. */
+TARGET static void NAME(coarsen)(const float *x, size_t k, float scale, const Coarse *to, size_t row) {
+  const float largest = NAME(largest_magnitude)(x, k), times = largest > 0 ? 127 / largest : 0;
+  uint32_t total = 0;
+  int8_t *coarse = to->numbers + row * to->width;
+  for (size_t begin = 0; begin < k; begin += DEPTH, coarse += DEPTH) {
+    int32_t numbers[DEPTH];
+    NAME(round_depth)(x + begin, k - begin < DEPTH ? k - begin : DEPTH, times, numbers);
+    total += NAME(sum_of)(numbers);
+    for (size_t i = 0; i < DEPTH; i++) coarse[i] = (int8_t)numbers[i];
+  }
+  to->scales[row] = largest / 127 * scale;
+  to->sums[row] = (int32_t)total;
+}
+
 /* Multiplies R rows with a group of columns; R is a constant. */
 TARGET INLINE void NAME(int8_rows)(int R, const Quantized *x, size_t row, const uint8_t *packed,
                                    const float *bias, float out[][LINE]) {
@@ -200,6 +229,71 @@ TARGET static size_t NAME(int8_tile)(const Quantized *x, size_t row, const uint8
   USE(1);
 #undef USE
   return 0;
+}
+
+/* Numbers 16 word + 4 f to 16 word + 4 f + 3 of a DEPTH in few bits, as bytes, for register p of a group. */
+TARGET INLINE ints NAME(few_bits)(int bits, const uint8_t *packed, int word, int f, int p) {
+  ints upper = {0}, lowest = {0};
+  if (bits & 2) {
+    upper = NAME(load_four)(packed + (word * LINE + p * LANES) * 4) >> 2 * f & 0x03030303;
+    packed += rest_depth_bytes(2);
+  }
+  if (bits & 1)
+    lowest = NAME(load_four)(packed + (word / 2 * LINE + p * LANES) * 4) >> (word % 2 * 4 + f) &
+             0x01010101;
+  return bits == 3 ? upper + upper + lowest : upper + lowest;
+}
+
+/* Adds the products of R rows with a group of columns in few bits to out; R and bits are constants. */
+TARGET INLINE void NAME(rest_rows)(int R, int bits, const Coarse *x, size_t row,
+                                   const uint8_t *packed, float out[][LINE]) {
+  const int8_t *numbers = x->numbers + row * x->width;
+  uints sums[MAX_ROWS][PARTS][4] = {{{{0}}}}; /* of one row several, which do not wait for each other */
+  for (size_t i = 0; i < x->width; i += DEPTH, packed += rest_depth_bytes(bits)) {
+    for (size_t line = 0; line < rest_depth_bytes(bits); line += 64)
+      __builtin_prefetch(packed + REST_PREFETCH + line);
+    _Pragma("GCC unroll 1") for (int word = 0; word < DEPTH / 16; word++, numbers += 16)
+      EACH(f, 4) EACH(p, PARTS) {
+        const ints few = NAME(few_bits)(bits, packed, word, f, p);
+        EACH(r, R) {
+          uints *sum = &sums[r][p][R == 1 ? f : 0];
+          int32_t four;
+          memcpy(&four, numbers + r * x->width + 4 * f, sizeof four);
+          *sum = MULTIPLY_BYTES(*sum, few, four);
+        }
+      }
+  }
+  EACH(r, R) EACH(p, PARTS) {
+    uints sum = sums[r][p][0];
+    if (R == 1) EACH(f, 3) sum += sums[r][p][f + 1];
+    sum += sum - ((1u << bits) - 1) * (uint32_t)x->sums[row + r];
+    const floats scales = NAME(load)((const float *)packed + p * LANES) * x->scales[row + r];
+    float *y = out[r] + p * LANES;
+    NAME(store)(y, NAME(load)(y) + __builtin_convertvector((ints)sum, floats) * scales);
+  }
+}
+
+TARGET static void NAME(add_rest)(const Coarse *x, size_t row, size_t count,
+                                  const uint8_t *packed, int bits, float out[][LINE]) {
+  while (count) {
+#define USE(R, bits) NAME(rest_rows)(R, bits, x, row, packed, out)
+#define USE_ROWS(R)          \
+  if (count >= R) {          \
+    if (bits == 1) USE(R, 1); \
+    if (bits == 2) USE(R, 2); \
+    if (bits == 3) USE(R, 3); \
+    out += R, row += R, count -= R; \
+    continue;                \
+  }
+#if LANES == LINE
+    USE_ROWS(8);
+#endif
+    USE_ROWS(4);
+    USE_ROWS(2);
+    USE_ROWS(1);
+#undef USE_ROWS
+#undef USE
+  }
 }
 
 /* Multiplies R rows with a group of columns; R is a constant. */

@@ -5,6 +5,7 @@
 #undef PARTS
 #undef FMA
 #undef MULTIPLY_ADD
+#undef MULTIPLY_BYTES
 #undef SUMS
 #undef PLANES
 #undef WEIGHT_OFFSET

@@ -34,11 +34,11 @@ static void *allocate(size_t bytes) {
   return memory;
 }
 
-static void *allocated[300];
+static void *allocated[500];
 static int num_allocated;
 
 static void *keep(size_t bytes) {
-  CHECK(num_allocated < 300);
+  CHECK(num_allocated < 500);
   return allocated[num_allocated++] = allocate(bytes);
 }
 
@@ -122,24 +122,50 @@ static const void *random_thin(const Model *m, size_t n, size_t k) {
   return halves;
 }
 
-static LowRank random_low_rank(const Model *m, size_t n, size_t k) {
-  const int rank = between(0, 2) ? between(1, 20) : 0;
-  if (!rank) return (LowRank){0};
-  const float *bias = between(0, 1) ? random_floats(rank, 0, 0.3f) : NULL;
-  return (LowRank){random_thin(m, rank, k), random_thin(m, n, rank), bias, rank};
+/* Packs a random matrix in few bits. */
+static const void *random_rest(size_t n, size_t k, int bits) {
+  float *numbers = allocate(n * k * sizeof *numbers);
+  for (size_t i = 0; i < n * k; i++) numbers[i] = 0.05f * (random_bits() / 2147483648.0f - 1);
+  uint8_t *packed = keep(rest_bytes(n, k, bits));
+  pack_rest(numbers, n, k, bits, packed);
+  free(numbers);
+  return packed;
 }
 
-static const AdapterLayer *random_adapter(const Model *m) {
+static Change random_change(const Model *m, size_t n, size_t k) {
+  Change change = {.rank = between(0, 2) ? between(1, 20) : 0};
+  if (change.rank) {
+    change.down = random_thin(m, change.rank, k);
+    change.up = random_thin(m, n, change.rank);
+    if (between(0, 1)) change.down_bias = random_floats(change.rank, 0, 0.3f);
+  }
+  if (m->int8 && (change.bits = between(0, 3))) change.rest = random_rest(n, k, change.bits);
+  if (between(0, 1)) change.bias = random_floats(n, 0, 0.3f);
+  return change;
+}
+
+/* An adapter in the layers alone or, for a model in int8, perhaps in all weights. */
+static const Adapter *random_adapter(const Model *m) {
   const size_t c = m->units, f = m->hidden;
   AdapterLayer *layers = keep(m->num_layers * sizeof *layers);
+  Adapter *adapter = keep(sizeof *adapter);
   for (int i = 0; i < m->num_layers; i++)
-    layers[i] = (AdapterLayer){random_low_rank(m, 3 * c, c), random_low_rank(m, c, c),
-                               random_low_rank(m, f, c), random_low_rank(m, c, f)};
-  return layers;
+    layers[i] = (AdapterLayer){random_change(m, 3 * c, c), random_change(m, c, c),
+                               random_change(m, f, c), random_change(m, c, f)};
+  *adapter = (Adapter){.layers = layers};
+  if (m->int8 && between(0, 1)) {
+    adapter->embedding = random_change(m, m->vocab, c);
+    if (adapter->embedding.rank)
+      adapter->embedding.down = random_thin(m, c, adapter->embedding.rank);
+    if (between(0, 1)) adapter->positions = random_thin(m, m->max_length * padded(c), 1);
+    adapter->head = random_change(m, m->vocab, c);
+    adapter->final_norm = random_norm(c);
+  }
+  return adapter;
 }
 
 typedef struct {
-  const AdapterLayer *adapter;
+  const Adapter *adapter;
   int32_t ids[MAX_LENGTH], pages[MAX_LENGTH];
   int32_t done; /* tokens that are computed */
   float *logits; /* (max_length, padded vocab), of the row alone */
@@ -247,12 +273,19 @@ static void check_models(const Model *model, uint8_t *arena, const Row *rows) {
 
 static void check_adapters(const Model *m, uint8_t *arena, const Row *rows) {
   const int32_t wrong[] = {INT32_MIN, -1, (1 << 16) + 1, INT32_MAX};
-  for (int i = 0; i < 16; i++) {
+  for (int i = 0; i < 48; i++) {
     AdapterLayer layers[2] = {0};
-    LowRank *products[] = {&layers->qkv, &layers->attention_out, &layers->ffn_hidden,
-                           &layers->ffn_out};
-    products[i / 4]->rank = wrong[i % 4];
-    const Piece piece = {rows[0].ids, rows[0].pages, 1, 0, 1, layers, NULL};
+    Adapter adapter = {.layers = layers};
+    Change *changes[] = {&layers->qkv,     &layers->attention_out, &layers->ffn_hidden,
+                         &layers->ffn_out, &adapter.embedding,     &adapter.head};
+    *(i % 8 < 4 ? &changes[i / 8]->rank : &changes[i / 8]->bits) = wrong[i % 4];
+    const Piece piece = {rows[0].ids, rows[0].pages, 1, 0, 1, &adapter, NULL};
+    CHECK(run_pass(m, arena, &piece, 1, NULL) == PASS_BAD_PIECE);
+  }
+  for (int i = 0; i < 3 && !m->int8; i++) { /* what only models in int8 may have */
+    AdapterLayer layers[2] = {{.ffn_out.bits = i == 0}};
+    const Adapter adapter = {.layers = layers, .head.rank = i == 1, .final_norm.gamma = rows[0].logits};
+    const Piece piece = {rows[0].ids, rows[0].pages, 1, 0, 1, &adapter, NULL};
     CHECK(run_pass(m, arena, &piece, 1, NULL) == PASS_BAD_PIECE);
   }
 }
@@ -346,7 +379,7 @@ static void check_model(void) {
   uint8_t *arena = keep(ROWS * pages * page_bytes(&m));
   Row rows[ROWS];
   /* None, one, and one that two rows may share. */
-  const AdapterLayer *adapters[] = {NULL, random_adapter(&m), random_adapter(&m)};
+  const Adapter *adapters[] = {NULL, random_adapter(&m), random_adapter(&m)};
   for (int i = 0; i < ROWS; i++) {
     rows[i].adapter = adapters[between(0, 2)];
     for (int t = 0; t < m.max_length; t++) rows[i].ids[t] = between(0, m.vocab - 1);

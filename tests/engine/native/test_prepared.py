@@ -134,14 +134,14 @@ def test_an_error_of_what_fills_a_file_is_passed_on(tmp_path: Path) -> None:
     def fill(data: np.ndarray) -> None:
         raise ArtifactError(f"한국어 모델: {len(data)} bytes")
 
-    def build(file: Path) -> None:
+    def build(file: Path) -> int:
         with file.open("r+b") as opened:
-            write(opened.fileno(), entries, "", fill)
+            return write(opened.fileno(), entries, {}, fill)
 
     entries = [Stored("positions", (2, 3), "F32")]
 
     with pytest.raises(ArtifactError, match="한국어 모델: 24 bytes"):
-        open_prepared(tmp_path, [], entries, "", tmp_path, build)
+        open_prepared(tmp_path, [], lambda _: entries, entries, "", tmp_path, build)
     assert not list(tmp_path.iterdir())
 
 

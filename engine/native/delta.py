@@ -1,0 +1,370 @@
+"""Deltas: whole fine-tunes as what they add to a base, so that they share its weights and steps.
+
+For each matrix of the base in int8, a delta has the largest directions of its difference from the
+fine-tune's, as an adapter has them (`engine.native.adapter`), and a few bits a number of the rest.
+Biases and the final LayerNorm are the fine-tune's own. The difference is that from the base as it
+is quantized, so that a delta takes back the base's rounding, too.
+
+BitDelta: https://arxiv.org/abs/2402.10193. Delta-CoMe, of low rank and few bits:
+https://arxiv.org/abs/2406.08903.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from common.cpus import cpu_count
+from common.errors import ArtifactError
+from common.memory import MIB
+from engine.artifacts import artifact as names
+from engine.artifacts.artifact import Artifact
+from engine.artifacts.config import GPT2Config
+from engine.native import library, prepared, rotation
+from engine.native.adapter import NativeAdapter, fp16, grouped
+from engine.native.prepared import PreparedFile, Sources, Stored, open_prepared, write
+from engine.native.rotation import Floats
+from engine.prepared import manifest as manifests
+from engine.prepared.manifest import Run, directly
+from engine.sandbox import Limits
+
+FORMAT = 1  # raise it when what a delta is changes
+RANKS, BITS = (8, 16, 32), (1, 2, 3)
+# The rule by which a matrix gets rank and bits. For each of its columns: what the rank leaves of
+# the difference (sum of squares), times what so many bits leave of that, over the error that int8
+# makes in the fine-tune's own column. Most of the columns are below a limit, with which nine
+# fine-tunes had at most 1.1 times the KL of int8 (docs/develop/benchmark.md). Of the embedding's
+# rows, those count that moved: they are the ones in use.
+LEFT_BY_BITS = {1: 0.571, 2: 0.133, 3: 0.0358}
+SHARE_OF_COLUMNS, LIMIT, LIMIT_OF_TOKENS = 0.9, 1.5, 1.15
+MOST_BYTES = 60_000_000  # of a delta, which has fewer bytes than the whole model, too
+OVERSAMPLING = 8  # of the randomized search for the largest directions
+BUILD_MIB, BUILD_TIMES_FP32, BUILD_CPU_S = 512, 6, 120
+
+Choices = Mapping[str, tuple[int, int]]  # rank and bits by a matrix's name
+
+
+class NoDelta(ArtifactError):
+    """A model that cannot be served as a delta of its base; the message says why."""
+
+
+@dataclass(frozen=True)
+class Delta:
+    """A fine-tune, its base, and the mapped file of what the fine-tune adds."""
+
+    whole: Artifact
+    base: Artifact
+    file: PreparedFile
+
+    @property
+    def num_bytes(self) -> int:
+        return self.file.num_bytes
+
+    def described(self, base: Artifact) -> Artifact:
+        """Return the artifact with the tokenizer and the generation settings."""
+        return self.whole
+
+    def close(self) -> None:
+        self.file.close()
+
+    def load(self) -> NativeAdapter:
+        """Return it as an adapter of the base, which closes the file."""
+        config, choices = self.whole.config, _choices(self.file.metadata)
+        tensors = {
+            entry.name: (self.file.addresses[entry.name], entry.shape)
+            for entry in layout(config, choices)
+        }
+        bits = {name: bits for name, (_, bits) in choices.items()}
+        if config.tie_word_embeddings:
+            bits["head"] = bits["embedding"]
+            for part in ("up", "rest"):
+                if (name := f"embedding.{part}") in tensors:
+                    tensors[f"head.{part}"] = tensors[name]
+        file = self.file
+        return NativeAdapter(config, tensors, self.num_bytes, file.close, [file.span], bits)
+
+
+def open_delta(
+    whole: Artifact, base: Artifact, cache_dir: Path | None = None, run: Run = directly
+) -> Delta:
+    """Map the prepared file of a fine-tune's delta, which `run` builds if needed.
+
+    Raises `NoDelta`, and as `engine.native.prepared.prepared`, which also prepares the base.
+    """
+    _check_shape(whole.config, base)
+    largest = dict.fromkeys(matrices(whole.config), (RANKS[-1], BITS[-1]))
+    base_model = prepared.prepared(base, "int8", cache_dir, run)
+    try:
+        whole = replace(whole, content=whole.content or manifests.content_of(whole))
+        base = replace(base, content=base.content or manifests.content_of(base))
+        content = f"{whole.content} {base.content}"
+        limits = Limits(
+            memory_mib=BUILD_MIB + BUILD_TIMES_FP32 * whole.fp32_bytes // MIB,
+            cpu_s=BUILD_CPU_S + whole.fp32_bytes // prepared.BUILD_BYTES_PER_CPU_S,
+            niceness=manifests.NICENESS,
+        )
+        file = open_prepared(
+            whole.path,
+            ["delta", FORMAT, content, prepared.non_defaults(whole.config)],
+            lambda metadata: layout(whole.config, _choices(metadata)),
+            list(layout(whole.config, largest)),
+            content,
+            cache_dir,
+            functools.partial(
+                run,
+                build,
+                prepared.sources_of(whole),
+                prepared.sources_of(base),
+                str(base_model.file.path),
+                content,
+                what=whole.path.name,
+                limits=limits,
+            ),
+        )
+    finally:
+        base_model.close()
+    if reason := file.metadata.get("whole"):
+        file.close()
+        raise NoDelta(reason)
+    return Delta(whole, base, file)
+
+
+def _check_shape(config: GPT2Config, base: Artifact) -> None:
+    """Raise `NoDelta` unless a model has the shape of a base; its head alone may be its own."""
+    of_base = asdict(base.config)
+    of_base["tie_word_embeddings"] &= config.tie_word_embeddings
+    for name, value in asdict(config).items():
+        if value != of_base[name]:
+            raise NoDelta(
+                f"its {name} is {value}, that of its base {base.path.name} {of_base[name]}"
+            )
+
+
+def _choices(metadata: Mapping[str, str]) -> Choices:
+    """Return ranks and bits from a file's metadata, none if it has a reason for a whole model.
+
+    Raises `ArtifactError`.
+    """
+    try:
+        values = json.loads(metadata.get("choices", "{}"))
+        choices = {name: (int(rank), int(bits)) for name, (rank, bits) in values.items()}
+    except (AttributeError, TypeError, ValueError, RecursionError):
+        raise ArtifactError("the delta's ranks and bits are damaged") from None
+    for rank, bits in choices.values():
+        if not 0 <= rank <= library.MAX_RANK or bits not in BITS:
+            raise ArtifactError(f"a matrix of the delta has rank {rank} and {bits} bits")
+    return choices
+
+
+def matrices(config: GPT2Config) -> dict[str, tuple[int, int]]:
+    """Return the shapes (n, k) of the matrices of a delta, by the library's names."""
+    shapes = dict(names.shapes(config))
+    of_layers = {
+        f"{layer}.{product}": shapes[f"{pattern.format(layer)}.weight"]
+        for layer in range(config.num_layers)
+        for product, pattern in names.PRODUCTS.items()
+    }
+    of_tokens = {"embedding": names.EMBEDDING, "head": names.OUTPUT}
+    return {
+        **{name: (n, k) for name, (n, k) in of_layers.items()},
+        **{name: (shape[0], shape[1]) for name, source in of_tokens.items()
+           if (shape := shapes.get(source))},
+    }  # fmt: skip
+
+
+def layout(config: GPT2Config, choices: Choices) -> Iterator[Stored]:
+    """Yield the tensors of a delta's prepared file, in order; pass.h says what they are."""
+    line = library.LINE
+
+    def thin(name: str, n: int, k: int) -> Stored:
+        return Stored(name, (-(-n // line), k, line), "F16")
+
+    if not choices:  # the fine-tune is no delta
+        return
+    for name, (n, k) in matrices(config).items():
+        rank, bits = choices.get(name, (0, 0))
+        if rank:
+            yield thin(f"{name}.down", *((k, rank) if name == "embedding" else (rank, k)))
+            yield thin(f"{name}.up", n, rank)
+            if name == "embedding" and config.tie_word_embeddings:
+                yield thin("head.down", rank, k)
+        if bits:
+            yield Stored(f"{name}.rest", (-(-n // line), library.rest_bytes(line, k, bits)), "U8")
+        if name not in ("embedding", "head"):
+            yield Stored(f"{name}.bias", (_whole_lines(n),), "F32")
+    yield Stored("adapter.positions", (config.max_length, _whole_lines(config.units)), "F16")
+    for part in ("gamma", "beta"):
+        yield Stored(f"final_norm.{part}", (_whole_lines(config.units),), "F32")
+
+
+def _whole_lines(count: int) -> int:
+    return -(-count // library.LINE) * library.LINE
+
+
+# In the sandbox
+
+
+def build(sources: Sources, base_sources: Sources, path: str, content: str, file: int) -> int:
+    """Write a delta's prepared file, or why the fine-tune is no delta; returns its bytes.
+
+    sources, base_sources: of the fine-tune and of its base
+    path: the base's prepared file
+    """
+    whole, of_base = prepared.artifact_of(sources), prepared.artifact_of(base_sources)
+    config, layout_of_base = whole.config, prepared.layout(of_base.config, "int8")
+    base = PreparedFile(Path(path), lambda _: layout_of_base, of_base.content)
+    factors = [rotation.head_factors(of_base.weights, i) for i in range(config.num_layers)]
+    with ThreadPoolExecutor(cpu_count()) as pool:  # the largest first
+        tasks = {
+            n: pool.submit(_change, whole, base, factors, n) for n in reversed(matrices(config))
+        }
+        try:
+            changes = {name: task.result() for name, task in tasks.items()}
+        except NoDelta as error:
+            pool.shutdown(cancel_futures=True)
+            return write(file, [], {"source": content, "whole": error.message}, lambda _: None)
+    arrays = {name: array for change in changes.values() for name, array in change.arrays.items()}
+    positions = rotation.floats(whole.weights[names.POSITIONS])
+    rotation.rotate_rows(positions, config.units)
+    positions = np.pad(positions, ((0, 0), (0, -config.units % library.LINE)))
+    arrays["adapter.positions"] = fp16("the positions", positions)
+    for part in ("gamma", "beta"):
+        vector = np.asarray(whole.weights[f"{names.FINAL_NORM}.{part}"], np.float32)
+        arrays[f"final_norm.{part}"] = _padded(vector)
+    choices = {name: change.choice for name, change in changes.items()}
+    entries = list(layout(config, choices))
+    size, most = sum(e.num_bytes for e in entries), prepared.num_bytes(config, "int8")
+    if size > min(MOST_BYTES, most):
+        reason = (
+            f"it is too far from its base: a delta would have {size} bytes, a whole model {most}"
+        )
+        return write(file, [], {"source": content, "whole": reason}, lambda _: None)
+
+    def fill(data: NDArray[np.uint8]) -> None:
+        at = 0
+        for entry in entries:
+            data[at : at + entry.num_bytes] = arrays[entry.name].reshape(-1).view(np.uint8)
+            at += entry.num_bytes
+
+    return write(file, entries, {"source": content, "choices": json.dumps(choices)}, fill)
+
+
+@dataclass(frozen=True)
+class Change:
+    """The packed difference of a matrix, by its tensors' names."""
+
+    choice: tuple[int, int]  # rank and bits
+    arrays: dict[str, NDArray[Any]]
+
+
+def _change(whole: Artifact, base: PreparedFile, factors: Sequence[Floats], name: str) -> Change:
+    """Return a matrix's difference from the base's. Raises `NoDelta` if it is too large.
+
+    factors: of the base's heads, by layers
+    """
+    config, arrays = whole.config, dict[str, NDArray[Any]]()
+    layer, _, product = name.rpartition(".")
+    if layer:
+        weight, bias = prepared.rotated_product(whole, int(layer), product, factors[int(layer)])
+        bias -= _numbers(base.addresses[f"layers.{name}.bias"], len(bias))
+        arrays[f"{name}.bias"] = _padded(bias)
+        address = base.addresses[f"layers.{name}.weight"]
+    else:
+        source = names.OUTPUT if name == "head" else names.EMBEDDING
+        weight = rotation.floats(whole.weights[source])
+        rotation.rotate_rows(weight, config.units)
+        address = base.addresses.get(f"{name}.weight", base.addresses["embedding.weight"])
+    errors = _int8_errors(weight)
+    of_base = np.empty_like(weight)
+    library.unpack_int8(address, *weight.shape, of_base.ctypes.data)
+    weight -= of_base
+    del of_base
+    up, down = largest_directions(weight, RANKS[-1])
+    rank, bits = _choose(name, weight, up, errors, LIMIT if layer else LIMIT_OF_TOKENS)
+    up, down = _in_fp16(name, up[:, :rank], down[:rank])
+    weight -= up @ down
+    rest = np.empty(library.rest_bytes(*weight.shape, bits), np.uint8)
+    library.pack_rest(weight.ctypes.data, *weight.shape, bits, rest.ctypes.data)
+    arrays[f"{name}.rest"] = rest
+    if product == "ffn_out":  # multiplied with what comes out of GELU before that is rotated
+        rotation.rotate_rows(down, down.shape[1] // library.LINE, library.LINE)
+        down = down[:, : config.hidden_size]
+    arrays[f"{name}.up"] = grouped(name, up, np.float16)
+    arrays[f"{name}.down"] = grouped(name, down.T if name == "embedding" else down, np.float16)
+    if name == "embedding" and config.tie_word_embeddings:
+        arrays["head.down"] = grouped(name, down, np.float16)
+    return Change((rank, bits), arrays)
+
+
+def largest_directions(matrix: Floats, rank: int) -> tuple[Floats, Floats]:
+    """Return up (n, rank) and down (rank, k), whose product is nearest to a matrix (n, k), about.
+
+    The rows of `down` are orthogonal and of length 1, the largest direction first. By a randomized
+    range finder with one power iteration: Halko, Martinsson, Tropp 2011,
+    https://arxiv.org/abs/0909.4061, algorithm 4.4. The same matrix has the same result.
+    """
+    shape = (matrix.shape[1], min(rank + OVERSAMPLING, *matrix.shape))
+    basis = matrix @ np.random.default_rng(0).standard_normal(shape, np.float32)
+    basis = np.linalg.qr(matrix @ (matrix.T @ np.linalg.qr(basis)[0]))[0]
+    down = np.linalg.svd(basis.T @ matrix, full_matrices=False)[2][:rank]
+    return matrix @ down.T, down
+
+
+def _choose(
+    name: str, difference: Floats, up: Floats, errors: Floats, limit: float
+) -> tuple[int, int]:
+    """Return the rank and bits of the fewest bytes for a matrix (n, k). Raises `NoDelta`.
+
+    up: of `largest_directions`
+    errors: of int8 in each column (n,)
+    """
+    n, k = difference.shape
+    squares = np.square(difference).sum(axis=1)
+    choices = []
+    for rank in sorted({min(rank, up.shape[1]) for rank in RANKS}):
+        left = np.maximum(squares - np.square(up[:, :rank]).sum(axis=1), 0)
+        ratios = np.divide(left, errors, out=np.where(left > 0, np.inf, 0), where=errors > 0)
+        ratio = np.quantile(ratios, SHARE_OF_COLUMNS)
+        choices += [
+            (2 * rank * (n + k) + n * k * bits / 8, rank, bits)
+            for bits in BITS
+            if ratio * LEFT_BY_BITS[bits] <= limit
+        ]
+    if not choices:
+        raise NoDelta(f"it is too far from its base, above all in {name}")
+    _, rank, bits = min(choices)
+    return rank, bits
+
+
+def _in_fp16(name: str, up: Floats, down: Floats) -> tuple[Floats, Floats]:
+    """Return numbers of fp16 with the same product; both factors get a part of its size."""
+    sizes = np.linalg.norm(up, axis=0)
+    roots = np.sqrt(np.where(sizes > 0, sizes, 1))
+    factors = (up / roots, down * roots[:, None])
+    up, down = (fp16(name, x).astype(np.float32) for x in factors)
+    return up, down
+
+
+def _int8_errors(weight: Floats) -> Floats:
+    """Return the sum of the squares of int8's errors in each column, (n,), of a matrix (n, k)."""
+    lowest, highest = weight.min(axis=1, initial=0), weight.max(axis=1, initial=0)
+    scales = (highest - lowest) / 254
+    errors: Floats = np.square(scales) * (weight.shape[1] / 12)
+    return errors
+
+
+def _padded(vector: Floats) -> Floats:
+    return np.pad(vector, (0, -len(vector) % library.LINE))
+
+
+def _numbers(address: int, count: int) -> Floats:
+    return np.ctypeslib.as_array((ctypes.c_float * count).from_address(address))

@@ -1,0 +1,42 @@
+"""Whole fine-tunes of a random base."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tests.engine.models import params_of, write_params
+
+
+def fine_tuned(path: Path, base: Path, *, seed: int = 0, size: float = 0.02, rank: int = 4) -> Path:
+    """Writes a fine-tune of the v1 model in `base` into `path`; returns it.
+
+    The change of each matrix has `size` times its norm in a few directions, and a third of that in
+    all others, as trained changes have; vectors change, too.
+    """
+    rng = np.random.default_rng(2000 + seed)
+    shutil.copytree(base, path, ignore=shutil.ignore_patterns("*.params", ".prepared"))
+    weights = {name: _changed(w, rng, size, rank) for name, w in params_of(base).items()}
+    names = [name for name in weights if name.endswith("_logits_proj.weight")]
+    for name in names:  # v1 files hold the tied matrix twice
+        weights[name] = weights["_embed.weight"]
+    write_params(path / "kogpt2.params", weights)
+    return path
+
+
+def _changed(
+    weight: NDArray[Any], rng: np.random.Generator, size: float, rank: int
+) -> NDArray[np.float32]:
+    weight = weight.astype(np.float32)
+    if weight.ndim == 1:
+        return weight + np.float32(size) * rng.standard_normal(weight.shape, np.float32)
+    n, k = weight.shape
+    thin = rng.standard_normal((n, rank), np.float32) @ rng.standard_normal((rank, k), np.float32)
+    full = rng.standard_normal((n, k), np.float32)
+    norm = size * np.linalg.norm(weight)
+    change = thin / np.linalg.norm(thin) + full / np.linalg.norm(full) / 3
+    return weight + np.float32(norm) * change

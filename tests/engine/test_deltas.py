@@ -1,0 +1,288 @@
+"""Whole fine-tunes are computed as deltas of their base: beside it, and as exact as in int8."""
+
+from __future__ import annotations
+
+import gc
+import json
+import shutil
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from engine.artifacts.open import open_artifact
+from engine.backends.interface import Piece
+from engine.engine import Engine
+from engine.native import delta as deltas
+from engine.native import library
+from engine.native.adapter import load_adapter
+from engine.native.delta import Delta, NoDelta, open_delta
+from engine.native.model import NativeModel
+from engine.native.prepared import prepared
+from engine.prepared.manifest import Manifests
+from tests.engine.adapters import make_adapter
+from tests.engine.backends.running import logits_of
+from tests.engine.conftest import NewEngine
+from tests.engine.deltas import fine_tuned
+from tests.engine.engines import Request, make_talkative
+from tests.engine.models import params_of, write_params
+
+PROMPT = "오늘은 날씨가"
+NEW = 24
+IDS = np.random.default_rng(0).integers(4, 150, 60).tolist()
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_talkative(tmp_path_factory.mktemp("base") / "바탕", seed=7)
+
+
+@pytest.fixture(scope="module")
+def wholes(base: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    root = tmp_path_factory.mktemp("wholes")
+    return [fine_tuned(root / f"시 {i}", base, seed=i, size=0.02 + 0.01 * i) for i in range(4)]
+
+
+@pytest.fixture
+def engine(new_engine: NewEngine) -> Engine:
+    return new_engine(memory_mib=64, backend="native")
+
+
+def ask(engine: Engine, name: str) -> Request:
+    return Request(engine, name, PROMPT, max_new_tokens=NEW)
+
+
+# --- The library ----------------------------------------------------------------------------------
+
+
+def in_numpy(matrix: NDArray[np.float32], bits: int) -> NDArray[np.float32]:
+    """A matrix (n, k) as `pack_rest` rounds it, by its description in product.h and pass.c."""
+    most = 2**bits - 1
+    step = {1: 0.7979, 2: 0.4979, 3: 0.2930}[bits] * np.sqrt(np.square(matrix).mean(1))[:, None]
+    odd = 2 * np.clip(np.floor(matrix / (2 * step) + (most + 1) / 2), 0, most) - most
+    return odd * (np.square(matrix).sum(1) / (matrix * odd).sum(1))[:, None]
+
+
+def unpack(packed: NDArray[np.uint8], n: int, k: int, bits: int) -> NDArray[np.float32]:
+    """The matrix (n, k) that is packed as product.h says."""
+    width = -(-k // 64) * 64
+    groups = packed.reshape(-(-n // 16), -1)
+    scales = groups[:, -64:].copy().view(np.float32).reshape(-1)[:n]
+    depths = groups[:, :-64].reshape(len(groups), width // 64, -1)
+    numbers = np.zeros((len(groups) * 16, width), np.int64)
+    for column in range(len(groups) * 16):
+        for i in range(width):
+            depth, four, byte = depths[column // 16, i // 64], i % 64 // 4, column % 16 * 4 + i % 4
+            if bits & 2:
+                numbers[column, i] = depth[four // 4 * 64 + byte] >> four % 4 * 2 & 3
+            if bits & 1:
+                lowest = depth[(256 if bits & 2 else 0) + four // 8 * 64 + byte] >> four % 8 & 1
+                numbers[column, i] = 2 * numbers[column, i] + lowest
+    return (2 * numbers[:n, :k] - (2**bits - 1)) * scales[:, None]
+
+
+@pytest.mark.parametrize("bits", [1, 2, 3])
+@pytest.mark.parametrize(("n", "k"), [(16, 64), (33, 100), (5, 200)])
+def test_few_bits_are_packed_as_documented(bits: int, n: int, k: int) -> None:
+    matrix = np.random.default_rng(n).standard_normal((n, k), np.float32) * np.float32(0.03)
+    packed = np.empty(library.rest_bytes(n, k, bits), np.uint8)
+    library.pack_rest(matrix.ctypes.data, n, k, bits, packed.ctypes.data)
+    np.testing.assert_allclose(unpack(packed, n, k, bits), in_numpy(matrix, bits), rtol=1e-5)
+    rounded = unpack(packed, n, k, bits)
+    np.testing.assert_allclose((rounded * matrix).sum(1), np.square(matrix).sum(1), rtol=1e-4)
+
+
+def test_a_matrix_of_zeros_has_zeros_in_few_bits() -> None:
+    matrix = np.zeros((16, 64), np.float32)
+    packed = np.empty(library.rest_bytes(16, 64, 2), np.uint8)
+    library.pack_rest(matrix.ctypes.data, 16, 64, 2, packed.ctypes.data)
+    assert not unpack(packed, 16, 64, 2).any()
+
+
+def test_the_largest_directions_are_those_of_the_singular_values() -> None:
+    rng = np.random.default_rng(1)
+    sizes = np.float32(10) * np.float32(0.5) ** np.arange(40, dtype=np.float32)
+    left, right = (np.linalg.qr(rng.standard_normal((n, 40)))[0] for n in (90, 70))
+    matrix = ((left * sizes) @ right.T).astype(np.float32)
+    up, down = deltas.largest_directions(matrix, 8)
+    error = np.linalg.norm(matrix - up @ down)
+    assert error < 1.01 * np.linalg.norm(sizes[8:])
+    again = deltas.largest_directions(matrix, 8)
+    assert all((a == b).all() for a, b in zip((up, down), again, strict=True))
+
+
+# --- Exactness ------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def opened(
+    base: Path, wholes: list[Path], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[NativeModel, list[Delta]]]:
+    cache, of_base = tmp_path_factory.mktemp("cache"), open_artifact(base)
+    found = [open_delta(open_artifact(path), of_base, cache) for path in wholes]
+    with closing(NativeModel(prepared(of_base, "int8", cache))) as model:
+        yield model, found
+
+
+def kl(logits: NDArray[np.float32], expected: NDArray[np.float32]) -> float:
+    def log_softmax(x: NDArray[np.float32]) -> NDArray[np.float64]:
+        x = x.astype(np.float64) - x.max(axis=-1, keepdims=True)
+        return np.asarray(x - np.log(np.exp(x).sum(-1, keepdims=True)))
+
+    p, q = log_softmax(expected), log_softmax(logits)
+    return float((np.exp(p) * (p - q)).sum(-1).mean())
+
+
+def test_a_delta_is_as_exact_as_the_whole_model_in_int8(
+    opened: tuple[NativeModel, list[Delta]], wholes: list[Path], tmp_path: Path
+) -> None:
+    model, found = opened
+    for delta, path in zip(found, wholes, strict=True):
+        whole = open_artifact(path)
+        with closing(NativeModel(prepared(whole, "fp32", tmp_path))) as exact:
+            expected = logits_of(exact, IDS)
+        with closing(NativeModel(prepared(whole, "int8", tmp_path))) as int8:
+            error = kl(logits_of(int8, IDS), expected)
+        assert kl(logits_of(model, IDS), expected) > 10 * error  # the base is another model
+        assert kl(logits_of(model, IDS, delta.load()), expected) < 1.5 * error
+
+
+def test_a_token_is_the_same_beside_rows_of_any_fine_tune(
+    opened: tuple[NativeModel, list[Delta]], base: Path, tmp_path: Path
+) -> None:
+    model, found = opened
+    lora = make_adapter(tmp_path / "lora", base)
+    adapter = load_adapter(Manifests().open_adapter(lora), open_artifact(base), "int8")
+    kinds = [None, adapter, *(delta.load() for delta in found)]
+    alone = [logits_of(model, IDS, kind) for kind in kinds]
+    assert len({logits.tobytes() for logits in alone}) == len(kinds)
+    rng = np.random.default_rng(3)
+    for _ in range(10):
+        of_rows = [int(i) for i in rng.integers(0, len(kinds), 9)]
+        rows, done = [model.open_row() for _ in of_rows], [0] * len(of_rows)
+        while min(done) < len(IDS):
+            order = [i for i in rng.permutation(len(rows)) if done[i] < len(IDS)]
+            counts = [int(min(rng.integers(1, 20), len(IDS) - done[i])) for i in order]
+            logits = model.run(
+                [
+                    Piece(rows[i], IDS[done[i] : done[i] + n], n, kinds[of_rows[i]])
+                    for i, n in zip(order, counts, strict=True)
+                ]
+            )
+            at = 0
+            for i, n in zip(order, counts, strict=True):
+                expected = alone[of_rows[i]][done[i] : done[i] + n]
+                assert logits[at : at + n].tobytes() == expected.tobytes()
+                done[i], at = done[i] + n, at + n
+        for row in rows:
+            model.close_row(row)
+
+
+def test_a_delta_that_is_prepared_twice_has_the_same_bits(
+    base: Path, wholes: list[Path], tmp_path: Path
+) -> None:
+    paths = []
+    for name in ("하나", "둘"):
+        delta = open_delta(open_artifact(wholes[0]), open_artifact(base), tmp_path / name)
+        paths.append(delta.file.path)
+        delta.close()
+    assert paths[0].read_bytes() == paths[1].read_bytes()
+
+
+def test_a_head_of_its_own_is_a_delta_of_the_tied_one(base: Path, tmp_path: Path) -> None:
+    """As an adapter with a trained head is merged: the embedding stays, the head is untied."""
+    whole = fine_tuned(tmp_path / "whole", base)
+    artifact, cache = open_artifact(whole), tmp_path / "cache"
+    weights = dict(artifact.weights)
+    head = np.array(weights["_embed.weight"]) * np.float32(1.02)
+    untied = replace(artifact, config=replace(artifact.config, tie_word_embeddings=False))
+    untied.__dict__["weights"] = {**weights, "_logits_proj.weight": head}
+    assert set(deltas.matrices(untied.config)) > set(deltas.matrices(artifact.config))
+    with pytest.raises(NoDelta, match="units is"):
+        open_delta(replace(artifact, config=replace(artifact.config, units=8)), untied, cache)
+
+
+# --- In the engine --------------------------------------------------------------------------------
+
+
+def test_fine_tunes_share_the_weights_and_steps_of_their_base(
+    engine: Engine, base: Path, wholes: list[Path]
+) -> None:
+    models = [engine.load(path.name, str(path), base=str(base)) for path in wholes]
+    assert len({model.core for model in models}) == 1
+    assert all(model.describe()["base"] == str(base) for model in models)
+    assert all("whole_because" not in model.describe() for model in models)
+    alone = [ask(engine, path.name).wait().ids() for path in wholes]
+    assert len(set(map(tuple, alone))) > 1
+    with ThreadPoolExecutor(8) as pool:
+        together = list(pool.map(lambda path: ask(engine, path.name).wait().ids(), wholes * 4))
+    assert together == alone * 4
+
+
+def test_what_a_delta_adds_is_counted_and_returned(
+    engine: Engine, base: Path, wholes: list[Path]
+) -> None:
+    engine.load("바탕", str(base))
+    before = engine.budget.weight_bytes
+    for _ in range(20):
+        model = engine.load("시", str(wholes[0]), base=str(base))
+        assert model.held()["reserved_bytes"] > model.adapter_bytes > 0
+        assert ask(engine, "시").wait().ids()
+        engine.unload("시")
+    assert engine.budget.weight_bytes == before
+    gc.collect()
+    mapped = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines()}
+    assert not [name for name in mapped if name.startswith(str(wholes[0]))]
+
+
+@pytest.mark.parametrize("precision", ["fp32", "int8"])
+def test_what_is_no_delta_is_whole_and_says_why(
+    engine: Engine, base: Path, wholes: list[Path], tmp_path: Path, precision: str
+) -> None:
+    other = make_talkative(tmp_path / "남", seed=99)  # no fine-tune of the base
+    expected = {"fp32": "its precision is fp32", "int8": "too far from its base"}[precision]
+    model = engine.load("남", str(other), base=str(base), precision=precision)
+    assert expected in model.describe()["whole_because"]
+    assert "base" not in model.describe()
+    alone = engine.load("혼자", str(other), precision=precision)
+    assert ask(engine, "남").wait().ids() == ask(engine, "혼자").wait().ids()
+    assert alone.core is not model.core
+
+
+def test_a_base_that_is_replaced_while_its_deltas_answer_serves_them_on(
+    engine: Engine, base: Path, wholes: list[Path], tmp_path: Path
+) -> None:
+    own = shutil.copytree(base, tmp_path / "바탕")
+    first = engine.load("시", str(wholes[0]), base=str(own))
+    before = ask(engine, "시").wait().ids()
+    params = params_of(own)
+    params["_embed.weight"] = params["_embed.weight"] * np.float32(1.1)
+    params["_logits_proj.weight"] = params["_embed.weight"]
+    write_params(own / "new.params", params)
+    (own / "new.params").replace(own / "kogpt2.params")
+    assert ask(engine, "시").wait().ids() == before
+    # What is loaded now is a delta of the new base: another core, and about the same text.
+    again = engine.load("시 다시", str(wholes[0]), base=str(own))
+    assert again.core is not first.core
+    assert ask(engine, "시 다시").wait().ids()
+    assert ask(engine, "시").wait().ids() == before
+
+
+def test_a_damaged_file_is_made_again(base: Path, tmp_path: Path) -> None:
+    own, cache = fine_tuned(tmp_path / "시", base), tmp_path / "cache"
+    delta = open_delta(open_artifact(own), open_artifact(base), cache)
+    path, whole = delta.file.path, delta.file.path.read_bytes()
+    delta.close()
+    length = int.from_bytes(whole[:8], "little")
+    header = json.loads(whole[8 : 8 + length])
+    for choices in ("[]", "{", '{"0.qkv": [8, 9]}', '{"0.qkv": [-1, 2]}', '{"0.qkv": 5}', "{}"):
+        header["__metadata__"]["choices"] = choices
+        text = json.dumps(header).encode().ljust(length)
+        path.write_bytes(len(text).to_bytes(8, "little") + text + whole[8 + length :])
+        open_delta(open_artifact(own), open_artifact(base), cache).close()
+        assert path.read_bytes() == whole
