@@ -111,9 +111,10 @@ async def test_a_worker_is_told_what_the_engine_is_to_do_and_an_adapters_base(
 async def test_a_worker_says_why_a_model_shares_nothing_with_its_base(parts: Parts) -> None:
     parts.model.stored_base = base = stored("바탕")
     parts.model.base = Fetched(Path("바탕"), hit=True)
-    parts.mms.outcome = {"whole_because": f"{base.key} has other layers"}
+    parts.mms.outcome = {"whole_because": "its base has other layers"}
     await parts.workers.start(parts.model)
-    assert (parts.model.whole_because, parts.model.shared_base) == ("바탕 has other layers", None)
+    reason = "its base has other layers"
+    assert (parts.model.whole_because, parts.model.shared_base) == (reason, None)
     parts.mms.outcome = {"whole_because": ""}  # at a restart, with the base's new version
     await parts.workers.start(parts.model)
     assert (parts.model.whole_because, parts.model.shared_base) == ("", base)
