@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import json
 import time
 from collections import deque
@@ -38,6 +39,7 @@ from serving.api.worker_calls import AWS_ACCEPT
 from serving.errors import BadRequest, BodyTooLarge, TooManyRequests, Unavailable, WorkerFailed
 from serving.models.model import Model
 from serving.names import normal_name
+from serving.tokens import Token
 
 NO_MODEL = (
     "say which model answers the lines: /predictions/{name}, X-Amzn-SageMaker-Target-Model,"
@@ -142,9 +144,8 @@ class Batch(StreamingResponse):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         scope[DUPLEX] = True
         scope["state"]["lines"] = scope["state"]["error_lines"] = 0
-        if (token := scope["state"]["token"]) is not None:  # each line counts instead
-            token.end()
-            scope["state"]["token"] = None
+        _end(scope["state"]["token"])  # each line counts instead
+        scope["state"]["token"] = None
         gone = False
 
         async def read() -> None:
@@ -163,7 +164,7 @@ class Batch(StreamingResponse):
         async with self.resources:
             with CancelScope() as work:
                 beginning = asyncio.create_task(self._begin())
-                beginning.add_done_callback(self._end)
+                beginning.add_done_callback(self._ended)
                 tasks = [asyncio.create_task(read()), asyncio.create_task(self._stop(beginning))]
                 try:
                     await super().__call__(scope, never, send)
@@ -177,9 +178,9 @@ class Batch(StreamingResponse):
         await self._gateway.stopping.wait()
         beginning.cancel()
 
-    def _end(self, beginning: asyncio.Task[None]) -> None:
+    def _ended(self, beginning: asyncio.Task[None]) -> None:
         if beginning.cancelled():
-            self._failure = Unavailable("the server is stopping", retry_after_s=5)
+            self._failure = _stopping()
         elif (error := beginning.exception()) is not None:
             assert isinstance(error, Exception)
             self._failure = error
@@ -196,13 +197,15 @@ class Batch(StreamingResponse):
                 await self._sent.wait()
             request = self.request_of(number, line if isinstance(line, bytes) else b"")
             error = line if isinstance(line, BodyTooLarge) else await self._authorize(request)
+            token = request.state.token
             try:
                 await self.places.acquire()
             except asyncio.CancelledError:
-                _end_token(request)
+                _end(token)
                 raise
             task = asyncio.create_task(self._answer(number, line, request, error))
-            task.add_done_callback(self._answered)
+            # A task that is cancelled before it begins has no `finally`.
+            task.add_done_callback(functools.partial(self._answered, token))
             self._pending.append(task)
             self._begun.set()
 
@@ -223,8 +226,9 @@ class Batch(StreamingResponse):
             else:
                 return None
 
-    def _answered(self, task: asyncio.Task[bytes]) -> None:
+    def _answered(self, token: Token | None, task: asyncio.Task[bytes]) -> None:
         self.places.release()
+        _end(token)
         if not task.cancelled() and task.exception() is None:
             self._unsent_bytes += len(task.result())
 
@@ -287,8 +291,6 @@ class Batch(StreamingResponse):
             counts["error_lines"] += 1
             request.state.shape = None
             return b'{"error": ' + bytes(error_response(request, failure).body) + b"}\n"
-        finally:
-            _end_token(request)
 
     async def _until_accepted(self, number: int, line: bytes, request: Request) -> bytes:
         """Return a line's answer, tried again while the server is busy or restarts a process."""
@@ -302,9 +304,11 @@ class Batch(StreamingResponse):
                 wait_s = float(retry_after) if retry_after.isdecimal() else 1.0
                 last: Exception | None = None
             except ServiceError as error:
-                if error.status not in REFUSED or self._gateway.draining:
+                if error.status not in REFUSED:
                     raise
                 wait_s, last = error.retry_after_s or 1.0, error
+            if self._gateway.draining:
+                raise _stopping()
             if refused_at is None:
                 refused_at = time.monotonic()
             if time.monotonic() + wait_s > refused_at + PATIENCE_S:
@@ -312,10 +316,9 @@ class Batch(StreamingResponse):
                     raise last
                 return await _line_of(response, self._request.scope["state"])
             await asyncio.sleep(wait_s)
-            again = self.request_of(number, line)
-            again.state.token = request.state.token
-            request.state.token = None
-            request = again
+            token = request.state.token
+            request = self.request_of(number, line)
+            request.state.token = token
 
     async def _invoke(self, request: Request) -> Response:
         try:
@@ -329,10 +332,14 @@ class Batch(StreamingResponse):
         return response
 
 
-def _end_token(request: Request) -> None:
-    if request.state.token is not None:
-        request.state.token.end()
-        request.state.token = None
+def _end(token: Token | None) -> None:
+    """End the request that a line is for its token."""
+    if token is not None:
+        token.end()
+
+
+def _stopping() -> Unavailable:
+    return Unavailable("the server is stopping", retry_after_s=5)
 
 
 async def _line_of(response: Response, counts: Any) -> bytes:

@@ -14,7 +14,7 @@ from starlette.requests import ClientDisconnect, Request
 
 from serving.api.body_lines import BodyLines
 from serving.errors import BadRequest, BodyTooLarge
-from tests.serving.api.gateways import World
+from tests.serving.api.gateways import World, settle
 
 MOST = 12
 MARK = b"\xef\xbb\xbf"
@@ -85,3 +85,20 @@ async def test_blank_lines_take_no_steps_each() -> None:
     await lines.first()
     assert await lines.next() == b"1"
     assert steps < 10
+
+
+async def test_where_bodies_take_much_memory_a_line_is_used_before_more_is_read() -> None:
+    world = World(max_request_bytes=MOST)
+    pieces = [b"1\n2", b"\n3\n4\n", b"5", b"\n"]
+    lines = lines_of(world, pieces)
+    await lines.first()
+    world.gateway.body_bytes += 1000 * MOST  # of others
+    reading = asyncio.create_task(lines.read())
+    read_ahead = []
+    for number in (b"1", b"2", b"3", b"4", b"5"):
+        await settle()
+        read_ahead.append(bytes(lines._data))
+        assert await lines.next() == number
+    # A line that is incomplete is read on, or nothing would ever be used.
+    assert read_ahead == [b"2\n3\n4\n", b"2\n3\n4\n", b"3\n4\n", b"4\n", b"5\n"]
+    reading.cancel()

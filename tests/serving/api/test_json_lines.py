@@ -349,6 +349,31 @@ async def test_each_line_counts_for_its_token(tmp_path: Path) -> None:
     assert unknown.status == 401
 
 
+@pytest.mark.parametrize("ends", ["answered", "disconnected", "at once"])
+async def test_a_token_has_no_request_in_flight_once_its_batch_has_ended(
+    tmp_path: Path, ends: str
+) -> None:
+    world = await with_token(World(model(capacity=8)), tmp_path, concurrency=5)
+    refused = answered(503, b"{}", **{"retry-after": "1"})
+
+    async def answer(number: int) -> Answer:
+        await asyncio.sleep(1)
+        return refused if number < 7 else answered()
+
+    world.mms.answer = answer
+    client = Client(world, authorization=BEARER).send(b"\n".join(map(line, range(9))), more=True)
+    if ends == "answered":
+        client.send(b"")
+        assert len(await client.answers()) == 9
+    else:
+        await asyncio.sleep(2.5 if ends == "disconnected" else 0)
+        client.leave()
+        await client._call
+    (token,) = world.gateway.tokens.all()
+    await settle()
+    assert token.usage.in_flight == 0
+
+
 async def test_lines_are_as_many_a_minute_as_their_token_may_send(tmp_path: Path) -> None:
     world = await with_token(World(model(capacity=8)), tmp_path, requests_per_minute=6)
     world.gateway.tokens.now = time.monotonic
