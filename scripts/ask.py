@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from command.errors import Problem
-from command.options import argument, option
+from command.options import argument, option, seconds
 from scripts.client.prompt import Prompt, send
 
 
@@ -15,6 +15,12 @@ class Ask(Prompt):
     model: str = argument("the fine-tune")
     text: str | None = argument("the prompt (default: standard input)", None)
     stream: bool = option(True, "print the text while it is generated", "--stream/--no-stream")
+    wait: float = option(
+        "360",
+        "how long to retry while SageMaker loads the model, or requests of --file fail, seconds",
+        parser=seconds,
+        metavar="S",
+    )
     file: Path | None = option(
         None, "a file of requests, a JSON value a line, instead of a prompt", metavar="FILE"
     )

@@ -64,6 +64,21 @@ def test_texts_lists_and_pairs(server: Server) -> None:
     assert answer.json() == [best]
 
 
+def test_a_line_is_a_text_or_a_list_or_a_pair(server: Server) -> None:
+    pair = {"text": TEXT, "text_pair": "봄"}
+    lines = [
+        {"inputs": TEXT, "parameters": {"top_k": 2}},
+        {"inputs": [TEXT, "꽃"]},
+        {"inputs": pair},
+    ]
+    body = "\n".join(json.dumps(line, ensure_ascii=False) for line in [*lines, {"inputs": ""}])
+    headers = {"Content-Type": "application/jsonlines"}
+    answer = server.post("/predictions/감정", data=body.encode(), headers=headers)
+    *good, wrong = map(json.loads, answer.content.splitlines())
+    assert good == [server.predict(quote("감정"), line).json() for line in lines]
+    assert wrong["error"]["code"] == 400
+
+
 def test_csv_in_and_out(server: Server) -> None:
     body = 'inputs\n산에는 꽃 피네\n"꽃이, 피네"\n'
     answer = server.predict(quote("감정"), body.encode(), **{"Content-Type": "text/csv"})

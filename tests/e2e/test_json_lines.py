@@ -36,10 +36,14 @@ def transform_fn(model, body, content_type, accept):
 def server(clean: Server) -> Server:
     small(clean.store / "봄")
     endless(clean.store / "slow")
-    code = clean.store / "메아리" / "code"
+    echo(clean.store / "메아리")
+    return clean
+
+
+def echo(folder: Path) -> None:
+    code = folder / "code"
     code.mkdir(parents=True)
     (code / "inference.py").write_text(ECHO, encoding="utf-8")
-    return clean
 
 
 def line(number: int) -> bytes:
@@ -202,6 +206,35 @@ def test_a_single_request_does_not_wait_for_a_batch(
     assert running(server) == 15
     request.connection.close()
     eventually(lambda: running(server) == 0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "words", "errors"),
+    [
+        ("봄", "-m engine ", []),
+        ("봄", "ModelServer", []),
+        ("메아리", "user_code", ["ScriptOutOfMemory"]),  # of the line that it worked on
+    ],
+)
+def test_a_process_that_is_killed_costs_no_other_line(
+    breakable: Server, name: str, words: str, errors: list[str]
+) -> None:
+    small(breakable.store / "봄")
+    echo(breakable.store / "메아리")
+    request = Duplex(breakable, f"/predictions/{quote(name)}")
+    with contextlib.closing(request.connection):
+        request.send(b"".join(map(line, range(100))))
+        answer = request.connection.getresponse()
+        assert answer.readline()
+        for process in breakable.descendants(words):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        request.send(b"".join(map(line, range(100, 400))))
+        request.end()
+        rest = [json.loads(one) for one in answer.read().splitlines()]
+    assert len(rest) == 399
+    assert [one["error"]["type"] for one in rest if "error" in one] == errors
 
 
 def test_a_stop_cuts_off_a_batch_that_waits_for_its_client(breakable: Server) -> None:
