@@ -112,6 +112,7 @@ class Classification(Sequence):
             self.finish()
             self.send(Outputs(self.index, self._logits))
             now, statistics = time.monotonic(), self.model.statistics
+            statistics.texts += 1
             statistics.time_to_first_token_s.observe(now - self.received_at)
             statistics.finished(now - self.queued_at)
         return False

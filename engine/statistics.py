@@ -11,6 +11,7 @@ from common.histogram import Histogram
 class Statistics:
     requests: int = 0
     tokens: int = 0
+    texts: int = 0  # that were classified
     prompt_tokens: int = 0
     cached_tokens: int = 0  # prompt tokens whose keys and values were reused
     steps: int = 0

@@ -103,7 +103,7 @@ def parse(body: bytes, content_type: str | None, of_tokens: bool = False) -> Cla
             'the body must be {"inputs": text, or a list of texts, "parameters": {...}}'
         )
     for name in value:
-        if name not in ("inputs", "parameters"):
+        if name not in ("inputs", "parameters", "stream"):  # labels are whole in any case
             raise InvalidRequest(
                 f"{name} is not known to a classifier; known are inputs, parameters"
             )

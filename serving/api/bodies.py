@@ -47,7 +47,7 @@ def read(request: Request, body: bytes, headers: Mapping[str, str]) -> Direct:
         )
         return request, Stream(streamed, headers.get("accept", ""))
 
-    return Direct(parse)
+    return Direct(parse, streams=True)
 
 
 def _object(body: bytes, content_type: str | None) -> dict[str, Any]:

@@ -33,6 +33,7 @@ BUDGET = {
 COUNTERS = {
     "requests": "Requests that the engine took",
     "tokens": "Tokens made",
+    "texts": "Texts classified",
     "prompt_tokens": "Tokens of prompts",
     "cached_tokens": "Tokens of prompts whose keys and values were kept, and not computed again",
     "guessed_tokens": "Guesses of next tokens that were checked",

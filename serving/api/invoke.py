@@ -46,6 +46,7 @@ class Direct:
         route's
     model, user: the model and the user that the body names, or ""
     limit_s: the time limit that the body sets, from the request's head to the answer
+    streams: whether `parse` only streams what the worker answers whole: labels are no stream
     """
 
     parse: Callable[[str], tuple[EngineRequest, Renderer]] | None = None
@@ -53,6 +54,7 @@ class Direct:
     model: str = ""
     user: str = ""
     limit_s: float = math.inf
+    streams: bool = False
 
 
 Read = Callable[[Request, bytes, Mapping[str, str]], Direct]
@@ -99,7 +101,7 @@ async def invoke(
             # A model with its own code parses all bodies itself, whatever API they look like.
             if not model.in_engine:
                 request.state.shape = None
-            elif direct.parse is not None:
+            elif direct.parse is not None and not (direct.streams and model.task):
                 return await _answer_directly(gateway, request, direct, model, end, resources)
             if model.in_engine and kind.partition(";")[0].strip().lower() != TEXT:
                 await off_loop(len(body), check_count, body)

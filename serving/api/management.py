@@ -206,10 +206,12 @@ async def unload(gateway: Gateway, request: Request) -> Response:
 
 
 def _listed(request: Request, model: Model) -> dict[str, str]:
-    """Return a model's entry in lists: its name, URL, the base that it shares, and residency."""
+    """Return a model's entry in lists: name, URL, shared base, a classifier's task, residency."""
     shown = {"modelName": model.name, "modelUrl": model.url}
     if model.shared_base is not None and _shows_base(request, model):
         shown["baseModel"] = model.shared_base.name
+    if model.task:
+        shown["task"] = model.task
     return {**shown, "residency": model.residency} if model.residency else shown
 
 

@@ -198,6 +198,7 @@ class Feed:
             "residency": model.residency,
             "pinned": bool(model.settings.pinned),
             "in_engine": model.in_engine,
+            "task": model.task,
             "in_flight": model.in_flight,
             "reason": model.restarts.reason if model.restoring else "",
             "base": shared.name if shared is not None and shows_base else "",

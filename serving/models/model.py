@@ -117,9 +117,12 @@ class Model:
         return str((self.metadata.get("versions") or ["1"])[0])
 
     @property
-    def classifies(self) -> bool:
-        """Whether it is a classifier of the engine, which generates no text."""
-        return self.metadata.get("platform") == CLASSIFIER
+    def task(self) -> str:
+        """What a classifier of the engine does, as transformers calls it; "" for other models."""
+        if self.metadata.get("platform") != CLASSIFIER:
+            return ""
+        outputs = [output["name"] for output in self.metadata["outputs"]]
+        return "token-classification" if "entities" in outputs else "text-classification"
 
     @property
     def request_timeout_s(self) -> float:

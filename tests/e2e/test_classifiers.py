@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import re
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 from urllib.parse import quote
@@ -18,6 +19,7 @@ from tests.e2e.stores import SHORT, packed, small
 from tests.e2e.test_triton import given
 from tests.engine.adapters import make_adapter
 from tests.engine.hugging_face import make_hugging_face
+from tests.scripts.command import output, run
 
 pytestmark = pytest.mark.slow
 
@@ -90,6 +92,38 @@ def test_csv_in_and_out(server: Server) -> None:
     ]
 
 
+def test_it_is_listed_as_what_it_is_and_counted(server: Server) -> None:
+    before = metric(server)
+    classify(server, [TEXT] * 3)
+    classify(server, TEXT, "이름")
+    assert metric(server) - before == 3
+    listed = {m["id"]: m.get("task") for m in server.get("/v1/models").json()["data"]}
+    assert listed["감정"] == server.get(f"/v1/models/{quote('감정')}").json()["task"]
+    assert (listed["감정"], listed["이름"]) == ("text-classification", "token-classification")
+    assert listed["글"] is None
+    loaded = {m["modelName"]: m.get("task") for m in server.get("/models").json()["models"]}
+    assert loaded["감정"] == "text-classification"
+
+
+def metric(server: Server) -> float:
+    pattern = r'^kogpt2_model_texts_total{model="감정"} (\S+)$'
+    found = re.search(pattern, server.get("/metrics").text, re.MULTILINE)
+    return float(found[1]) if found else 0
+
+
+def test_a_request_for_a_stream_is_answered_whole(server: Server) -> None:
+    body = {"inputs": TEXT, "stream": True}
+    answer = server.predict(quote("감정"), body)
+    assert answer.headers["content-type"] == "application/json"
+    assert answer.json() == classify(server, TEXT)
+    assert server.predict(quote("감정"), {"inputs": [TEXT], "stream": True}).status_code == 200
+
+
+def test_kogpt2_ask_prints_the_label(server: Server) -> None:
+    printed = output(run("ask", "감정", TEXT, "--url", server.url("")))
+    assert json.loads(printed) == classify(server, TEXT)[0]
+
+
 def test_json_lines(server: Server) -> None:
     lines = [json.dumps({"inputs": text}) for text in (TEXT, [TEXT, "봄"], " ")]
     body = "\n".join(lines).encode()
@@ -153,7 +187,6 @@ def test_the_open_inference_protocol(server: Server) -> None:
         ("/v1/chat/completions", {"model": "감정", "messages": [{"role": "user", "content": "?"}]}),
         ("/v1/completions", {"model": "감정", "prompt": TEXT}),
         ("/v1/responses", {"model": "감정", "input": TEXT}),
-        (f"/predictions/{quote('감정')}", {"inputs": TEXT, "stream": True}),
         (f"/v2/models/{quote('감정')}/generate", {"text_input": TEXT}),
         ("/generate", {"inputs": TEXT, "parameters": {"adapter_id": "감정"}}),
     ],

@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
+from urllib.parse import quote
 
 import pytest
 from openai.resources import Completions
@@ -21,6 +22,7 @@ from playwright.sync_api import Browser, Locator, Page, expect, sync_playwright
 
 from tests.e2e.server import Server, eventually
 from tests.e2e.stores import bearer, greedy, running, serving, slow, small
+from tests.engine.hugging_face import make_hugging_face
 
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 WIDE_MS = 60_000
@@ -28,6 +30,7 @@ CALL, MANAGE = "call-me", "관리-비밀"
 FOUR = ["봄", "여름", "시/가을", "겨울"]
 SLOW, *LARGE = ["느린", "큰-1", "큰-2"]
 BROKEN = "고장"
+LABELED = "감정"
 PROMPT = "나 보기가 역겨워"
 HTML = {"Accept": "text/html,application/xhtml+xml;q=0.9,*/*;q=0.8"}
 
@@ -46,6 +49,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     store = folder / "store"
     for seed, name in enumerate(FOUR):
         small(store / name, seed)
+    make_hugging_face(store / LABELED, labels=["부정", "긍정"])
     small(store / BROKEN).joinpath("kogpt2.params").write_bytes(b"nothing")
     for name in (SLOW, *LARGE):
         slow(store / name)
@@ -249,6 +253,24 @@ def test_four_models_answer_side_by_side(server: Server, open_page: Callable[...
     page.click("#run")
     expect(page.locator("#stop")).to_be_disabled()
     expect(pane(page, FOUR[1]).locator(".text p")).to_have_count(2)
+
+
+def test_a_classifiers_labels_have_bars(server: Server, open_page: Callable[..., Page]) -> None:
+    body = {"inputs": PROMPT, "parameters": {"top_k": 8}}
+    wanted = server.predict(quote(LABELED), body, **bearer(CALL)).json()  # loads it
+    page = open_page()
+    expect(row(page, LABELED)).to_contain_text("classifies texts")
+    choose(page, LABELED)
+    page.fill("#prompt", PROMPT)
+    page.press("#prompt", "Control+Enter")
+    expect(pane(page, LABELED)).to_have_attribute("data-state", "done")
+    labels = pane(page, LABELED).locator(".label")
+    expect(labels).to_have_count(2)
+    for label, entry in zip(labels.all(), wanted, strict=True):
+        expect(label).to_contain_text(entry["label"])
+        assert float(label.locator("meter").get_attribute("value") or 0) == entry["score"]
+    expect(pane(page, LABELED).locator(".numbers")).to_contain_text("classified")
+    unload(server, quote(LABELED))
 
 
 def test_a_stopped_answer_frees_its_place(server: Server, open_page: Callable[..., Page]) -> None:

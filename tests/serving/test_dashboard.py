@@ -15,7 +15,7 @@ DASHBOARD = REPOSITORY / "deploy/grafana/kogpt2.json"
 MONITORING = REPOSITORY / "docs/operate/monitoring.md"
 SETTINGS = REPOSITORY / "docs/reference/settings.md"
 COUNTERS = ["requests", "tokens", "prompt_tokens", "cached_tokens", "guessed_tokens"]
-COUNTERS += ["accepted_tokens", "steps", "rows"]
+COUNTERS += ["accepted_tokens", "steps", "rows", "texts"]
 GAUGES = ["weight_bytes", "kv_bytes", "prefix_bytes", "running", "waiting"]
 WAITED = Histogram()
 WAITED.observe(0.2)

@@ -117,7 +117,7 @@ class Streams:
     def _is_text(self, request: Any, name: str) -> bool:
         model = self._gateway.registry.find(name)
         whole = "stream" in request.parameters and not request.parameters["stream"].bool_param
-        return model is not None and model.in_engine and not model.classifies and not whole
+        return model is not None and model.in_engine and not model.task and not whole
 
     async def _whole(self, request: Any, metadata: Any, model: str) -> Any:
         request.parameters.pop("stream", None)

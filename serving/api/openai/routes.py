@@ -51,7 +51,7 @@ async def list_models(gateway: Gateway, request: Request) -> Response:
         names |= {model.name for model in await gateway.lookups.models()}
     aliases = listed_aliases(gateway, request)
     names = {name for name in names if may_call(gateway, request, name)} | aliases.keys()
-    data = [_model(name, aliases.get(name)) for name in sorted(names)]
+    data = [_model(gateway, name, aliases.get(name)) for name in sorted(names)]
     return JSONResponse({"object": "list", "data": data})
 
 
@@ -61,11 +61,15 @@ async def find_model(gateway: Gateway, request: Request) -> Response:
     for named in described_models(gateway, name):
         await gateway.find(named)
     alias = gateway.aliases.find(name)
-    return JSONResponse(_model(name, alias.weights if alias is not None else None))
+    return JSONResponse(_model(gateway, name, alias.weights if alias is not None else None))
 
 
-def _model(name: str, alias_of: Mapping[str, float] | None) -> dict[str, Any]:
+def _model(gateway: Gateway, name: str, alias_of: Mapping[str, float] | None) -> dict[str, Any]:
+    """Describe a model, a loaded classifier with its `task`: it has no completions."""
     entry = {"id": name, "object": "model", "created": CREATED, "owned_by": OWNER}
+    loaded = gateway.registry.find(name)
+    if loaded is not None and loaded.task:
+        entry["task"] = loaded.task
     return entry if alias_of is None else {**entry, "alias_of": alias_of}
 
 

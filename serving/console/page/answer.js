@@ -72,17 +72,37 @@ export class Answer {
       for (const token of tokensOf(event)) this.take(token);
   }
 
-  /** An answer that is no stream, of a model that is a script. */
+  /** An answer that is no stream, of a classifier or of a model that is a script. */
   whole(text) {
     let shown = text;
     try {
-      shown = JSON.parse(text).generated_text ?? text;
+      const value = JSON.parse(text);
+      shown = value.generated_text ?? text;
+      if (Array.isArray(value) && value.every((entry) => entry.score != null)) return this.labels(value);
     } catch {
       // as it is
     }
     this.arrived();
     this.sequence(0).append(shown);
     this.ended = "finish_stop";
+  }
+
+  /** Labels with bars; those of tokens with the words that have them. */
+  labels(entries) {
+    this.arrived();
+    this.isLabeled = true;
+    const shown = ({ label, entity, entity_group, word, score }) => {
+      const share = score >= 0 && score <= 1;
+      return h(
+        "p",
+        { className: "label", lang: "ko" },
+        h("span", {}, word ? `${word} · ${entity_group ?? entity}` : label),
+        ...(share ? [h("meter", { min: 0, max: 1, value: score, aria: { hidden: true } })] : []),
+        h("span", { className: "score" }, share ? percent(score) : number(score)),
+      );
+    };
+    this.text.append(...entries.map(shown), ...(entries.length ? [] : [h("p", {}, t("no_entities"))]));
+    this.ended = "labeled";
   }
 
   take({ index, text, isToken, step, prefill, end }) {
@@ -145,9 +165,10 @@ export class Answer {
     const facts = [];
     if (this.first) {
       const load = this.isLoaded ? "" : ` (${t("with_load")})`;
-      facts.push(`${t("first_token")} ${seconds((this.first - this.started) / 1000)}${load}`);
+      const took = `${seconds((this.first - this.started) / 1000)}${load}`;
+      facts.push(this.isLabeled ? took : `${t("first_token")} ${took}`);
       if (this.tokensPerSecond) facts.push(`${number(this.tokensPerSecond)} ${t("tokens_s")}`);
-      facts.push(`${this.count} ${t("tokens")}`);
+      if (!this.isLabeled) facts.push(`${this.count} ${t("tokens")}`);
     } else if (!this.ended) {
       facts.push(t(this.isLoaded ? "waiting" : "loading_first"));
     }

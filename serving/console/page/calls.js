@@ -2,9 +2,13 @@
 
 import { modelPath, Refused } from "./api.js";
 
-/** Path and body for `{model, prompt, parameters, chat, stream}`: `/predictions`, whose empty
+// The parameters of a classifier, by its task: a text's likeliest labels, or its entities.
+const LABELS = { "text-classification": { top_k: 8 }, "token-classification": { aggregation_strategy: "simple" } };
+
+/** Path and body for `{model, prompt, parameters, chat, stream, task}`: `/predictions`, whose empty
  *  parameters are the model's own, or a chat by the model's own template. */
-export function call({ model, prompt, parameters, chat, stream }) {
+export function call({ model, prompt, parameters, chat, stream, task }) {
+  if (task) return { path: `/predictions/${modelPath(model)}`, body: { inputs: prompt, parameters: LABELS[task] } };
   if (chat) {
     const messages = [{ role: "user", content: prompt }];
     const body = { model, messages, ...openaiParameters(parameters, true), stream };

@@ -114,7 +114,7 @@ class Row {
     this.choice.disabled = !this.choice.checked && !canChoose();
     write(this.state, state === "ready" && residency ? `${t(state)} · ${t(residency)}` : t(state));
     write(this.reason, row.reason ?? "");
-    write(this.base, sharing(row));
+    write(this.base, [row.task && t(row.task), sharing(row)].filter(Boolean).join(" · "));
     write(this.aliases, row.aliases ? t("alias_is", { names: row.aliases.join(", ") }) : "");
     const notes = [number(row.requests, 0)];
     if (row.in_flight) notes.push(t("in_flight", { count: row.in_flight }));

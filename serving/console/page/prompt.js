@@ -82,7 +82,7 @@ async function run(rowOf) {
   const made = (answers = chosen.map((model) => {
     const row = rowOf(model);
     const stream = chat || row?.in_engine !== false;
-    return new Answer({ model, prompt, parameters, chat, stream }, row?.state === "ready");
+    return new Answer({ model, prompt, parameters, chat, stream, task: row?.task }, row?.state === "ready");
   }));
   $("#answers").replaceChildren(...made.map((answer) => answer.element));
   $("#legend").hidden = parameters.logprobs == null;

@@ -7,8 +7,9 @@ const TOKEN = "INFERENCE_TOKEN"; // code names the variable; the token itself st
 
 /** Code by the name of its language, for the call `query` as `Answer` has it. */
 export function snippets(query) {
-  const found = { curl: curl(query), "openai (Python)": openai(query) };
-  if (!query.chat) found["boto3 (Python)"] = boto3(query);
+  const found = { curl: curl(query) };
+  if (!query.task) found["openai (Python)"] = openai(query);
+  if (query.task || !query.chat) found["boto3 (Python)"] = boto3(query);
   return found;
 }
 
@@ -68,7 +69,9 @@ ${lines(given)})
 ${show}`;
 }
 
-function boto3({ model, prompt, parameters }) {
+function boto3(query) {
+  const { model } = query;
+  const { inputs, parameters } = call({ ...query, chat: false }).body;
   const token = tokens.call
     ? `\n\ndef with_token(request, **_):
     request.headers["Authorization"] = "Bearer " + os.environ["${TOKEN}"]
@@ -91,7 +94,7 @@ answer = client.invoke_endpoint(
     EndpointName="any",
     TargetModel=${python(`${model}.tar.gz`)},
     ContentType="application/json",
-    Body=json.dumps(${python({ inputs: prompt, parameters })}),
+    Body=json.dumps(${python({ inputs, parameters })}),
 )
 print(json.loads(answer["Body"].read()))
 `;

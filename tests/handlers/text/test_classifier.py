@@ -55,7 +55,7 @@ def test_plain_text_and_csv() -> None:
         ({"inputs": {"text_pair": "a"}}, "inputs.text is missing"),
         ({"inputs": {"text": "a", "pair": "b"}}, "inputs.pair is not known"),
         ({"inputs": ["a\0"]}, "inputs.0 holds NUL"),
-        ({"inputs": "a", "stream": True}, "stream is not known"),
+        ({"inputs": "a", "model": "b"}, "model is not known"),
         ({"inputs": "a", "parameters": {"max_new_tokens": 1}}, "parameters.max_new_tokens"),
         ({"inputs": "a", "parameters": {"top_k": 0}}, "top_k"),
         ({"inputs": "a", "parameters": {"top_k": True}}, "top_k"),
