@@ -20,7 +20,7 @@ def fine_tuned(path: Path, base: Path, *, seed: int = 0, size: float = 0.02, ran
     """
     rng = np.random.default_rng(2000 + seed)
     shutil.copytree(base, path, ignore=shutil.ignore_patterns("*.params", ".prepared"))
-    weights = {name: _changed(w, rng, size, rank) for name, w in params_of(base).items()}
+    weights = {name: changed(w, rng, size, rank) for name, w in params_of(base).items()}
     names = [name for name in weights if name.endswith("_logits_proj.weight")]
     for name in names:  # v1 files hold the tied matrix twice
         weights[name] = weights["_embed.weight"]
@@ -28,7 +28,7 @@ def fine_tuned(path: Path, base: Path, *, seed: int = 0, size: float = 0.02, ran
     return path
 
 
-def _changed(
+def changed(
     weight: NDArray[Any], rng: np.random.Generator, size: float, rank: int
 ) -> NDArray[np.float32]:
     weight = weight.astype(np.float32)

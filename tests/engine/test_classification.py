@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import closing
@@ -20,8 +22,10 @@ from engine.native.model import NativeModel
 from engine.native.prepared import prepared
 from engine.settings import Settings
 from tests.engine.adapters import make_adapter
+from tests.engine.artifacts.reading import read_safetensors
+from tests.engine.deltas import changed
 from tests.engine.engines import WAIT_S, Pause, Request
-from tests.engine.hugging_face import make_hugging_face, their_head, write_json
+from tests.engine.hugging_face import make_hugging_face, their_head, write_json, write_weights
 
 LABELS = ["부정", "중립", "긍정"]
 TEXTS = ["봄이 오면 산에 들에", "진달래", "나 보기가 역겨워 가실 때에는", "꽃 " * 40]
@@ -238,3 +242,26 @@ def test_heads_that_do_not_fit_are_refused(
         pytest.raises(ArtifactError, match=message),
     ):
         engine.load("a", str(path), base=str(base))
+
+
+def test_a_whole_classifier_is_a_delta_of_its_base(tmp_path: Path) -> None:
+    base = make_hugging_face(tmp_path / "base", units=128)
+    path = tmp_path / "c"
+    shutil.copytree(base, path)
+    rng = np.random.default_rng(0)
+    weights = read_safetensors(base / "model.safetensors")
+    tuned = {name: changed(np.array(w), rng, 0.02, 4) for name, w in weights.items()}
+    write_weights(path, [*tuned.items(), *their_head(3, 128)])
+    fields = json.loads((path / "config.json").read_text("utf-8"))
+    names = {"architectures": ["GPT2ForSequenceClassification"], "num_labels": 3}
+    write_json(path / "config.json", {**fields, **names})
+    found = []
+    for precision, of in (("fp32", None), ("int8", None), ("int8", str(base))):
+        with closing(Engine(Settings(backend="native", precision=precision))) as engine:
+            engine.load("base", str(base))
+            model = engine.load("c", str(path), base=of)
+            assert len(model.core.models) == (2 if of else 1), model.whole_because
+            found.append(np.array(logits(engine, TEXTS, first=0)))
+    exact, whole, delta = found
+    spread = np.std(exact)
+    assert np.abs(delta - exact).max() < 3 * np.abs(whole - exact).max() + 0.02 * spread
