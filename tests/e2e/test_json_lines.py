@@ -210,15 +210,12 @@ def test_a_single_request_does_not_wait_for_a_batch(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "words", "errors"),
-    [
-        ("봄", "-m engine ", []),
-        ("봄", "ModelServer", []),
-        ("메아리", "user_code", ["ScriptOutOfMemory"]),  # of the line that it worked on
-    ],
+    ("name", "words", "most"),
+    # A script's death is the error of the line that it works on, if it works on one.
+    [("봄", "-m engine ", 0), ("봄", "ModelServer", 0), ("메아리", "user_code", 1)],
 )
 def test_a_process_that_is_killed_costs_no_other_line(
-    breakable: Server, name: str, words: str, errors: list[str]
+    breakable: Server, name: str, words: str, most: int
 ) -> None:
     small(breakable.store / "봄")
     echo(breakable.store / "메아리")
@@ -234,7 +231,8 @@ def test_a_process_that_is_killed_costs_no_other_line(
         request.end()
         rest = [json.loads(one) for one in answer.read().splitlines()]
     assert len(rest) == 399
-    assert [one["error"]["type"] for one in rest if "error" in one] == errors
+    errors = [one["error"]["type"] for one in rest if "error" in one]
+    assert errors in (["ScriptOutOfMemory"] * count for count in range(most + 1))
 
 
 def test_a_stop_cuts_off_a_batch_that_waits_for_its_client(breakable: Server) -> None:
