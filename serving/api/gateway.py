@@ -59,7 +59,7 @@ class Gateway:
     requests: int = 0  # in flight
     body_bytes: int = 0  # bodies of requests in memory
     # Places for lines of batches, by model, while a batch of the model is answered.
-    batch_places: WeakValueDictionary[str, asyncio.Semaphore] = field(
+    line_places: WeakValueDictionary[str, asyncio.Semaphore] = field(
         default_factory=WeakValueDictionary
     )
     tasks: set[asyncio.Task[Any]] = field(default_factory=set)

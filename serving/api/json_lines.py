@@ -88,27 +88,27 @@ async def invoke_lines(
         counted = resources.enter_context(Counted(gateway, request))
         chosen = choose_model(gateway, request, name)
         lines = BodyLines(gateway, request)
-        batch = Batch(gateway, request, name, chosen, read, lines)
-        probe = batch.request_of(0, b"")
+        response = LinesResponse(gateway, request, name, chosen, read, lines)
+        probe = response.request_of(0, b"")
         probe.state.counted = counted
         async with AsyncExitStack() as used, loaded(gateway, probe, chosen, used) as (model, _):
-            batch.places = _places(gateway, model)
+            response.places = _places(gateway, model)
         await lines.first()
         counted.status = 0  # its lines are counted
-        batch.resources = resources.pop_all()
-    return batch
+        response.resources = resources.pop_all()
+    return response
 
 
 def _places(gateway: Gateway, model: Model) -> asyncio.Semaphore:
     """Return the semaphore of a model's places for lines: all but one, and at least one."""
-    places = gateway.batch_places.get(model.name)
+    places = gateway.line_places.get(model.name)
     if places is None:
         places = asyncio.Semaphore(max(model.line.capacity - 1, 1))
-        gateway.batch_places[model.name] = places
+        gateway.line_places[model.name] = places
     return places
 
 
-class Batch(StreamingResponse):
+class LinesResponse(StreamingResponse):
     """The answers to a body's lines. A stop of the server breaks it off after the running lines.
 
     resources: closed at the end of the answer

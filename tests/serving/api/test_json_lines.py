@@ -217,7 +217,7 @@ async def test_batches_leave_one_of_the_places_to_single_requests_and_take_turns
     assert len(second.body.splitlines()) >= len(first.body.splitlines()) / 2 > 3
     assert len(await first.answers()) == len(await second.answers()) == 30
     assert time.monotonic() == pytest.approx(20, abs=1)
-    assert len(world.gateway.batch_places) == 0
+    assert len(world.gateway.line_places) == 0
 
 
 async def test_nothing_is_computed_or_read_for_a_client_that_does_not_read() -> None:
