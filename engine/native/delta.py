@@ -47,6 +47,7 @@ RANKS, BITS = (8, 16, 32), (1, 2, 3)
 LEFT_BY_BITS = {1: 0.571, 2: 0.133, 3: 0.0358}
 SHARE_OF_COLUMNS, LIMIT, LIMIT_OF_TOKENS = 0.9, 1.5, 1.15
 MOST_BYTES = 60_000_000  # of a delta, which has fewer bytes than the whole model, too
+ROWS_AT_ONCE = 4096  # of a matrix; whole groups
 OVERSAMPLING = 8  # of the randomized search for the largest directions
 BUILD_MIB, BUILD_TIMES_FP32, BUILD_CPU_S = 512, 6, 120
 
@@ -103,6 +104,9 @@ def open_delta(
     _check_shape(whole.config, base)
     largest = dict.fromkeys(matrices(whole.config), (RANKS[-1], BITS[-1]))
     base_model = prepared.prepared(base, "int8", cache_dir, run)
+    if not base_model.file.path.exists():
+        base_model.close()
+        raise NoDelta("no folder can hold the base's prepared file")
     try:
         whole = replace(whole, content=whole.content or manifests.content_of(whole))
         base = replace(base, content=base.content or manifests.content_of(base))
@@ -284,14 +288,17 @@ def _change(whole: Artifact, base: PreparedFile, factors: Sequence[Floats], name
         rotation.rotate_rows(weight, config.units)
         address = base.addresses.get(f"{name}.weight", base.addresses["embedding.weight"])
     errors = _int8_errors(weight)
-    of_base = np.empty_like(weight)
-    library.unpack_int8(address, *weight.shape, of_base.ctypes.data)
-    weight -= of_base
-    del of_base
+    for rows in _chunks(len(weight)):
+        of_base = np.empty_like(weight[rows])
+        groups = rows.start // library.LINE
+        at = address + groups * library.packed_bytes(library.LINE, weight.shape[1], True)
+        library.unpack_int8(at, *of_base.shape, of_base.ctypes.data)
+        weight[rows] -= of_base
     up, down = largest_directions(weight, RANKS[-1])
     rank, bits = _choose(name, weight, up, errors, LIMIT if layer else LIMIT_OF_TOKENS)
     up, down = _in_fp16(name, up[:, :rank], down[:rank])
-    weight -= up @ down
+    for rows in _chunks(len(weight)):
+        weight[rows] -= up[rows] @ down
     rest = np.empty(library.rest_bytes(*weight.shape, bits), np.uint8)
     library.pack_rest(weight.ctypes.data, *weight.shape, bits, rest.ctypes.data)
     arrays[f"{name}.rest"] = rest
@@ -303,6 +310,12 @@ def _change(whole: Artifact, base: PreparedFile, factors: Sequence[Floats], name
     if name == "embedding" and config.tie_word_embeddings:
         arrays["head.down"] = grouped(name, down, np.float16)
     return Change((rank, bits), arrays)
+
+
+def _chunks(count: int) -> Iterator[slice]:
+    """Yield ranges of rows, few enough that what is computed for them takes little memory."""
+    for first in range(0, count, ROWS_AT_ONCE):
+        yield slice(first, min(first + ROWS_AT_ONCE, count))
 
 
 def largest_directions(matrix: Floats, rank: int) -> tuple[Floats, Floats]:
@@ -328,10 +341,10 @@ def _choose(
     errors: of int8 in each column (n,)
     """
     n, k = difference.shape
-    squares = np.square(difference).sum(axis=1)
+    squares = np.einsum("ij,ij->i", difference, difference)
     choices = []
     for rank in sorted({min(rank, up.shape[1]) for rank in RANKS}):
-        left = np.maximum(squares - np.square(up[:, :rank]).sum(axis=1), 0)
+        left = np.maximum(squares - np.einsum("ij,ij->i", up[:, :rank], up[:, :rank]), 0)
         ratios = np.divide(left, errors, out=np.where(left > 0, np.inf, 0), where=errors > 0)
         ratio = np.quantile(ratios, SHARE_OF_COLUMNS)
         choices += [
