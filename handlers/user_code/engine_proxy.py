@@ -15,8 +15,15 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
 
-from common.errors import EngineError, EngineUnavailable, Overloaded
-from handlers.user_code.messages import error_from, error_row, receive, receive_from_script, send
+from common.errors import EngineError, EngineUnavailable, InvalidRequest, Overloaded
+from handlers.user_code.messages import (
+    MALFORMED,
+    error_from,
+    error_row,
+    receive,
+    receive_from_script,
+    send,
+)
 
 if TYPE_CHECKING:
     from engine.http.client import ModelHandle
@@ -56,6 +63,9 @@ def serve(connection: Connection, name: str, model_dir: str) -> None:
             reply = {"answer": answer(call)}
         except EngineError as error:
             reply = {"error": error_row(error)}
+        except MALFORMED as error:  # no traceback: a script may repeat it without limit
+            message = f"the call to the engine is malformed: {error!r:.200}"
+            reply = {"error": error_row(InvalidRequest(message))}
         except Exception:
             logger.exception("%s: a call of its script to the engine failed", name)
             reply = {"error": error_row(EngineError("the call to the engine failed"))}
@@ -66,11 +76,10 @@ def serve(connection: Connection, name: str, model_dir: str) -> None:
         with contextlib.suppress(OSError), lock:
             send(connection, {**reply, "call": call.get("call")})
 
-    malformed = (ValueError, KeyError, TypeError, AttributeError)
     with (
         connection,
         ThreadPoolExecutor(MAX_CONCURRENT_CALLS) as pool,
-        contextlib.suppress(EOFError, OSError, *malformed),
+        contextlib.suppress(EOFError, OSError, ValueError),
     ):
         while not _submitted(pool, int):  # starts its first thread
             time.sleep(THREAD_RETRY_S)

@@ -27,6 +27,9 @@ MAX_RETRY_AFTER_S = 31_536_000  # a longer one, or one that is no number, is dro
 # Names and values of an answer's headers, in total; Multi Model Server and gateway accept 8192.
 MAX_HEADER_CHARACTERS = 6000
 
+# What reading a message that may hold anything raises.
+MALFORMED = (ValueError, KeyError, TypeError, AttributeError, OverflowError)
+
 # Headers that Multi Model Server sets itself; a script's are dropped.
 CONNECTION_HEADERS = ("connection", "content-length", "keep-alive", "transfer-encoding", "upgrade")
 HEADER_NAME = re.compile(r"[\w!#$%&'*+.^`|~-]+", re.ASCII)
@@ -98,7 +101,7 @@ class ScriptError(EngineError):
     ) -> None:
         super().__init__(message, retry_after_s=retry_after_s)
         self.status = status if 400 <= status <= 599 else 500
-        self.type = cut(kind, 100)
+        self.type = cut(kind.encode("utf-8", "backslashreplace").decode(), 100)
 
 
 def unsupported(message: str, status: int = 415) -> ScriptError:
@@ -129,6 +132,8 @@ def receive_from_script(connection: Connection) -> tuple[dict[str, Any], list[by
         message = json.loads(content)
     except (InvalidRequest, RecursionError) as error:
         raise ValueError(f"a script's message cannot be read: {error}") from None
+    if not isinstance(message, dict) or type(message.get("bodies")) is not int:
+        raise ValueError("a script's message cannot be read: it is no object with bodies")
     return _with_bodies(message, connection)
 
 
@@ -172,16 +177,21 @@ def send_answers(connection: Connection, answers: Sequence[Answer | EngineError]
 
 
 def answers_from(message: dict[str, Any], bodies: list[bytes]) -> list[Answer | EngineError]:
+    """Return the answers in a script's message. Raises `ValueError` for a malformed one."""
     values = iter(bodies)
-    return [
-        error_from(row["error"]) if "error" in row else _answer(next(values), *row["answer"])
-        for row in message["answers"]
-    ]
+    try:
+        return [
+            error_from(row["error"]) if "error" in row else _answer(next(values), *row["answer"])
+            for row in message["answers"]
+        ]
+    except (*MALFORMED, StopIteration) as error:
+        raise ValueError(f"a script's answers cannot be read: {error!r:.100}") from None
 
 
 def _answer(body: bytes, content_type: Any, status: Any, headers: Any) -> Answer | EngineError:
+    named = {str(name).lower(): value for name, value in dict(headers).items()}
     try:
-        return Answer(body, content_type, status, dict(headers))
+        return Answer(body, content_type, status, named)
     except ScriptError as error:
         return error
 
@@ -192,9 +202,18 @@ def error_row(error: EngineError) -> dict[str, Any]:
 
 
 def error_from(row: dict[str, Any]) -> EngineError:
-    """Create the error of an `error_row`: of its class in `common.errors`, or a `ScriptError`."""
-    kind, message, retry_after_s = str(row["type"]), row["message"], row.get("retry_after_s")
+    """Create the error of an `error_row`: of its class in `common.errors`, or a `ScriptError`.
+
+    Raises `ValueError` for a malformed row.
+    """
+    try:
+        kind, message, status = str(row["type"]), row["message"], int(row["status"])
+        retry_after_s = row.get("retry_after_s")
+        if not isinstance(message, str):
+            raise TypeError("its message is no text")
+    except MALFORMED as error:
+        raise ValueError(f"a script's error cannot be read: {error!r:.100}") from None
     if not isinstance(retry_after_s, float | int) or not 0 <= retry_after_s <= MAX_RETRY_AFTER_S:
         retry_after_s = None  # a script may set anything
-    error = named(kind, message, retry_after_s)
-    return error or ScriptError(message, int(row["status"]), kind, retry_after_s)
+    known = named(kind, message, retry_after_s)
+    return known or ScriptError(message, status, kind, retry_after_s)

@@ -106,11 +106,12 @@ class ScriptProcess:
         try:
             with self._killed_after(left_s):
                 outcome, _ = receive_from_script(connection)
-        except (EOFError, OSError, ValueError, KeyError, TypeError):
+            failure = messages.error_from(outcome["error"]) if "error" in outcome else None
+        except (EOFError, OSError, ValueError):
             raise self._ended("while it was loaded", self._load_timeout_s) from None
-        if "error" in outcome:
+        if failure is not None:
             self.stop()
-            raise messages.error_from(outcome["error"])
+            raise failure
         self._loaded = True
 
     def answer(self, requests: Sequence[Request], timeout_s: float) -> list[Answer | EngineError]:

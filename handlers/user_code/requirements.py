@@ -89,12 +89,18 @@ def _pip(
         descendants.end(process)
     reader.join(OUTPUT_TIMEOUT_S)
     if process.returncode != 0:
-        log = output.decode("utf-8", "replace")
-        lines = [line.strip() for line in log.splitlines() if line.strip()]
-        for line in lines[-MAX_LOG_LINES:]:
+        lines, reason = failure(bytes(output))
+        for line in lines:
             logger.error("pip: %s", line)
-        reason = next((line for line in reversed(lines) if "ERROR" in line), "pip failed")
-        raise ArtifactError(f"{shown} could not be installed: {reason[:300]}")
+        raise ArtifactError(f"{shown} could not be installed: {reason}")
+
+
+def failure(output: bytes) -> tuple[list[str], str]:
+    """Return the last lines of pip's output, for the log, and the last error, for the client."""
+    log = output.decode("utf-8", "replace")
+    lines = [line.strip() for line in log.splitlines() if line.strip()]
+    reason = next((line for line in reversed(lines) if "ERROR" in line), "pip failed")
+    return lines[-MAX_LOG_LINES:], reason[:300]
 
 
 def _keep_end(stream: IO[bytes], output: bytearray) -> None:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import base64
 import json
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tests.fuzz.tokenizers import NAMES as TOKENIZERS
-from tests.fuzz.tokenizers import made
+from tests.fuzz import forms, tokenizers
 
 CORPUS = Path(__file__).with_name("corpus")
 MOST_BYTES = 60_000
@@ -47,10 +47,17 @@ TOKENS = (
 )
 
 
+# Made by a function.
+MADE: dict[str, Callable[[], list[bytes]]] = {
+    "form": forms.seeds,
+    **{name: partial(tokenizers.made, name) for name in tokenizers.NAMES},
+}
+
+
 def seeds(name: str) -> list[bytes]:
     """The target's corpus."""
-    if name in TOKENIZERS:
-        return made(name)
+    if name in MADE:
+        return MADE[name]()
     files = ELSEWHERE.get(name) or sorted((CORPUS / name).iterdir())
     return [path.read_bytes() for path in files]
 

@@ -15,6 +15,7 @@ import stat
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
+from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any, cast
 from urllib.parse import parse_qsl
@@ -39,6 +40,7 @@ from handlers.tensors import tensor_model, v2
 from handlers.tensors.codec import CSV, NPY, Array, TensorSpec
 from handlers.text import classifier
 from handlers.text import v2 as text_v2
+from handlers.user_code import messages, requirements
 from handlers.user_code.entry_point import find_script, manifest_name
 from scripts.client.answers import read as read_answer
 from scripts.client.errors import CallFailed
@@ -55,6 +57,7 @@ from serving.store.sources import Sources, open_store
 from tests.bounded import bounded
 from tests.engine.hugging_face import make_hugging_face
 from tests.engine.models import make_artifact
+from tests.fuzz import forms
 from tests.fuzz.tokenizers import NAMES as TOKENIZERS
 from tests.fuzz.tokenizers import Tokenizer
 
@@ -376,12 +379,51 @@ def grpc_infer(data: bytes) -> None:
             from_http(answer, kind.partition(f";{HEADER_SIZE}=")[2] or None)
 
 
+def script_messages(data: bytes) -> None:
+    """What a script's process sends, after its load or as an answer.
+
+    The input is the JSON of a message, and a body behind each zero byte.
+    """
+    ours, theirs = Pipe()
+    with ours:
+        with theirs:
+            os.set_blocking(theirs.fileno(), False)
+            with contextlib.suppress(BlockingIOError):
+                for part in data.split(b"\0"):
+                    theirs.send_bytes(part)
+        try:
+            message, bodies = messages.receive_from_script(ours)
+            found = messages.answers_from(message, bodies) if "answers" in message else []
+            if "error" in message:
+                found.append(messages.error_from(message["error"]))
+        except (EOFError, OSError, ValueError) as error:
+            raise BadRequest(repr(error)) from None
+    for answer in found:
+        if isinstance(answer, messages.Answer):
+            names = {name.lower() for name in answer.headers}
+            assert names.isdisjoint(messages.CONNECTION_HEADERS)
+            json.dumps([answer.content_type, answer.status, answer.headers]).encode("ascii")
+        else:
+            assert 400 <= answer.status <= 599
+            f"{answer.type} {answer.message}".encode()
+            assert 0 <= (answer.retry_after_s or 0) <= messages.MAX_RETRY_AFTER_S
+
+
+def pip_output(data: bytes) -> None:
+    lines, reason = requirements.failure(data)
+    assert len(lines) <= requirements.MAX_LOG_LINES
+    for line in (*lines, reason):
+        line.encode()
+        assert line.splitlines() == [line]
+
+
 TARGETS: dict[str, Target] = {
     "answers": answers,
     "archive": archive,
     "classifier": classified("application/json"),
     "classifier-csv": classified(CSV),
     "config.json": in_artifact("config.json"),
+    "form": forms.target,
     "csv": tensors(CSV, FLOATS, TEXTS),
     "generate": lambda data: parse_generate(json_object(data), stream=b"\x01" in data),
     "generation.json": in_artifact("generation.json"),
@@ -391,8 +433,10 @@ TARGETS: dict[str, Target] = {
     "names": names,
     "npy": tensors(NPY, FLOATS, Echo("BOOL"), Echo("INT64")),
     "openai": openai,
+    "pip": pip_output,
     "params": in_file("any.params", index_params),
     "safetensors": in_file("any.safetensors", index_safetensors),
+    "script": script_messages,
     "settings": model_settings,
     "stops": stops,
     "template": template,

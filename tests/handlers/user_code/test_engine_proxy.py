@@ -73,6 +73,20 @@ def test_a_call_has_the_engines_answer_or_error(connection: Connection) -> None:
         model.generate("나쁨", {})
 
 
+@pytest.mark.parametrize("call", [5, [], ["봄", {}, "곧", None], ["봄", {}, None, None]], ids=str)
+def test_a_malformed_call_gets_an_error_and_no_traceback_in_the_log(
+    connection: Connection, caplog: pytest.LogCaptureFixture, call: object
+) -> None:
+    """A script could repeat it without limit."""
+    send(connection, {"call": 0})
+    assert "answer" in receive(connection)[0]
+    send(connection, {"generate": call, "call": 1})
+    reply = receive(connection)[0]
+    assert reply["error"]["type"] == "InvalidRequest"
+    assert "malformed" in reply["error"]["message"]
+    assert not caplog.records
+
+
 def test_calls_wait_for_a_thread_where_no_more_start(
     connection: Connection, handle: Handle
 ) -> None:

@@ -64,3 +64,39 @@ def test_what_a_worker_sends_has_any_number_of_values(ends: tuple[Connection, Co
     answer = {"answer": [[0.5, "꽃"]] * MANY}
     threading.Thread(target=send, args=(worker, answer), daemon=True).start()
     assert receive(script) == (answer, [])
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b'"bodies"', b"[0]", b"{}", b'{"bodies":1.5}', b'{"bodies":-1}'],
+)
+def test_what_is_no_message_is_malformed(
+    ends: tuple[Connection, Connection], content: bytes
+) -> None:
+    worker, script = ends
+    sent(script, content)
+    with pytest.raises(ValueError, match=r"a message has|a script's message cannot be read"):
+        receive_from_script(worker)
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        [1],
+        {},
+        "틀림",
+        {"type": 1, "message": "", "status": float("inf")},
+        {"type": "", "message": 3, "status": 500},
+    ],
+    ids=str,
+)
+def test_a_malformed_error_is_a_value_error(row: object) -> None:
+    with pytest.raises(ValueError, match="cannot be read"):
+        messages.error_from(row)  # type: ignore[arg-type]
+
+
+def test_headers_of_a_connection_are_dropped_however_they_are_spelled() -> None:
+    message = {"answers": [{"answer": ["text/plain", 200, {"Content-Length": "3", "X-A": "b"}]}]}
+    [answer] = messages.answers_from(message, ["봄".encode()])
+    assert isinstance(answer, messages.Answer)
+    assert answer.headers == {"x-a": "b"}
