@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import functools
 import json
@@ -193,10 +194,11 @@ def _give_up_root(settings: Settings) -> list[socket.socket]:
 
 
 def _check_model(folder: Path) -> None:
-    """Raises `StartError` if this user cannot read the folder of the one model, if it exists."""
+    """Raises `StartError` if this user cannot read all of the one model's folder, if it exists."""
     try:
-        for _ in walk(folder, hidden=False, closed=False):
-            pass
+        for entry in walk(folder, hidden=False, closed=False):
+            if not os.access(entry.path, os.R_OK) and os.path.exists(entry.path):
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), entry.path)
     except PermissionError as error:
         raise StartError(
             f"{closed_to_user(error)}. An image that starts as root, as `kogpt2 push` makes it for"
