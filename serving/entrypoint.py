@@ -10,12 +10,13 @@ import os
 import sys
 from collections.abc import Sequence
 
-from serving.process.signals import StopSignals
+from serving.process.signals import StopSignals, unblock
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     command = list(sys.argv[1:] if arguments is None else arguments) or ["serve"]
     if command[0] != "serve":
+        unblock()
         try:
             os.execvp(command[0], command)  # noqa: S606
         except OSError as error:

@@ -8,11 +8,19 @@ import select
 import signal
 from typing import Any
 
+STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+
+
+def unblock() -> None:
+    """Let stop signals through that the image's entrypoint has blocked: now they have handlers."""
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPS)
+
 
 class StopSignals:
     """Records SIGTERM, SIGINT and SIGHUP, and wakes `sleep`. A SIGHUP ignored by nohup stays so.
 
-    Before it exists, PID 1 loses these signals: it is made before the server's imports. It imports
+    Before it exists, PID 1 loses these signals unless they are blocked, as `env` does in the image
+    before Python starts: they then wait for it. It is made before the server's imports. It imports
     little itself, and nothing of ours.
     """
 
@@ -25,10 +33,11 @@ class StopSignals:
         def stop(number: int, frame: Any) -> None:
             self.received = self.received or number
 
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        for number in STOPS:
             if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
                 signal.signal(number, stop)
         signal.signal(signal.SIGCHLD, lambda number, frame: None)  # it wakes `sleep`, too
+        unblock()
 
     def sleep(self, seconds: float) -> None:
         """Sleeps for `seconds`, or until a signal, such as that of an exited child."""

@@ -40,7 +40,7 @@ def test_it_says_what_it_can_do(image: str) -> None:
     assert config["Labels"]["org.opencontainers.image.licenses"] == "Apache-2.0"
     assert set(config["ExposedPorts"]) == {"8080/tcp", "8081/tcp"}
     assert config["User"] not in ("", "0", "root")
-    assert config["Entrypoint"] == ["dockerd-entrypoint.py"]
+    assert config["Entrypoint"] == ["env", "--block-signal=TERM,INT,HUP", "dockerd-entrypoint.py"]
     assert config["Cmd"] == ["serve"]
 
 

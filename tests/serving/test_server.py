@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
 import os
+import re
 import resource
 import signal
 import subprocess
@@ -90,6 +92,12 @@ def test_a_model_folder_that_is_closed_to_the_servers_user_ends_the_start(
     assert status == 1
     assert f"user 10001 cannot read {open_folder}/model: " in message
     assert "kogpt2 push" in message
+    (open_folder / "model").chmod(0o755)
+    weights = open_folder / "model" / "시.params"
+    weights.touch(0o600)
+    status, message = in_a_fork(start)
+    assert status == 1
+    assert f"user 10001 cannot read {weights}: " in message
 
 
 def test_signals_are_handled_before_anything_large_is_imported() -> None:
@@ -100,6 +108,46 @@ def test_signals_are_handled_before_anything_large_is_imported() -> None:
     done = python("-c", f"import sys, serving.entrypoint; print(*sorted({ours}))")
     named = ["serving", "serving.entrypoint", "serving.process", "serving.process.signals"]
     assert done.stdout.split() == named
+
+
+def entrypoint(path: Path, name: str) -> list[str]:
+    """A Dockerfile's entrypoint, run from the repository."""
+    [line] = re.findall(r"^ENTRYPOINT (.*)$", path.read_text(), re.MULTILINE)
+    *before, program = json.loads(line)
+    assert program == "dockerd-entrypoint.py"
+    return [*before, sys.executable, "-m", "serving.entrypoint", name]
+
+
+@pytest.mark.parametrize("path", sorted(REPOSITORY.glob("Dockerfile.[cg]pu")), ids=lambda p: p.name)
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_a_signal_before_the_interpreter_runs_ends_the_start(
+    temporary: Path, path: Path, number: int
+) -> None:
+    """It is sent before the image's program is executed, and waits for its handler."""
+    done = subprocess.run(
+        entrypoint(path, "serve"),
+        cwd=REPOSITORY,
+        env={
+            "PATH": os.environ["PATH"], "TMPDIR": str(temporary),
+            "SAGEMAKER_BIND_TO_PORT": str(free_port()), "MANAGEMENT_PORT": str(free_port()),
+        },
+        preexec_fn=lambda: (signal.pthread_sigmask(signal.SIG_BLOCK, {number}),
+                            os.kill(os.getpid(), number)),
+        capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert f"stopping: {signal.Signals(number).name}" in done.stdout + done.stderr
+    assert list(temporary.iterdir()) == []
+
+
+def test_another_command_has_no_signal_blocked() -> None:
+    command = [
+        *entrypoint(REPOSITORY / "Dockerfile.cpu", "sh"),
+        "-c",
+        "grep SigBlk /proc/self/status",
+    ]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=True)
+    assert int(done.stdout.split()[1], 16) == 0
 
 
 @pytest.fixture
