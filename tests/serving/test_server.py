@@ -124,15 +124,17 @@ def test_a_signal_before_the_interpreter_runs_ends_the_start(
     temporary: Path, path: Path, number: int
 ) -> None:
     """It is sent before the image's program is executed, and waits for its handler."""
+    sent = (
+        "import os, signal, sys; signal.pthread_sigmask(signal.SIG_BLOCK, [int(sys.argv[1])]);"
+        " os.kill(os.getpid(), int(sys.argv[1])); os.execvp(sys.argv[2], sys.argv[2:])"
+    )
     done = subprocess.run(
-        entrypoint(path, "serve"),
+        [sys.executable, "-c", sent, str(int(number)), *entrypoint(path, "serve")],
         cwd=REPOSITORY,
         env={
             "PATH": os.environ["PATH"], "TMPDIR": str(temporary),
             "SAGEMAKER_BIND_TO_PORT": str(free_port()), "MANAGEMENT_PORT": str(free_port()),
         },
-        preexec_fn=lambda: (signal.pthread_sigmask(signal.SIG_BLOCK, {number}),
-                            os.kill(os.getpid(), number)),
         capture_output=True, text=True, timeout=60, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
