@@ -39,6 +39,7 @@ class Bench:
     adapters: bool = option(False, "measure adapters (LoRA) of one base")
     forms: bool = option(False, "measure answers that are held to a form")
     hard: bool = option(False, "measure how exact int8 is on models with outliers")
+    deltas: bool = option(False, "measure how exact deltas of fine-tunes are")
     only: str | None = option(None, "what to measure; a wrong name lists all", metavar="NAME,...")
     json: Path | None = option(None, "(benchmark.json in the working folder)", metavar="FILE")
     plot: Path | None = option(None, "(benchmark.png in the working folder)", metavar="FILE")
@@ -109,10 +110,12 @@ def run(options: Bench) -> int:
     kogpt2 bench --switching --against 3e223a9 --sweep
     kogpt2 bench --forms              JSON, labels and expressions
     kogpt2 bench --hard               int8's error on models with outliers, ours and peers'
+    kogpt2 bench --deltas             fine-tunes as deltas of their base; trains them first
     kogpt2 bench --adapters --container-mib 2048 --minutes 10    a thousand adapters of one base
     """
     from benchmarks.adapters import measurements as adapters
     from benchmarks.contenders import peers
+    from benchmarks.deltas import measurements as deltas
     from benchmarks.engine import measurements as engine
     from benchmarks.fleet import measurements as fleet
     from benchmarks.forms import measurements as forms
@@ -131,6 +134,7 @@ def run(options: Bench) -> int:
         "adapters": adapters.AdaptersRun,
         "forms": forms.FormsRun,
         "hard": hard.HardRun,
+        "deltas": deltas.DeltasRun,
         ENGINES: engine.EngineRun,
     }
     name = chosen(options, kinds)

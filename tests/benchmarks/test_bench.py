@@ -22,6 +22,7 @@ from benchmarks.__main__ import main
 from benchmarks.adapters import tables as adapters
 from benchmarks.adapters.measurements import AdaptersRun
 from benchmarks.contenders import peers
+from benchmarks.deltas import measurements as deltas
 from benchmarks.engine import tables, uses
 from benchmarks.fleet import measurements as fleet
 from benchmarks.forms import measurements as forms
@@ -34,7 +35,7 @@ from benchmarks.switching import clients as switching_clients
 from benchmarks.switching import tables as switching
 from benchmarks.switching.measurements import SwitchingRun
 from engine.artifacts.open import open_artifact
-from testbed import hard_model, random_model
+from testbed import fine_tunes, hard_model, random_model
 from testbed.control_group import ControlGroup
 from testbed.process import ROOT, ProgramError
 from testbed.server import Server, Streamed
@@ -113,6 +114,40 @@ def test_int8_is_compared_on_hard_models(tmp_path: Path) -> None:
     for measured in results["dongju"].values():
         assert measured["int8"]["top1_agreement"] > 0.9
         assert measured["int8"]["kl_divergence"] < 0.01
+
+
+def test_deltas_are_compared_with_int8_on_fine_tunes(tmp_path: Path) -> None:
+    results, output = run(tmp_path, "--deltas")
+    assert results["skipped"] == {}
+    assert deltas.lines(results) in output
+    assert {part: len(results[part]) for part in deltas.DeltasRun.PARTS} == {
+        "dongju": 2, "pages": 3, "random": 1
+    }  # fmt: skip
+    for measured in itertools.chain.from_iterable(results[p].values() for p in fine_tunes.KINDS):
+        assert measured["delta"]["bytes"] < measured["int8"]["bytes"]
+        assert measured["delta"]["top1_agreement"] > 0.9
+    (goal,) = results["goals"]
+    assert goal["value"]["median"] > 0
+
+
+def test_a_fine_tune_that_is_no_delta_has_a_reason_and_no_part_in_the_goal() -> None:
+    errors = {"top1_agreement": 1, "tokens": 64, "relative_logit_error": 0.01}
+    errors |= {"same_texts": 7, "texts": 8, "bytes": 1 << 20}
+    int8, delta = ({**errors, "kl_divergence": kl} for kl in (0.01, 0.012))
+    results: dict[str, Any] = {
+        "dongju": {"가": {"delta": delta, "int8": int8}, "나": {"int8": int8, "whole": "too far"}},
+        "pages": {},
+        "random": {},
+    }
+    (goal,) = judge(results, deltas.GOALS)
+    assert goal["value"]["median"] == pytest.approx(1.2)
+    shown = [(name, way, mib) for name, way, mib, *_ in deltas._rows(results)]
+    assert shown == [
+        ("가", "delta", "1.0"),
+        ("가", "int8", "1.0"),
+        ("나", "no delta: too far", ""),
+        ("나", "int8", "1.0"),
+    ]
 
 
 def test_a_hard_model_without_a_peer_has_an_empty_cell_and_the_goal_is_the_worst_model() -> None:

@@ -1,0 +1,139 @@
+"""Measures how far a delta of a base is from its fine-tune in fp32, beside int8 of the whole."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from tqdm import tqdm
+
+from benchmarks.report import tables as report
+from benchmarks.report.tables import Results, Row
+from benchmarks.run import Run
+from command.documents import read_documents
+from command.logits import Reference
+from engine import backends
+from engine.artifacts.artifact import Artifact
+from engine.artifacts.config import GPT2Config
+from engine.artifacts.open import open_artifact
+from engine.native.delta import NoDelta, open_delta
+from engine.text.sentencepiece import SentencePieceTokenizer
+from testbed import fine_tunes, random_model
+
+MIB = 1 << 20
+
+
+@dataclass(frozen=True)
+class Plan:
+    config: GPT2Config = random_model.FULL  # of the base with random weights
+    base_steps: int = fine_tunes.PAGES_STEPS
+    steps: int = 0  # of each fine-tune; 0: its own
+    prompts: int = 24
+    prompt_tokens: int = 16
+    new_tokens: int = 32
+
+
+def _against_int8(results: Results) -> list[float]:
+    """Return the highest ratio of a delta's KL to that of int8, of all that are deltas."""
+    measured = [one for part in DeltasRun.PARTS for one in results[part].values()]
+    ratios = (
+        one["delta"]["kl_divergence"] / one["int8"]["kl_divergence"]
+        for one in measured
+        if "delta" in one
+    )
+    return [max(ratios)]
+
+
+GOALS: tuple[report.Goal, ...] = (
+    ("KL of a delta against that of int8, on the worst fine-tune", "<=", 1.5, "x", _against_int8),
+)  # fmt: skip
+
+
+def lines(results: Results) -> str:
+    plan = results["plan"]
+    what = (
+        f"{plan['prompts']} prompts of {plan['prompt_tokens']} tokens of each fine-tune's text,"
+        f" {plan['new_tokens']} new ones"
+    )
+    columns = ("likeliest token the same", "logit error", "KL", "greedy texts the same")
+    head = ("fine-tune against its fp32", "", "MiB", *columns)
+    return report.page(results, what, [(head, _rows(results))])
+
+
+def _rows(results: Results) -> Iterator[Row]:
+    for part in DeltasRun.PARTS:
+        for name, measured in results.get(part, {}).items():
+            if "whole" in measured:
+                yield name, f"no delta: {measured['whole']}", "", "", "", "", ""
+            for way in ("delta", "int8"):
+                if (one := measured.get(way)) is not None:
+                    yield (
+                        name,
+                        way,
+                        f"{one['bytes'] / MIB:.1f}",
+                        f"{one['top1_agreement']:.2%} of {one['tokens']}",
+                        f"{one['relative_logit_error']:.2%}",
+                        f"{one['kl_divergence']:.1e}",
+                        f"{one['same_texts']} of {one['texts']}",
+                    )
+
+
+class DeltasRun(Run):
+    plan: Plan
+    PLAN, QUICK = Plan(), Plan(random_model.TINY, 2, 2, 4, 8, 8)
+    PARTS = DEFAULT = tuple(fine_tunes.KINDS)
+    GOALS = GOALS
+    LINES = lines
+
+    def dongju(self) -> Results:
+        return self._fine_tunes_of("dongju")
+
+    def pages(self) -> Results:
+        return self._fine_tunes_of("pages")
+
+    def random(self) -> Results:
+        return self._fine_tunes_of("random")
+
+    def _fine_tunes_of(self, name: str) -> Results:
+        models = self.workdir / "fine-tunes"
+        base = fine_tunes.make_base(models, name, self.plan.config, self.plan.base_steps)
+        results: Results = {}
+        for kind in tqdm(fine_tunes.KINDS[name], desc=name, leave=False, disable=None):
+            kind = dataclasses.replace(kind, steps=self.plan.steps or kind.steps)
+            folder = fine_tunes.fine_tune(models, base, kind)
+            title = f"{name}, {kind.steps} steps at {kind.learning_rate:.0e}"
+            results[title] = self._compared(open_artifact(folder), open_artifact(base), kind.text)
+        return results
+
+    def _compared(self, whole: Artifact, base: Artifact, text: Path) -> Results:
+        """Return the errors of a fine-tune's delta, or why it has none, and of int8."""
+        cache, results = self.workdir / "prepared", dict[str, object]()
+        prompts = self._prompts(whole, text)
+        with closing(backends.load(whole, "native", "fp32", cache_dir=cache)) as exact:
+            reference = Reference(exact, prompts, self.plan.new_tokens)
+        with closing(backends.load(whole, "native", "int8", cache_dir=cache)) as int8:
+            compared = dataclasses.asdict(reference.compare(int8))
+            results["int8"] = {**compared, "bytes": int8.weight_bytes}
+        try:
+            delta = open_delta(whole, base, cache)
+        except NoDelta as error:
+            return {**results, "whole": error.message}
+        with (
+            closing(delta.load()) as adapter,
+            closing(backends.load(base, "native", "int8", cache_dir=cache)) as model,
+        ):
+            compared = dataclasses.asdict(reference.compare(model, adapter))
+            return {"delta": {**compared, "bytes": delta.num_bytes}, **results}
+
+    def _prompts(self, model: Artifact, text: Path) -> list[list[int]]:
+        """Return parts of the text as ids, evenly spread over it."""
+        tokenizer = SentencePieceTokenizer(model.tokenizer_file)
+        lines = (line for document in read_documents(text) for line in document)
+        ids = [i for line in lines for i in tokenizer.encode(line)]
+        size = self.plan.prompt_tokens
+        begins = np.linspace(0, len(ids) - size, self.plan.prompts, dtype=int).tolist()
+        return [ids[begin : begin + size] for begin in begins]
