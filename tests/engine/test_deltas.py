@@ -45,7 +45,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def wholes(base: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     root = tmp_path_factory.mktemp("wholes")
-    return [fine_tuned(root / f"시 {i}", base, seed=i, size=0.02 + 0.01 * i) for i in range(4)]
+    return [fine_tuned(root / f"시 {i}", base, seed=i, size=0.02 + 0.003 * i) for i in range(4)]
 
 
 @pytest.fixture
