@@ -66,7 +66,7 @@ class Settings:
         "",
         "comma-separated models of the store for the bases that adapters and fine-tunes name, or"
         " for fine-tunes' own names: `skt/kogpt2-base-v2=kogpt2,poems-*=kogpt2`; `*` is any"
-        " (docs/models/adapters.md)",
+        " (docs/models/deltas.md)",
     )
     model_cache: str = setting(
         "MODEL_CACHE", "", "where fetched models are unpacked; empty: in `RUN_DIR`"
