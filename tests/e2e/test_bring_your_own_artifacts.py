@@ -1,33 +1,42 @@
-"""docs/models/artifacts.md and adapters.md are true: their commands are run, one page after the
-other, and answer as it is shown. That the Korean pages have the same: tests/test_pages.py."""
+"""docs/models/artifacts.md, adapters.md and deltas.md are true: their commands are run, one page
+after the other, and answer as it is shown. That the Korean pages have the same: test_pages.py."""
 
 from __future__ import annotations
 
 import json
 import re
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.e2e.console import blocks, printed, session, without_seconds
 from tests.e2e.server import REPOSITORY, Server
+from tests.e2e.stores import serving
 
 pytestmark = pytest.mark.slow
 
-PAGES = [REPOSITORY / "docs" / "models" / f"{name}.md" for name in ("artifacts", "adapters")]
+MODELS = REPOSITORY / "docs" / "models"
+PAGES = [MODELS / "artifacts.md", MODELS / "adapters.md"]
 ANYTHING = "…"
 # Of a model that is trained here: on another processor the last digits differ.
 TRAINED = ("kogpt2 fine-tune ", "--to adapter ")
 NUMBER = re.compile(r" *\b\d[\d.]*")
 
 
-@pytest.fixture
-def workplace(clean: Server, tmp_path: Path) -> Path:
+@pytest.fixture(scope="module")
+def in_int8(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    store = tmp_path_factory.mktemp("my-models")
+    with serving(tmp_path_factory.mktemp("int8"), store, ENGINE_PRECISION="int8") as server:
+        yield server
+
+
+def workplace(store: Path, tmp_path: Path) -> Path:
     """A folder that looks like the repository, but may be written to."""
     for name in ("scripts", "model_store"):
         (tmp_path / name).symlink_to(REPOSITORY / name)
-    (tmp_path / "my-models").symlink_to(clean.store)
+    (tmp_path / "my-models").symlink_to(store)
     # The checkout's would make an environment of its own here.
     command = f'#!/bin/sh\nPYTHONPATH={REPOSITORY} exec {sys.executable} -m scripts.start "$@"\n'
     (tmp_path / "kogpt2").write_text(command, encoding="utf-8")
@@ -35,9 +44,17 @@ def workplace(clean: Server, tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_the_commands_answer_as_they_are_shown(workplace: Path, clean: Server) -> None:
-    for command, shown in (call for page in PAGES for call in session(page)):
-        answer = printed(clean, command, workplace)
+def test_the_commands_answer_as_they_are_shown(clean: Server, tmp_path: Path) -> None:
+    check(clean, PAGES, workplace(clean.store, tmp_path))
+
+
+def test_the_commands_of_deltas_answer_as_they_are_shown(in_int8: Server, tmp_path: Path) -> None:
+    check(in_int8, [MODELS / "deltas.md"], workplace(in_int8.store, tmp_path))
+
+
+def check(server: Server, pages: list[Path], folder: Path) -> None:
+    for command, shown in (call for page in pages for call in session(page)):
+        answer = printed(server, command, folder)
         if shown.startswith("{"):
             expected = without_seconds(json.loads(shown))
             assert without_seconds(json.loads(answer)) == expected, command
