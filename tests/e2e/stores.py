@@ -47,10 +47,10 @@ def small(path: Path, seed: int = 0) -> Path:
     return make_artifact(path, layers=2, units=128, vocab=160, max_length=128, seed=seed)
 
 
-def fine_tuned(path: Path, base: Path, base_name: str) -> Path:
+def fine_tuned(path: Path, base: Path, base_name: str, seed: int = 5) -> Path:
     """A fine-tune of a v1 model, with the base's name in its files, that is computed in int8."""
     shutil.copytree(base, path)
-    rng = np.random.default_rng(5)
+    rng = np.random.default_rng(seed)
     weights = params_of(base)
     for w in weights.values():
         w += 0.02 * w.std() * rng.standard_normal(w.shape, np.float32)

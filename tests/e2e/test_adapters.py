@@ -115,8 +115,8 @@ def test_a_whole_fine_tune_is_loaded_with_the_base_that_a_request_names(server: 
         base, whole_because = sharing(server, "새")
         if "share" in settings or "base" not in settings:
             assert (base, whole_because) == (None, None)
-        elif reason is None:  # the engine decides
-            assert base == "바탕" or whole_because
+        elif reason is None:
+            assert (base, whole_because) == ("바탕", None)
         else:
             assert (base, whole_because) == (None, reason)
         assert server.get("/models/새").json()["settings"] == settings

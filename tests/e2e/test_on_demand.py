@@ -265,9 +265,7 @@ def test_models_come_from_s3(from_s3: Server, many: Server) -> None:
     assert bases == {**dict.fromkeys(("m0", "m1", "시/봄")), "어댑터": "팀/바탕"}
     for server, base in ((from_s3, "팀/바탕"), (many, "바탕")):
         assert text(server.predict("파인튜닝", SHORT))
-        described = server.get("/models/파인튜닝").json()
-        # The engine has got the base, and decides.
-        assert described.get("baseModel") == base or "store" not in described["wholeBecause"]
+        assert server.get("/models/파인튜닝").json()["baseModel"] == base
         assert server.unload("파인튜닝").status_code == 200
     answer = from_s3.get("/models?available=true").json()["models"]
     assert {"m0", "m1", "m3", "시/봄"} <= {model["modelName"] for model in answer}

@@ -1,0 +1,110 @@
+"""Whole fine-tunes of one base are models of their own to every client, and share its weights and
+steps. Which model is the base: tests/serving/models/test_bases.py."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from tests.e2e.server import Server, eventually
+from tests.e2e.stores import SHORT, fine_tuned, serving, small, statistics, text
+
+pytestmark = pytest.mark.slow
+
+BASE, TUNED = "바탕", tuple(f"파인튜닝-{i}" for i in range(8))
+OTHER, LATER = "남의-모델", "나중"
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A base, eight fine-tunes of it, and a model that only says that it is one."""
+    store = tmp_path_factory.mktemp("deltas")
+    base = small(store / BASE, 3)
+    for seed, name in enumerate(TUNED):
+        fine_tuned(store / name, base, f"/home/me/{BASE}", seed)
+    fine_tuned(store / OTHER, small(store / "다른", 4), BASE)
+    with serving(tmp_path_factory.mktemp("run"), store, ENGINE_PRECISION="int8") as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def texts(server: Server) -> dict[str, str]:
+    """The text of each fine-tune while no other is loaded."""
+    found = {}
+    for name in TUNED:
+        found[name] = text(server.predict(name, SHORT))
+        assert server.unload(name).status_code == 200
+    return found
+
+
+def bases(server: Server) -> dict[str, str | None]:
+    models = server.get("/models").json()["models"]
+    return {model["modelName"]: model.get("baseModel") for model in models}
+
+
+def test_eight_clients_of_eight_fine_tunes_get_the_texts_that_each_has_alone(
+    server: Server, texts: dict[str, str]
+) -> None:
+    assert text(server.predict(BASE, SHORT))
+    with ThreadPoolExecutor(8) as pool:
+        for _ in range(3):
+            answers = pool.map(lambda name: text(server.predict(name, SHORT)), TUNED)
+            assert dict(zip(TUNED, answers, strict=True)) == texts
+    assert bases(server) == {BASE: None, **dict.fromkeys(TUNED, BASE)}
+    with server.get("/console/events", stream=True) as events:
+        first = next(line for line in events.iter_lines() if line.startswith(b"data: "))
+    row = json.loads(first.removeprefix(b"data: "))["models"][TUNED[0]]
+    assert (row["base"], row["is_adapter"], row["whole_because"]) == (BASE, False, "")
+
+
+def test_a_model_that_is_no_fine_tune_of_the_base_that_it_names_is_whole(server: Server) -> None:
+    assert text(server.predict(OTHER, SHORT))
+    described = server.get(f"/models/{OTHER}").json()
+    assert "baseModel" not in described
+    assert "too far from its base" in described["wholeBecause"]
+    assert server.unload(OTHER).status_code == 200
+
+
+def test_a_base_is_unloaded_and_replaced_while_its_fine_tunes_answer(
+    server: Server, texts: dict[str, str]
+) -> None:
+    assert text(server.predict(BASE, SHORT))
+    assert server.unload(BASE).status_code == 200
+    name, store = TUNED[0], server.store
+    shutil.copytree(store / BASE, store / LATER)
+    assert text(server.predict(name, SHORT)) == texts[name]
+    (store / BASE).rename(store.parent / "alt")
+    try:
+        assert text(server.predict(name, SHORT)) == texts[name]
+        assert server.unload(name).status_code == 200
+        assert text(server.predict(name, SHORT))  # whole
+        described = server.get(f"/models/{name}").json()
+        assert described["wholeBecause"] == "its base is not in the store"
+        assert server.unload(name).status_code == 200
+        answer = server.load(name, base=LATER)
+        assert answer.status_code == 200, answer.text
+        assert bases(server)[name] == LATER
+        assert text(server.predict(name, SHORT)) == texts[name]
+    finally:
+        (store.parent / "alt").rename(store / BASE)
+        server.unload(name)
+
+
+def test_fine_tunes_outlive_the_gateway_and_the_engine(
+    server: Server, texts: dict[str, str]
+) -> None:
+    name = TUNED[1]
+    assert text(server.predict(name, SHORT)) == texts[name]
+    server.kill_gateway()
+    assert text(server.predict(name, SHORT)) == texts[name]
+    assert bases(server)[name] == BASE
+    server.descendants("-m engine ")[0].kill()
+    eventually(lambda: "the engine was killed by SIGKILL" in server.text())
+    eventually(lambda: server.predict(name, SHORT).status_code == 200)
+    assert text(server.predict(name, SHORT)) == texts[name]
+    (model,) = (m for m in statistics(server)["models"] if m["name"].startswith(f"{name}#"))
+    assert model["base"].endswith(BASE)
