@@ -7,6 +7,7 @@ import json
 import shutil
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 
@@ -92,6 +93,28 @@ def test_a_base_is_unloaded_and_replaced_while_its_fine_tunes_answer(
     finally:
         (store.parent / "alt").rename(store / BASE)
         server.unload(name)
+
+
+def test_a_fine_tune_that_sagemaker_brings_has_a_base_of_the_store(
+    server: Server, texts: dict[str, str], tmp_path: Path
+) -> None:
+    """Under names of SageMaker's, so only `base` or a pattern of all names leads to it."""
+    named, other = (tmp_path / "ml" / "models" / f"{i}f4dcc3b5aa765d6" / "model" for i in (5, 6))
+    for folder, name in ((named, TUNED[2]), (other, TUNED[3])):
+        shutil.copytree(server.store / name, folder)
+        (folder / "config.json").write_bytes((server.store / BASE / "config.json").read_bytes())
+    settings = {"precision": "int8", "base": BASE}
+    (named / "serving.json").write_text(json.dumps(settings), encoding="utf-8")
+    mode = {"SAGEMAKER_MULTI_MODEL": "true", "SAGEMAKER_BASE_DIR": str(tmp_path / "ml")}
+    mode |= {"ENGINE_PRECISION": "int8", "MODEL_BASES": f"*={BASE}"}
+    with serving(tmp_path / "run", server.store, **mode) as endpoint:
+        for folder, name in ((named, TUNED[2]), (other, TUNED[3])):
+            model = folder.parent.name
+            answer = endpoint.load(model, str(folder))
+            assert answer.status_code == 200, answer.text
+            answer = endpoint.post(f"/models/{model}/invoke", json=SHORT)
+            assert text(answer) == texts[name]
+            assert bases(endpoint)[model] == BASE
 
 
 def test_fine_tunes_outlive_the_gateway_and_the_engine(
