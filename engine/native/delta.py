@@ -147,9 +147,7 @@ def _check_shape(config: GPT2Config, base: Artifact) -> None:
     of_base["tie_word_embeddings"] &= config.tie_word_embeddings
     for name, value in asdict(config).items():
         if value != of_base[name]:
-            raise NoDelta(
-                f"its {name} is {value}, that of its base {base.path.name} {of_base[name]}"
-            )
+            raise NoDelta(f"its {name} is {value}, that of its base {of_base[name]}")
 
 
 def _choices(metadata: Mapping[str, str]) -> Choices:

@@ -15,15 +15,14 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-import numpy as np
 import requests
 
-from engine.artifacts.artifact import EMBEDDING, OUTPUT
 from engine.http.client import EngineClient
 from serving.api import routes
 from tests.e2e.server import Server, eventually, free_port
+from tests.engine import deltas
 from tests.engine.hugging_face import write_json
-from tests.engine.models import make_artifact, params_of, write_params
+from tests.engine.models import make_artifact
 
 FAST = {"ENGINE_BACKEND": "native", "ENGINE_PRECISION": "fp32"}
 SMALL_BYTES = 1_734_656  # what the engine reserves for one: 2 fit into 4 MiB, 5 into 9
@@ -47,15 +46,9 @@ def small(path: Path, seed: int = 0) -> Path:
     return make_artifact(path, layers=2, units=128, vocab=160, max_length=128, seed=seed)
 
 
-def fine_tuned(path: Path, base: Path, base_name: str, seed: int = 5) -> Path:
+def fine_tuned(path: Path, base: Path, base_name: str, seed: int = 0) -> Path:
     """A fine-tune of a v1 model, with the base's name in its files, that is computed in int8."""
-    shutil.copytree(base, path)
-    rng = np.random.default_rng(seed)
-    weights = params_of(base)
-    for w in weights.values():
-        w += 0.02 * w.std() * rng.standard_normal(w.shape, np.float32)
-    weights[OUTPUT] = weights[EMBEDDING]
-    write_params(path / "kogpt2.params", weights)
+    deltas.fine_tuned(path, base, seed=seed)
     config = json.loads((path / "config.json").read_text(encoding="utf-8"))
     write_json(path / "config.json", config | {"_name_or_path": base_name})
     write_json(path / "serving.json", {"precision": "int8"})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import re
 import shutil
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -30,7 +31,7 @@ from tests.engine.backends.running import logits_of
 from tests.engine.conftest import NewEngine
 from tests.engine.deltas import fine_tuned
 from tests.engine.engines import Request, make_talkative
-from tests.engine.models import params_of, write_params
+from tests.engine.models import make_artifact, params_of, write_params
 
 PROMPT = "오늘은 날씨가"
 NEW = 24
@@ -252,6 +253,12 @@ def test_what_is_no_delta_is_whole_and_says_why(
     alone = engine.load("혼자", str(other), precision=precision)
     assert ask(engine, "남").wait().ids() == ask(engine, "혼자").wait().ids()
     assert alone.core is not model.core
+
+
+def test_a_model_of_another_shape_is_no_delta(engine: Engine, base: Path, tmp_path: Path) -> None:
+    other = make_artifact(tmp_path / "남", layers=1, units=64, vocab=160)
+    described = engine.load("남", str(other), base=str(base)).describe()
+    assert re.fullmatch(r"its \w+ is \d+, that of its base \d+", described["whole_because"])
 
 
 def test_a_base_that_is_replaced_while_its_deltas_answer_serves_them_on(
