@@ -159,9 +159,9 @@ def _limit_s(body: bytes) -> float:
     It is searched for: parsing tensors of megabytes would hold the interpreter's lock, and with it
     the event loop, for up to a second. What is wrong, the worker reports.
     """
-    for found in itertools.islice(TIMEOUT.finditer(body), MAX_TIMEOUTS):
-        if PARAMETERS.search(body, max(found.start() - NEAR, 0), found.start()):
-            return timeout_s({"timeout": int(found[1])}) or math.inf
+    for match in itertools.islice(TIMEOUT.finditer(body), MAX_TIMEOUTS):
+        if PARAMETERS.search(body, max(match.start() - NEAR, 0), match.start()):
+            return timeout_s({"timeout": int(match[1])}) or math.inf
     return math.inf
 
 
