@@ -80,7 +80,7 @@ class UnsupportedMediaType(ServingError, status=415, type="UnsupportedMediaTypeE
 
 
 class TooManyRequests(ServingError, status=429, type="TooManyRequestsException"):
-    """The queue of the model is full, or the limit of open sessions is reached."""
+    """The queue of the model is full."""
 
 
 class HeadersTooLarge(ServingError, status=431, type="RequestHeaderFieldsTooLargeException"): ...

@@ -38,7 +38,6 @@ from serving.api.app import App
 from serving.api.gateway import Gateway
 from serving.api.http_protocol import HTTPProtocol
 from serving.api.metrics import Metrics
-from serving.api.sessions import Sessions
 from serving.console.journal import Journal
 from serving.errors import StartError
 from serving.mms import launcher
@@ -119,10 +118,6 @@ async def _gateway(settings: Settings, run_dir: Path, secret: str) -> AsyncItera
     bases = Bases(lookups, settings, {single: settings.single_model_name})
     # No aliases in a multi-model endpoint: there, SageMaker decides which models are loaded.
     aliases = Aliases(None if settings.sagemaker_multi_model else lookups, run_dir / ALIASES_FILE)
-    sessions = None
-    if settings.stateful_sessions:
-        folder, life_s = run_dir / "sessions", settings.sessions_expiration
-        sessions = await asyncio.to_thread(Sessions, folder, life_s)
     registry = Registry(
         settings, workers, cache, observe, snapshot.write, journal.changed, bases.find
     )
@@ -136,7 +131,6 @@ async def _gateway(settings: Settings, run_dir: Path, secret: str) -> AsyncItera
         lookups=lookups,
         metrics=metrics,
         journal=journal,
-        sessions=sessions,
         tokens=Tokens(settings.tokens_file),
         aliases=aliases,
         takes_over=snapshot.exists(),

@@ -22,7 +22,6 @@ LIMITS = {  # largest allowed values; the smallest is 1
     "port": MAX_PORT, "management_port": MAX_PORT,
     "script_workers": math.inf, "max_rows": math.inf, "max_waiting": math.inf,
     "max_connections": math.inf, "request_timeout_s": math.inf, "start_timeout_s": math.inf,
-    "sessions_expiration": 365 * 86_400,  # a later end could not be written as a date
 }  # fmt: skip
 
 
@@ -100,14 +99,6 @@ class Settings:
     )
     single_model_name: str = setting(
         "SAGEMAKER_MODEL_NAME", "model", "what the model in `model/` is called"
-    )
-    stateful_sessions: bool = setting(
-        "SAGEMAKER_ENABLE_STATEFUL_SESSIONS",
-        False,
-        "whether `/invocations` opens and closes stateful sessions (docs/api/sagemaker.md)",
-    )
-    sessions_expiration: int = setting(
-        "SAGEMAKER_SESSIONS_EXPIRATION", 1200, "how long a session lasts, in seconds"
     )
     management_token: str = setting(
         "MANAGEMENT_TOKEN",

@@ -31,7 +31,6 @@ class Instance:
     type: str
     vcpus: int
     memory_gib: float
-    usd_per_hour: float
 
     def holds(self, model: Needs, settings: Settings) -> int:
         """Return how many such models fit beside the K/V of ENGINE_MAX_ROWS requests."""
@@ -134,7 +133,11 @@ def choose(
     rows: list[tuple[str, ...]] = []
     chosen: Instance | None = None
     holding: Instance | None = None
-    known = (Instance(**row) for row in data()["instances"] if row["type"] in now.usd)
+    known = (
+        Instance(row["type"], row["vcpus"], row["memory_gib"])
+        for row in data()["instances"]
+        if row["type"] in now.usd
+    )
     for instance in sorted(known, key=lambda i: (now.usd[i.type], -i.vcpus)):
         if has_gpu(instance.type) or is_arm(instance.type) != arm:
             continue

@@ -15,7 +15,6 @@ from anyio import move_on_after
 from engine.http.async_client import AsyncEngineClient
 from serving.aliases import Aliases
 from serving.api.metrics import Metrics
-from serving.api.sessions import Sessions
 from serving.console.journal import Journal
 from serving.errors import ModelNotFound, StillLoading, Unavailable
 from serving.mms.client import MMSClient
@@ -44,7 +43,6 @@ class Gateway:
     journal: Journal
     admission: Admission = field(default_factory=Admission)
     single_model: str | None = None
-    sessions: Sessions | None = None  # None if they are not enabled
     tokens: Tokens = field(default_factory=lambda: Tokens(""))
     aliases: Aliases = field(default_factory=Aliases)
     healthy: bool = False

@@ -4,8 +4,7 @@ POST /models/{name}/invoke            SageMaker multi-model
 POST /invocations                     X-Amzn-SageMaker-Adapter-Identifier or -Target-Model,
                                       ?model_name=, model=NAME in the custom attributes, or `model`
                                       in a body of OpenAI's; else the one model of a single-model
-                                      endpoint;
-                                      no model for a body that opens or closes a session
+                                      endpoint
 POST /predictions/{name}              Multi Model Server; OPTIONS describes it
 POST /generate, /generate_stream      TGI's; `parameters.adapter_id`, or what /invocations has
 POST /endpoints/{name}/invocations    boto3's sagemaker-runtime with `endpoint_url` set to here
@@ -18,15 +17,16 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from urllib.parse import unquote
 
 import orjson
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
-from common.errors import ServiceError, cut
-from common.media_types import CSV, JSON, JSON_LINES, TEXT
-from serving.api import sessions
+from common.errors import InvalidRequest, ServiceError, UnsupportedMediaType, cut
+from common.json_body import MAX_VALUES, read_json
+from common.media_types import CSV, JSON, JSON_LINES, TEXT, media_type
 from serving.api.access import Right
 from serving.api.answering import TokenStream
 from serving.api.bodies import read, read_tgi
@@ -46,6 +46,12 @@ from serving.names import normal_name
 MODEL_ATTRIBUTE = re.compile(r"(?:^|[\s,;])model=([^\s,;]+)")
 INFERENCE_COMPONENT = "x-amzn-sagemaker-inference-component"
 ADAPTER = "x-amzn-sagemaker-adapter-identifier"
+SESSION_ID = "x-amzn-sagemaker-session-id"
+SESSION_REQUESTS = ("NEW_SESSION", "CLOSE")
+NO_SESSIONS = (
+    "this server has no stateful sessions: leave out requestType and X-Amzn-SageMaker-Session-Id,"
+    " and send the whole prompt each time; the prefix cache has its beginning"
+)
 # Headers of /invocations that may name the model; the first one present counts.
 NAMING = (ADAPTER, TARGET_MODEL, INFERENCE_COMPONENT)
 
@@ -57,9 +63,9 @@ async def named(gateway: Gateway, request: Request) -> Response:
 
 
 async def invocations(gateway: Gateway, request: Request) -> Response:
-    """Continues a prompt or classifies texts (SageMaker); opens or closes a session."""
+    """Continues a prompt or classifies texts (SageMaker)."""
     answer = invoke_lines if is_lines(request) else invoke
-    return await answer(gateway, request, _target(request), read, intercept=_session)
+    return await answer(gateway, request, _target(request), read, check=_check_no_session)
 
 
 async def generate(gateway: Gateway, request: Request) -> Response:
@@ -69,14 +75,21 @@ async def generate(gateway: Gateway, request: Request) -> Response:
     return await invoke(gateway, request, _target(request), read)
 
 
-async def _session(
-    gateway: Gateway, request: Request, body: bytes, headers: Mapping[str, str]
-) -> Response | None:
-    """Answer a body that opens or closes a session; return None for a body for a model."""
+async def _check_no_session(request: Request, body: bytes, headers: Mapping[str, str]) -> None:
+    """Raise `BadRequest` for a request of SageMaker's stateful sessions."""
     kind = headers.get("content-type")
-    fields = await off_loop(len(body), sessions.session_request, body, kind)
-    id = request.headers.get(sessions.SESSION_ID)
-    return await sessions.answer(gateway.sessions, fields, id)
+    if await off_loop(len(body), _is_session, body, kind) or request.headers.get(SESSION_ID):
+        raise BadRequest(NO_SESSIONS)
+
+
+def _is_session(body: bytes, content_type: str | None) -> bool:
+    """Return whether a body opens or closes a session; a script may have another requestType."""
+    if b'"requestType"' not in body:
+        return False
+    with suppress(InvalidRequest, UnsupportedMediaType):  # the model reports the error
+        value = read_json(body, MAX_VALUES) if media_type(content_type)[0] == JSON else None
+        return isinstance(value, dict) and value.get("requestType") in SESSION_REQUESTS
+    return False
 
 
 def _target(request: Request) -> str | None:
@@ -143,7 +156,6 @@ PROMPTS = ("Generate", "OpenAICompletion", "OpenAIChat", "Text")
 TO_TGI = {JSON: PROMPTS, TEXT: "Text"}
 TEXTS_SENT = (*PROMPTS, "Classify")
 SENT = {JSON: TEXTS_SENT, TEXT: "Text", CSV: "Text", JSON_LINES: "Lines"}
-TO_INVOCATIONS = {**SENT, JSON: (*TEXTS_SENT, "Session")}
 ANY = "Any"  # a model's own code answers anything, and a stream has no schema
 OF_TGI = {JSON: ("Generated", "Guide", ANY), TEXT: "Text", EVENTS: ANY, LINES: ANY, "*/*": ANY}
 OF_MODELS = ("Generated", "Guide", "Labels", "Label", ANY)
@@ -151,13 +163,12 @@ ANSWERED = {**OF_TGI, JSON: OF_MODELS, CSV: "Text", JSON_LINES: "Lines"}
 ERRORS = ("Error", "OpenAIError")
 TGI = Kind("inference", Right.CALL, ERRORS, TO_TGI, OF_TGI)
 TEXTS = Kind("inference", Right.CALL, ERRORS, SENT, ANSWERED)
-INVOCATION = Kind("inference", Right.CALL, ERRORS, TO_INVOCATIONS, ANSWERED)
-ENDPOINT = Kind("inference", Right.CALL, "AWSError", TO_INVOCATIONS, {"*/*": ANY})
+ENDPOINT = Kind("inference", Right.CALL, "AWSError", SENT, {"*/*": ANY})
 STREAMED = "/endpoints/{endpoint}/invocations-response-stream"
 ROUTES = (
     Route("POST", "/models/{name:model}/invoke", named, TEXTS, CALL),
     Route("POST GET PUT", "/predictions/{name:model}", named, TEXTS, CALL),
-    Route("POST", "/invocations", invocations, INVOCATION, CALL),
+    Route("POST", "/invocations", invocations, TEXTS, CALL),
     Route("POST", "/generate", generate, TGI, CALL),
     Route("POST", "/generate_stream", generate, TGI, CALL),
     Route("POST", "/endpoints/{endpoint}/invocations", endpoint, ENDPOINT, "400 424 500"),

@@ -33,8 +33,8 @@ NO_MODEL = (
     " model in a body of OpenAI's, parameters.adapter_id in one of TGI's, or /predictions/{name}"
 )
 
-# Gets a body, and the headers for a worker; answers a body that is for no model, else returns None.
-Intercept = Callable[[Gateway, Request, bytes, Mapping[str, str]], Awaitable[Response | None]]
+# Checks a request's body, given the headers for a worker; raises `ServiceError`.
+Check = Callable[[Request, bytes, Mapping[str, str]], Awaitable[None]]
 
 
 @dataclass(frozen=True)
@@ -66,14 +66,14 @@ async def invoke(
     name: str | None,
     read: Read,
     headers: Mapping[str, str] | None = None,
-    intercept: Intercept | None = None,
+    check: Check | None = None,
 ) -> Response:
     """Answer a request with a model, which is loaded first where loading on demand is allowed.
 
     `name` is None if only the body may name the model; if it does not either, the model of a
-    single-model server answers. `headers` replace the client's headers for the worker; `intercept`
-    answers a body that is for no model. The deadline is the model's, counted from the request's
-    head, or the body's own if that is earlier.
+    single-model server answers. `headers` replace the client's headers for the worker; `check` is
+    what a route checks beside. The deadline is the model's, counted from the request's head, or the
+    body's own if that is earlier.
     """
     gateway.check_ready()
     if name is not None:
@@ -87,8 +87,8 @@ async def invoke(
         await off_loop(len(body), check_form, kind, body)
         direct = await off_loop(len(body), read, request, body, headers)
         request.state.shape = direct.shape
-        if intercept and (answered := await intercept(gateway, request, body, headers)) is not None:
-            return answered
+        if check is not None:
+            await check(request, body, headers)
         if name is None:
             named = direct.model or gateway.single_model
             if not named:

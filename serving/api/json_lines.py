@@ -32,7 +32,7 @@ from serving.api.body_lines import BodyLines
 from serving.api.error_responses import error_response
 from serving.api.gateway import Gateway
 from serving.api.http_protocol import DUPLEX
-from serving.api.invoke import Counted, Intercept, Read, invoke, loaded
+from serving.api.invoke import Check, Counted, Read, invoke, loaded
 from serving.api.naming import CHOSEN, choose_model, name_model
 from serving.api.reading import LARGE_BYTES, check_encoding, off_loop
 from serving.api.worker_calls import AWS_ACCEPT
@@ -65,7 +65,7 @@ async def invoke_lines(
     request: Request,
     name: str | None,
     read: Read,
-    intercept: Intercept | None = None,
+    check: Check | None = None,
 ) -> Response:
     """Answer each line of a body with a model; the arguments are those of `invoke`.
 
@@ -82,8 +82,8 @@ async def invoke_lines(
     headers = request.headers
     media_type(headers.get("content-type"))
     accepted(headers.get(AWS_ACCEPT, headers.get("accept")), (JSON_LINES, JSON))
-    if intercept is not None:
-        await intercept(gateway, request, b"", {})
+    if check is not None:
+        await check(request, b"", {})
     async with AsyncExitStack() as resources:
         counted = resources.enter_context(Counted(gateway, request))
         chosen = choose_model(gateway, request, name)

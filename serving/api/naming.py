@@ -12,7 +12,6 @@ from starlette.requests import Request
 from serving.aliases import FILE
 from serving.api.gateway import Gateway
 from serving.api.reading import header_text
-from serving.api.sessions import SESSION_ID as SAGEMAKER_SESSION
 from serving.errors import Conflict, Forbidden
 from serving.names import normal_name
 
@@ -54,23 +53,15 @@ def _bases(gateway: Gateway, models: tuple[str, ...]) -> list[str]:
 def choose_model(gateway: Gateway, request: Request, name: str, user: str = "") -> str:
     """Return the model that answers a request for `name`. Call it once per request.
 
-    Requests with the same SageMaker session, else the same X-Session-Id, else the same `user` of
-    OpenAI's body, get the same model of an alias. An open SageMaker session stays with its model
-    when the weights change, as long as the alias has it.
+    Requests with the same X-Session-Id, else the same `user` of OpenAI's body, get the same model
+    of an alias.
     """
     alias = gateway.aliases.find(name)
     if alias is None:
         return name
-    headers = request.headers
-    session = headers.get(SAGEMAKER_SESSION, "")
-    sessions = gateway.sessions
-    model = sessions.model(session, name) if sessions is not None else ""
+    model: str = request.scope.get(CHOSEN, "")
     if model not in alias.weights:
-        model = request.scope.get(CHOSEN, "")
-    if model not in alias.weights:
-        model = alias.choose(session or header_text(headers.get(SESSION_ID, "")) or user)
-        if sessions is not None:
-            sessions.keep(session, name, model)
+        model = alias.choose(header_text(request.headers.get(SESSION_ID, "")) or user)
     alias.requests[model] = alias.requests.get(model, 0) + 1
     request.state.model, request.state.alias = model, name
     return model

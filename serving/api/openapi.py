@@ -11,10 +11,9 @@ from urllib.parse import quote
 
 from common.media_types import JSON
 from serving.api.access import Right
-from serving.api.naming import SESSION_ID as X_SESSION_ID
+from serving.api.naming import SESSION_ID
 from serving.api.routing import Route
 from serving.api.schemas import SCHEMAS
-from serving.api.sessions import SESSION_ID
 
 DESCRIPTION = (
     "Serves many fine-tunes of KoGPT2 at once. The port for requests answers every route, the"
@@ -22,9 +21,8 @@ DESCRIPTION = (
 )
 HEADERS = {
     "X-Amzn-SageMaker-Target-Model": "which model, as a path below the store: `poem.tar.gz`",
-    SESSION_ID: "which session, where `SAGEMAKER_ENABLE_STATEFUL_SESSIONS` is true",
 }  # of the routes with `invocations` in their path
-SESSION = {X_SESSION_ID: "requests with the same one get the same model of an alias"}
+SESSION = {SESSION_ID: "requests with the same one get the same model of an alias"}
 # Routes of a loaded model: path, method.
 LINKS = {"call": ("/predictions/{name}", "post"), "unload": ("/models/{name}", "delete")}
 

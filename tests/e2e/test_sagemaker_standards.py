@@ -1,8 +1,8 @@
 """SageMaker's contract of adapters, case by case as vLLM is tested for it.
 
-Each test names the test of vLLM's `tests/entrypoints/sagemaker` that it corresponds to. Sessions:
-tests/serving/api/test_sessions.py, and by boto3 in tests/platform. Handlers and middleware in a
-customer's Python file are not here: a model's own script is what does that.
+Each test names the test of vLLM's `tests/entrypoints/sagemaker` that it corresponds to. Handlers
+and middleware in a customer's Python file are not here: a model's own script is what does that. Nor
+are sessions, which this server refuses: tests/serving/api/test_bodies.py.
 docs/reference/differences.md lists the answers that are not the same.
 """
 

@@ -72,8 +72,7 @@ def served(folder: Path) -> Iterator[Server]:
     homes = {name: str(folder / name.lower()) for name in ("HOME", "TMPDIR")}
     for home in homes.values():
         Path(home).mkdir()
-    sessions = {"SAGEMAKER_ENABLE_STATEFUL_SESSIONS": "true"}
-    with serving(folder / "server", store, **homes, **sessions) as server:
+    with serving(folder / "server", store, **homes) as server:
         for name in BESIDE:
             assert server.load(name, pinned=True).status_code == 200
         yield server

@@ -1,29 +1,22 @@
-"""The server as the container of one model, with stateful sessions."""
+"""The server as the container of one model."""
 
 from __future__ import annotations
 
-import contextlib
 import json
-import re
 import sys
 import tempfile
 import unicodedata
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
-from botocore.exceptions import ClientError
 
-from testbed import s3
 from tests.e2e.server import Server
 from tests.e2e.stores import FAST, SHORT, small, text
 from tests.platform.conftest import A_USER, IS_ROOT
 from tests.processes import readable_by_all
 
 pytestmark = pytest.mark.slow
-
-EXPIRES = re.compile(r"Expires=\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ")
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +29,6 @@ def server() -> Iterator[Server]:
         environment = {
             **FAST,
             "SAGEMAKER_BASE_DIR": str(folder / "ml"),
-            "SAGEMAKER_ENABLE_STATEFUL_SESSIONS": "true",
             "SAGEMAKER_MODEL_NAME": unicodedata.normalize("NFD", "봄노래"),
             "MODEL_STORE": str(small(folder / "store" / "시", 2).parent),
             **({"RUN_AS_USER": str(A_USER)} if IS_ROOT else {}),
@@ -89,32 +81,3 @@ def test_batch_transform_gets_a_line_for_each_record_also_after_a_whole_body(
         assert (answer.status_code, answer.headers["Content-Type"]) == (200, lines)
         texts = [json.loads(line)["generated_text"] for line in answer.content.splitlines()]
         assert texts == [single] * (body.count(b"\n") + 1)
-
-
-# Sessions
-
-
-def invoke(client: Any, body: dict[str, Any], session: str) -> dict[str, Any]:
-    """boto3's answer, whose `Body` is read."""
-    answer: dict[str, Any] = client.invoke_endpoint(
-        EndpointName="poets",
-        ContentType="application/json",
-        SessionId=session,
-        Body=json.dumps(body).encode(),
-    )
-    with contextlib.closing(answer["Body"]) as data:
-        return {**answer, "Body": data.read().decode()}
-
-
-def test_boto3_opens_uses_and_closes_a_session(server: Server) -> None:
-    """What is refused, and that sessions outlive the gateway: serving/api/test_sessions.py."""
-    with contextlib.closing(s3.client(server.url(""), "sagemaker-runtime")) as client:
-        answer = invoke(client, {"requestType": "NEW_SESSION"}, "NEW_SESSION")
-        id, _, expires = answer["NewSessionId"].partition("; ")
-        assert EXPIRES.fullmatch(expires)
-        assert answer["Body"] == f"Session {id} created"
-        assert json.loads(invoke(client, SHORT, id)["Body"])["generated_text"]
-        answer = invoke(client, {"requestType": "CLOSE"}, id)
-        assert (answer["ClosedSessionId"], answer["Body"]) == (id, f"Session {id} closed")
-        with pytest.raises(ClientError, match="session not found"):
-            invoke(client, SHORT, id)

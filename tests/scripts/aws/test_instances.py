@@ -111,10 +111,10 @@ def test_the_largest_count_and_the_longest_row() -> None:
 def test_an_instance_of_8_gib_holds(precision: str, changed: dict[str, int], models: int) -> None:
     settings = Settings(precision=precision, **changed)  # type: ignore[arg-type]
     model = Needs(weight_bytes(KOGPT2, precision, "cpu"), row_bytes(KOGPT2, precision))
-    assert Instance("ml.m5.large", 2, 8, 0.115).holds(model, settings) == models
+    assert Instance("ml.m5.large", 2, 8).holds(model, settings) == models
 
 
 def test_processes_limit_how_many_adapters_an_instance_holds() -> None:
     adapter = Needs(3 * MIB, row_bytes(KOGPT2, "int8"))
     # (4,096 MiB - 640 for the server - 16 rows of 19) / (3 + 20 for its place and tokenizer)
-    assert Instance("ml.c5.large", 2, 4, 0.1).holds(adapter, Settings()) == 136
+    assert Instance("ml.c5.large", 2, 4).holds(adapter, Settings()) == 136

@@ -83,7 +83,7 @@ def test_where_nothing_names_the_model_all_ways_are_said() -> None:
 
 
 NOT_THERE = "Model not found: 겨울"
-TOO_EARLY = "sessions are not enabled"
+NO_SESSIONS = "no stateful sessions"
 
 
 @pytest.mark.parametrize(
@@ -91,7 +91,7 @@ TOO_EARLY = "sessions are not enabled"
     [
         ("/invocations?model_name=겨울", {}, 404, NOT_THERE),
         ("/predictions/겨울", {}, 404, NOT_THERE),
-        ("/invocations?model_name=봄", {"x_amzn_sagemaker_session_id": "가"}, 400, TOO_EARLY),
+        ("/invocations?model_name=봄", {"x_amzn_sagemaker_session_id": "가"}, 400, NO_SESSIONS),
     ],
 )
 def test_an_error_before_the_model_is_in_the_format_of_the_bodys_api(
@@ -107,6 +107,38 @@ def test_an_error_before_the_model_is_in_the_format_of_the_bodys_api(
     assert words in answer["error"]
     found, answer = call(world(), path, {"inputs": "산에는"}, **headers)
     assert (found, answer["code"], words in answer["message"]) == (status, status, True)
+
+
+OPEN, CLOSE = (
+    b'{"requestType": "NEW_SESSION"}',
+    b'{"requestType": "CLOSE", "inputs": "\xea\xb0\x80"}',
+)
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "headers", "refused"),
+    [
+        ("/invocations", OPEN, {}, True),
+        ("/invocations", OPEN, {"content-type": ""}, True),  # a body without a type is JSON
+        ("/invocations", CLOSE, {"x_amzn_sagemaker_session_id": "가"}, True),
+        ("/invocations", b'"text"', {"x_amzn_sagemaker_session_id": "NEW_SESSION"}, True),
+        ("/invocations", b'{"requestType": "of a script"}', {}, False),
+        ("/invocations", b'{"requestType": ["CLOSE"]}', {}, False),
+        ("/invocations", b'["requestType"]', {}, False),
+        ("/invocations", b'{"inputs": {"requestType": "CLOSE"}}', {}, False),
+        ("/invocations", b'{"requestType": "CLOSE"', {}, False),
+        ("/invocations", OPEN, {"content-type": "text/plain"}, False),
+        ("/predictions/봄", OPEN, {}, False),
+    ],
+)
+async def test_a_session_of_sagemaker_is_refused_before_any_model_is_called(
+    path: str, body: bytes, headers: dict[str, str], refused: bool
+) -> None:
+    made = world()
+    made.gateway.single_model = "봄"
+    status, _, answer = await made.call("POST", path, body, **headers)
+    assert (status, len(made.mms.told_s)) == ((400, 0) if refused else (200, 1))
+    assert (NO_SESSIONS in answer.decode()) == refused
 
 
 def test_a_model_of_its_own_code_has_no_format_of_another_api() -> None:

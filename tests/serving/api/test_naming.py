@@ -12,7 +12,6 @@ from urllib.parse import unquote
 import pytest
 
 from serving.aliases import Aliases, parse
-from serving.api.sessions import NEW, NEW_SESSION_ID, SESSION_ID, Sessions
 from serving.models.model_settings import ModelSettings
 from tests.serving.api.gateways import BEARER, World, model, settle, with_token
 from tests.serving.fakes import stored
@@ -101,28 +100,6 @@ async def test_a_session_or_user_stays_with_one_model() -> None:
     other = world_of({"고객": {"봄": 1, "여름": 1}})  # another server of the fleet
     for i, side in sides.items():
         assert await served(other, x_session_id=f"손님-{i}") == side
-
-
-async def test_an_open_session_of_sagemakers_stays_when_the_weights_change(tmp_path: Path) -> None:
-    world = world_of({"고객": {"봄": 1, "여름": 1}})
-    world.gateway.sessions = Sessions(tmp_path / "sessions", 60)
-    began = {}
-    for _ in range(12):
-        body = {"requestType": NEW}
-        _, answered, _ = await world.call("POST", "/invocations?model_name=x", body)
-        id = answered[NEW_SESSION_ID.lower()].partition(";")[0]
-        began[id] = await served(world, **{SESSION_ID.lower(): id})
-    assert set(began.values()) == {"봄", "여름"}
-    world.gateway.aliases = aliases_of({"고객": {"봄": 1, "여름": 100_000}})
-    world.gateway.sessions = Sessions(tmp_path / "sessions", 60)  # of the next gateway
-    for id, side in began.items():
-        assert await served(world, **{SESSION_ID.lower(): id}) == side
-    assert await served(world, **{SESSION_ID.lower(): "not-open"}) == "여름"
-    world.gateway.aliases = aliases_of({"고객": "여름"})  # 봄 is no model of it any more
-    assert {await served(world, **{SESSION_ID.lower(): id}) for id in began} == {"여름"}
-    for id in began:
-        await world.gateway.sessions.close(id)
-    assert not world.gateway.sessions._models
 
 
 async def test_lists_and_descriptions_say_what_an_alias_stands_for() -> None:
