@@ -29,9 +29,7 @@ class Head:
         self._weight = np.array(weight, np.float32, order="C")
         self._bias = np.zeros(len(weight), np.float32) if bias is None else bias.astype(np.float32)
 
-    @property
-    def num_bytes(self) -> int:
-        return self._weight.nbytes + self._bias.nbytes
+        self.num_bytes = self._weight.nbytes + self._bias.nbytes
 
     def logits(self, states: Logits) -> Logits:
         """Return the logits (T, labels) of hidden states (T, units), each row by itself."""
@@ -51,6 +49,12 @@ def head_of(source: Artifact | Adapter) -> Head:
         if name in source.index
     }
     return Head(source.classifier, tensors[WEIGHT], tensors.get(BIAS))
+
+
+def head_bytes(source: Artifact | Adapter) -> int:
+    """Return the bytes of the head that `head_of` reads."""
+    labels, units = source.index[WEIGHT].shape
+    return 4 * labels * (units + 1)
 
 
 @dataclass(frozen=True)

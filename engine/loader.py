@@ -20,7 +20,7 @@ from engine.artifacts.artifact import Artifact
 from engine.artifacts.merged import Merged, merge
 from engine.backends.interface import BackendModel
 from engine.budget import Budget
-from engine.classification import head_of
+from engine.classification import head_bytes, head_of
 from engine.cores import Cores
 from engine.model import Core, Model
 from engine.native.adapter import NativeAdapter, load_adapter, num_bytes
@@ -106,6 +106,8 @@ class Loader:
         if source.adapter is not None:
             needed = 0 if self._cores.has(source.key) else needed
             needed += _num_bytes(source.adapter, request.precision)
+        if source.labeled is not None:
+            needed += head_bytes(source.labeled)
         if isinstance(source.adapter, Delta):
             source.adapter.close()
         return needed, row
@@ -209,6 +211,12 @@ class Loader:
             if (labeled := source.labeled) is not None:
                 if self._settings.device == "gpu":
                     raise ArtifactError("the model is a classifier, which needs a CPU")
+                size, row = (
+                    head_bytes(labeled),
+                    backends.row_bytes(artifact.config, request.precision),
+                )
+                self._budget.declare(size, row, request.name)
+                undo.callback(self._budget.withdraw, size, row, request.name)
                 head = head_of(labeled)
 
             # Their process starts while weights are opened. Not under the engine's lock: the
@@ -294,9 +302,11 @@ class Loader:
 
     def free(self, model: Model, last: bool, reason: EngineError) -> None:
         """Close a model's texts and adapter, and its core if the model was the `last` on it."""
-        core, adapter = model.core, model.adapter
+        core, adapter, head = model.core, model.adapter, model.head
         with ExitStack() as steps:  # each is done even if another raises, the last one first
             steps.callback(return_freed_memory)
+            if head is not None:
+                steps.callback(self._budget.withdraw, head.num_bytes, core.row_bytes, model.name)
             if adapter is not None:
                 steps.callback(self._budget.withdraw, adapter.num_bytes, core.row_bytes, model.name)
                 steps.callback(adapter.close)

@@ -106,8 +106,9 @@ class Model:
         return self.core.batch
 
     @property
-    def adapter_bytes(self) -> int:
-        return 0 if self.adapter is None else self.adapter.num_bytes
+    def own_bytes(self) -> int:
+        """Bytes of its adapter or delta and its head, which it does not share."""
+        return sum(part.num_bytes for part in (self.adapter, self.head) if part is not None)
 
     @property
     def answered(self) -> bool:
@@ -121,7 +122,7 @@ class Model:
             "name": self.name,
             "residency": "hot" if core.resident else "parked",
             # What unloading it frees at most: the other models may need a shorter row.
-            "reserved_bytes": self.adapter_bytes + core.reserved_bytes // max(len(core.models), 1),
+            "reserved_bytes": self.own_bytes + core.reserved_bytes // max(len(core.models), 1),
             "row_bytes": core.row_bytes,
             "kv_bytes": self.batch.kv_bytes(self),
         }
@@ -143,8 +144,8 @@ class Model:
             "parameters": self.config.num_parameters,
             "max_length": self.config.max_length,
             **({} if self.head is None else {"classifier": self.head.classifier.to_json()}),
-            "weight_bytes": self.adapter_bytes + (0 if compute is None else compute.weight_bytes),
-            "held_bytes": self.adapter_bytes + core.held_bytes,
+            "weight_bytes": self.own_bytes + (0 if compute is None else compute.weight_bytes),
+            "held_bytes": self.own_bytes + core.held_bytes,
             "load_seconds": round(self.load_s, 3),
             "running": self.batch.num_running(self),
             "waiting": self.batch.num_waiting(self),

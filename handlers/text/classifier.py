@@ -61,6 +61,8 @@ def answer(
     about = model.model["classifier"]
 
     def run(texts: Sequence[Sequence[str]], truncate: bool, listed: bool) -> list[dict[str, Any]]:
+        if about["of_tokens"] and any(len(parts) > 1 for parts in texts):
+            raise InvalidRequest("inputs has a text_pair, but this classifier is of single texts")
         made = classify(model, texts, truncate, listed, timeout_s, request_id.get())
         token_counts.set((made.prompt_tokens, 0))
         return made.results

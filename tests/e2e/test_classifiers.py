@@ -146,6 +146,8 @@ def test_entities_are_parts_of_the_text_in_whole_syllables(server: Server) -> No
     )
     assert {group["entity_group"] for group in groups} <= {"O", "사람"}
     assert classify(server, [text], "이름", ignore_labels=[]) == [every]
+    answer = server.predict(quote("이름"), {"inputs": {"text": text, "text_pair": "봄"}})
+    assert (answer.status_code, "text_pair" in answer.json()["message"]) == (400, True)
 
 
 def test_single_texts_beside_a_list_of_a_thousand(server: Server) -> None:

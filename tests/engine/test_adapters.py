@@ -215,14 +215,14 @@ def test_a_base_goes_with_its_last_adapter_and_is_counted_once(loaded: Engine) -
     assert core.compute is not None
     whole = core.compute.weight_bytes
     assert all(whole < size < 1.5 * whole for size in sizes.values())
-    own = sum(model.adapter_bytes for model in loaded._models.values())
+    own = sum(model.own_bytes for model in loaded._models.values())
     assert loaded.budget.declared_bytes == core.reserved_bytes + own
     assert loaded.budget.weight_bytes == core.reserved_bytes
     running = ask(loaded, "all")
     for kind in list(KINDS)[1:]:
         loaded.unload(kind)
     assert len(running.wait().ids()) == NEW  # another adapter's end does not concern it
-    assert loaded.budget.declared_bytes == core.reserved_bytes + loaded._models["all"].adapter_bytes
+    assert loaded.budget.declared_bytes == core.reserved_bytes + loaded._models["all"].own_bytes
     loaded.unload("all")
     assert (loaded.budget.declared_bytes, loaded.budget.weight_bytes) == (0, 0)
     assert core.compute is None

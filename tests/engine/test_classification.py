@@ -129,6 +129,17 @@ def test_nothing_is_kept_of_a_text(engine: Engine) -> None:
     assert model["classifier"]["labels"] == tuple(LABELS)
 
 
+def test_the_budget_counts_its_head_until_it_is_unloaded(engine: Engine, folder: Path) -> None:
+    head = engine._find("c").head
+    assert head is not None
+    assert head.num_bytes == 4 * 3 * 65
+    core = engine._find("c").core
+    assert engine.budget.declared_bytes == core.reserved_bytes + head.num_bytes
+    assert engine.check("again", str(folder)) == core.reserved_bytes + head.num_bytes
+    engine.unload("c")
+    assert (engine.budget.declared_bytes, engine.budget.weight_bytes) == (0, 0)
+
+
 def test_what_it_is_not_is_refused(engine: Engine, folder: Path, tmp_path: Path) -> None:
     engine.load("text", str(make_hugging_face(tmp_path / "text")))
     with pytest.raises(InvalidRequest, match="no classifier"):

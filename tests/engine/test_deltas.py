@@ -232,7 +232,7 @@ def test_what_a_delta_adds_is_counted_and_returned(
     before = engine.budget.weight_bytes
     for _ in range(20):
         model = engine.load("시", str(wholes[0]), base=str(base))
-        assert model.held()["reserved_bytes"] > model.adapter_bytes > 0
+        assert model.held()["reserved_bytes"] > model.own_bytes > 0
         assert ask(engine, "시").wait().ids()
         engine.unload("시")
     assert engine.budget.weight_bytes == before
