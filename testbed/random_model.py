@@ -81,6 +81,36 @@ def fine_tunes(workdir: Path, config: GPT2Config, count: int) -> Iterator[Path]:
         yield folder
 
 
+def fine_tunes_of(base: Path, workdir: Path, config: GPT2Config, count: int) -> Iterator[Path]:
+    """Yield the folders of `count` fp16 artifacts that are near a base of `make` with seed 0.
+
+    Each is written when the iterator reaches it, unless it exists. A matrix differs by 2% of its
+    norm in eight directions, and by 0.6% in all others.
+    """
+    changes: dict[str, NDArray[np.float32]] = {}
+    for i in range(count):
+        folder = workdir / f"{base.name}-tuned-{i:03}"
+        if not folder.is_dir():
+            changes = changes or {name: _change(w) for name, w in _weights(config, 0)}
+            near = (
+                (name, w + _turned(name, changes[name], turn=i)) for name, w in _weights(config, 0)
+            )
+            _write(folder, config, near, "float16")
+        yield folder
+
+
+def _change(w: NDArray[np.float32]) -> NDArray[np.float32]:
+    rng = np.random.default_rng(w.shape)
+    change = rng.standard_normal(w.shape, np.float32)
+    change *= np.float32(0.006 * np.linalg.norm(w) / np.linalg.norm(change))
+    if w.ndim == 2:
+        up, down = (rng.standard_normal((n, 8), np.float32) for n in w.shape)
+        directions = up @ down.T
+        change += np.float32(0.02 * np.linalg.norm(w) / np.linalg.norm(directions)) * directions
+    change[~w.any(axis=-1)] = 0  # the special pieces' embeddings
+    return change
+
+
 def demo(name: str, workdir: Path) -> Path:
     """Unpack a demo model of model_store into `workdir`; return its folder."""
     with tarfile.open(ROOT / "model_store" / f"{name}.tar.gz") as archive:

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 from tqdm import tqdm
 
+from benchmarks.deltas import speeds
 from benchmarks.report import tables as report
 from benchmarks.report.tables import Results, Row
 from benchmarks.run import Run
@@ -35,11 +36,12 @@ class Plan:
     prompts: int = 24
     prompt_tokens: int = 16
     new_tokens: int = 32
+    rounds: int = 20
 
 
 def _against_int8(results: Results) -> list[float]:
     """Return the highest ratio of a delta's KL to that of int8, of all that are deltas."""
-    measured = [one for part in DeltasRun.PARTS for one in results[part].values()]
+    measured = [one for part in fine_tunes.KINDS for one in results[part].values()]
     ratios = (
         one["delta"]["kl_divergence"] / one["int8"]["kl_divergence"]
         for one in measured
@@ -49,6 +51,7 @@ def _against_int8(results: Results) -> list[float]:
 
 
 GOALS: tuple[report.Goal, ...] = (
+    *speeds.GOALS,
     ("KL of a delta against that of int8, on the worst fine-tune", "<=", 1.5, "x", _against_int8),
 )  # fmt: skip
 
@@ -61,11 +64,12 @@ def lines(results: Results) -> str:
     )
     columns = ("likeliest token the same", "logit error", "KL", "greedy texts the same")
     head = ("fine-tune against its fp32", "", "MiB", *columns)
-    return report.page(results, what, [(head, _rows(results))])
+    tables = [(head, _rows(results)), (("random weights", "ms"), speeds.rows(results))]
+    return report.page(results, what, tables)
 
 
 def _rows(results: Results) -> Iterator[Row]:
-    for part in DeltasRun.PARTS:
+    for part in fine_tunes.KINDS:
         for name, measured in results.get(part, {}).items():
             if "whole" in measured:
                 yield name, f"no delta: {measured['whole']}", "", "", "", "", ""
@@ -84,8 +88,8 @@ def _rows(results: Results) -> Iterator[Row]:
 
 class DeltasRun(Run):
     plan: Plan
-    PLAN, QUICK = Plan(), Plan(random_model.TINY, 2, 2, 4, 8, 8)
-    PARTS = DEFAULT = tuple(fine_tunes.KINDS)
+    PLAN, QUICK = Plan(), Plan(random_model.TINY, 2, 2, 4, 8, 8, 2)
+    PARTS = DEFAULT = (*fine_tunes.KINDS, "speeds")
     GOALS = GOALS
     LINES = lines
 
@@ -97,6 +101,9 @@ class DeltasRun(Run):
 
     def random(self) -> Results:
         return self._fine_tunes_of("random")
+
+    def speeds(self) -> Results:
+        return speeds.measure(self.workdir, self.plan.config, self.plan.rounds)
 
     def _fine_tunes_of(self, name: str) -> Results:
         models = self.workdir / "fine-tunes"
