@@ -9,8 +9,9 @@
        MULTIPLY_ADD(sums, weights, word)  adds to LANES int32 the products of two int16 numbers of x with
                        two of each of LANES columns or, with PLANES, of four int8 with four
        SUMS            how many sums of them are added up at the end
-       MULTIPLY_BYTES(sums, few, word)  adds the products of four uint8, at most 7, of each of LANES columns with
-                       four int8 numbers of x
+       MULTIPLY_BYTES(sums, few, word)  adds the products of four uint8, at most 7, of each of LANES
+                       columns with four int8 numbers of x; at most DEPTH / 4 times
+       WIDE_SUMS(sums) such sums as LANES int32, where they have fewer bits
        WEIGHT_OFFSET   how much larger than a weight the number is that is multiplied
        LOAD_HALVES     LANES fp16 in memory as floats
        LOWER(a, b), HIGHER(a, b)  a < b ? a : b and a > b ? a : b, where there are instructions for it
@@ -87,10 +88,10 @@ static inline int32_t bytes_of(int32_t word) {
 #define MULTIPLY_ADD(sums, weights, word)        \
   ((uints_avx2)_mm256_add_epi32((__m256i)(sums), \
                                 _mm256_madd_epi16((__m256i)(weights), _mm256_set1_epi32(word))))
-#define MULTIPLY_BYTES(sums, few, word)                                                             \
-  ((uints_avx2)_mm256_add_epi32(                                                                    \
-      (__m256i)(sums), _mm256_madd_epi16(_mm256_maddubs_epi16((__m256i)(few), _mm256_set1_epi32(word)), \
-                                         _mm256_set1_epi16(1))))
+#define MULTIPLY_BYTES(sums, few, word)        \
+  ((uints_avx2)_mm256_add_epi16((__m256i)(sums), \
+                                _mm256_maddubs_epi16((__m256i)(few), _mm256_set1_epi32(word))))
+#define WIDE_SUMS(sums) ((uints_avx2)_mm256_madd_epi16((__m256i)(sums), _mm256_set1_epi16(1)))
 #define LOAD_HALVES(halves) \
   ((floats_avx2)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(halves))))
 #define LOWER(a, b) ((floats_avx2)_mm256_min_ps((__m256)(a), (__m256)(b)))

@@ -263,8 +263,9 @@ static void prefetch_adapters(const Product *p, size_t group) {
     const size_t bytes = float_group_bytes(change->rank);
     const char *packed = (const char *)change->up + group * bytes;
     for (size_t at = 0; at < bytes && at < 2048; at += 64) __builtin_prefetch(packed + at);
+    if (!change->bits) continue;
     const char *rest = (const char *)change->rest + group * rest_group_bytes(p->k, change->bits);
-    for (size_t at = 0; change->bits && at < REST_PREFETCH; at += 64) __builtin_prefetch(rest + at);
+    for (size_t at = 0; at < REST_PREFETCH; at += 64) __builtin_prefetch(rest + at);
   }
 }
 

@@ -8,8 +8,8 @@
        zeros    (LINE,) int32; a column's weight is scale * (number - 128 - zero)
 
    A matrix in few bits has 1, 2 or 3 a number; its value is odd: twice the bits, less the largest that they
-   may be. It is multiplied with x in 8 bits, which is enough for the little that it adds. A group has for each
-   DEPTH of k
+   may be. It is multiplied with x in 8 bits, which is enough for the little that it adds. A group has for
+   each DEPTH of k
 
        two bits  (DEPTH / 16, LINE, 4) uint8, if it has 2 or 3: byte i of four f in a line has the upper
                  two bits of number 4 f + i at 2 (f % 4)
@@ -248,24 +248,26 @@ TARGET INLINE ints NAME(few_bits)(int bits, const uint8_t *packed, int word, int
 TARGET INLINE void NAME(rest_rows)(int R, int bits, const Coarse *x, size_t row,
                                    const uint8_t *packed, float out[][LINE]) {
   const int8_t *numbers = x->numbers + row * x->width;
-  uints sums[MAX_ROWS][PARTS][4] = {{{{0}}}}; /* of one row several, which do not wait for each other */
+  const int chains = R == 1 ? 2 * SUMS : 1; /* sums of a row that do not wait for each other */
+  uints sums[MAX_ROWS][PARTS] = {{{0}}};
   for (size_t i = 0; i < x->width; i += DEPTH, packed += rest_depth_bytes(bits)) {
+    uints of_depth[MAX_ROWS][PARTS][4] = {{{{0}}}};
     for (size_t line = 0; line < rest_depth_bytes(bits); line += 64)
       __builtin_prefetch(packed + REST_PREFETCH + line);
     _Pragma("GCC unroll 1") for (int word = 0; word < DEPTH / 16; word++, numbers += 16)
       EACH(f, 4) EACH(p, PARTS) {
         const ints few = NAME(few_bits)(bits, packed, word, f, p);
         EACH(r, R) {
-          uints *sum = &sums[r][p][R == 1 ? f : 0];
+          uints *sum = &of_depth[r][p][f % chains];
           int32_t four;
           memcpy(&four, numbers + r * x->width + 4 * f, sizeof four);
           *sum = MULTIPLY_BYTES(*sum, few, four);
         }
       }
+    EACH(r, R) EACH(p, PARTS) EACH(c, chains) sums[r][p] += WIDE_SUMS(of_depth[r][p][c]);
   }
   EACH(r, R) EACH(p, PARTS) {
-    uints sum = sums[r][p][0];
-    if (R == 1) EACH(f, 3) sum += sums[r][p][f + 1];
+    uints sum = sums[r][p];
     sum += sum - ((1u << bits) - 1) * (uint32_t)x->sums[row + r];
     const floats scales = NAME(load)((const float *)packed + p * LANES) * x->scales[row + r];
     float *y = out[r] + p * LANES;

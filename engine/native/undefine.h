@@ -6,6 +6,7 @@
 #undef FMA
 #undef MULTIPLY_ADD
 #undef MULTIPLY_BYTES
+#undef WIDE_SUMS
 #undef SUMS
 #undef PLANES
 #undef WEIGHT_OFFSET

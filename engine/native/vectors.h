@@ -24,6 +24,10 @@ TARGET static inline floats NAME(choose)(ints mask, floats a, floats b) {
   return (floats)((mask & (ints)a) | (~mask & (ints)b));
 }
 
+#ifndef WIDE_SUMS
+#define WIDE_SUMS(sums) (sums)
+#endif
+
 /* The lower and the higher of two numbers; b where one of them is NaN. */
 #ifndef LOWER
 #define LOWER(a, b) NAME(choose)((a) < (b), a, b)
