@@ -855,10 +855,36 @@ void pack(const void *source, SourceType type, size_t column_stride, size_t stri
   }
 }
 
-static float in_few_bits(float x, float per_step, float most) {
-  float number = x * per_step + (most + 1) / 2; /* is rounded down */
-  number = number < 0 ? 0 : number;
-  return (float)(int)(number > most ? most : number);
+/* Rounds down and limits to 0 to `most`: as an integer, because a branch on random numbers is slow. No x is
+   larger than sqrt(k) times the column's root mean square, so the integer holds it. */
+static inline int in_few_bits(float x, float per_step, int most) {
+  const int number = (int)(x * per_step + (float)(most + 1) / 2);
+  return number < 0 ? 0 : number > most ? most : number;
+}
+
+/* Adds to each lane's square and product what `count` of LINE numbers have of them: x * x, and x times what
+   it is rounded to. A whole line becomes vectors. */
+static inline void add_line(const float *x, size_t count, float per_step, int most, float *squares,
+                            float *products) {
+  for (size_t lane = 0; lane < count; lane++) {
+    squares[lane] += x[lane] * x[lane];
+    products[lane] += x[lane] * (float)(2 * in_few_bits(x[lane], per_step, most) - most);
+  }
+}
+
+/* Returns the sum of x * x of k numbers; in `product` that of x times what it is rounded to. */
+static double sums(const float *x, size_t k, float per_step, int most, double *product) {
+  float squares[LINE] = {0}, products[LINE] = {0};
+  double square = 0;
+  size_t i = 0;
+  for (; i + LINE <= k; i += LINE) add_line(x + i, LINE, per_step, most, squares, products);
+  add_line(x + i, k - i, per_step, most, squares, products);
+  *product = 0;
+  for (size_t lane = 0; lane < LINE; lane++) {
+    square += (double)squares[lane];
+    *product += (double)products[lane];
+  }
+  return square;
 }
 
 /* Returns 1 / (2 step) of the step that is best for k numbers of a normal distribution, and the scale that
@@ -866,44 +892,51 @@ static float in_few_bits(float x, float per_step, float most) {
    by least squares is smaller, and takes from a fine-tune some of what it learned. */
 static float few_bits_step(const float *x, size_t k, int bits, float *scale) {
   static const float normal_step[] = {0, 0.7979f, 0.4979f, 0.2930f};
-  const float most = (float)((1 << bits) - 1);
-  float squares[LINE] = {0}, products[LINE] = {0}; /* loops over lanes become vectors */
-  double square = 0, product = 0;
-  for (size_t i = 0; i < k; i += LINE)
-    for (size_t lane = 0; lane < LINE && i + lane < k; lane++)
-      squares[lane] += x[i + lane] * x[i + lane];
-  for (size_t lane = 0; lane < LINE; lane++) square += (double)squares[lane];
+  const int most = (1 << bits) - 1;
+  double product;
+  const double square = sums(x, k, 0, most, &product);
   const float step = normal_step[bits] * (float)sqrt(square / (double)k);
   const float per_step = step > 0 ? 1 / (2 * step) : 0;
-  for (size_t i = 0; i < k; i += LINE)
-    for (size_t lane = 0; lane < LINE && i + lane < k; lane++)
-      products[lane] += x[i + lane] * (2 * in_few_bits(x[i + lane], per_step, most) - most);
-  for (size_t lane = 0; lane < LINE; lane++) product += (double)products[lane];
+  sums(x, k, per_step, most, &product);
   *scale = product > 0 ? (float)(square / product) : 0;
   return per_step;
 }
 
-/* Writes number i of a column in few bits, where zeros are, as few_bits reads it. */
-static void write_few_bits(uint8_t *rest, int bits, size_t lane, size_t i, int number) {
-  uint8_t *depth = rest + i / DEPTH * rest_depth_bytes(bits);
-  const size_t four = i % DEPTH / 4, byte = lane * 4 + i % 4;
+/* Writes DEPTH numbers of a column in few bits, as few_bits reads them: the bytes of whole words at once. */
+static void write_few_bits(uint8_t *depth, int bits, size_t lane, const uint8_t *numbers) {
+  uint32_t fours[DEPTH / 4];
+  memcpy(fours, numbers, sizeof fours);
   if (bits & 2) {
-    depth[four / 4 * 4 * LINE + byte] |= (uint8_t)(number >> (bits & 1) << four % 4 * 2);
+    for (size_t part = 0; part < DEPTH / 16; part++) {
+      uint32_t word = 0;
+      for (size_t i = 0; i < 4; i++)
+        word |= (fours[part * 4 + i] >> (bits & 1) & 0x03030303u) << 2 * i;
+      memcpy(depth + (part * LINE + lane) * 4, &word, sizeof word);
+    }
     depth += rest_depth_bytes(2);
   }
-  if (bits & 1) depth[four / 8 * 4 * LINE + byte] |= (uint8_t)((number & 1) << four % 8);
+  for (size_t part = 0; bits & 1 && part < DEPTH / 32; part++) {
+    uint32_t word = 0;
+    for (size_t i = 0; i < 8; i++) word |= (fours[part * 8 + i] & 0x01010101u) << i;
+    memcpy(depth + (part * LINE + lane) * 4, &word, sizeof word);
+  }
 }
 
 void pack_rest(const float *source, size_t n, size_t k, int bits, uint8_t *packed) {
   const size_t bytes = rest_group_bytes(k, bits);
-  const float most = (float)((1 << bits) - 1);
+  const int most = (1 << bits) - 1;
   memset(packed, 0, rest_bytes(n, k, bits));
   for (size_t c = 0; c < n; c++, source += k) {
     uint8_t *group = packed + c / LINE * bytes;
     float *scales = (float *)(group + bytes) - LINE;
     const float per_step = few_bits_step(source, k, bits, &scales[c % LINE]);
-    for (size_t i = 0; i < k; i++)
-      write_few_bits(group, bits, c % LINE, i, (int)in_few_bits(source[i], per_step, most));
+    for (size_t begin = 0; begin < k; begin += DEPTH, group += rest_depth_bytes(bits)) {
+      const size_t count = k - begin < DEPTH ? k - begin : DEPTH;
+      uint8_t numbers[DEPTH] = {0};
+      for (size_t i = 0; i < count; i++)
+        numbers[i] = (uint8_t)in_few_bits(source[begin + i], per_step, most);
+      write_few_bits(group, bits, c % LINE, numbers);
+    }
   }
 }
 
