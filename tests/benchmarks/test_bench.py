@@ -186,7 +186,10 @@ def test_a_hard_model_without_a_peer_has_an_empty_cell_and_the_goal_is_the_worst
         ("--engine-mib 720 --fleet", "--engine-mib is for --switching or --adapters"),
         ("--container-mib 4096 --forms", "--container-mib is for --switching or --adapters"),
         ("--clients 4 --fleet", "--clients is for --switching, --adapters or the run that"),
-        ("--rounds 2 --gateway", "--rounds is for --fleet, --switching, --adapters, --forms or"),
+        (
+            "--rounds 2 --gateway",
+            "--rounds is for --fleet, --switching, --adapters, --forms, --deltas",
+        ),
         ("--plot 그림.png --fleet", "--plot is for --switching or the run that no option names"),
         ("--pages --quick", "--quick is for --gateway, --fleet"),
         ("--hard --rounds 2", "--rounds is for --fleet"),
