@@ -88,7 +88,7 @@ def _flag(name: str) -> str:
 
 
 def run(options: Bench) -> int:
-    """Measures this server's engine side by side with others, on random models of KoGPT2's shape.
+    """Measure this server's engine side by side with others, on random models of KoGPT2's shape.
 
     One run measures everything in rounds, contender after contender, so that each ratio compares
     what was measured at the same time. It prints tables, and writes JSON and a plot.

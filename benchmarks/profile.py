@@ -38,7 +38,7 @@ class Profile:
 
 
 def run(options: Profile) -> None:
-    """Shows where the time of a decode step, or of a prompt, goes in the native library.
+    """Show where the time of a decode step, or of a prompt, goes in the native library.
 
     Medians over 40 steps, or 10 prompts; `all` has Python's part, too. For steps it also shows how
     fast each part read weights, keys and values: does memory bound it, or arithmetic?

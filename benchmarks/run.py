@@ -65,7 +65,7 @@ class Run:
         }
 
     def measure(self, save: Callable[[], object]) -> None:
-        """Measures the wanted parts; calls `save` after each, because a run may take long."""
+        """Measure the wanted parts; call `save` after each, because a run may take long."""
         with contextlib.ExitStack() as self.opened:
             with self.skipping(PREPARATION):
                 self.prepare()

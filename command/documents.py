@@ -13,7 +13,7 @@ Documents = list[list[str]]  # each document is a list of its lines
 
 
 def read_text(path: Path) -> str:
-    """Reads a UTF-8 file, with or without a byte order mark. Raises `Problem`."""
+    """Read a UTF-8 file, with or without a byte order mark. Raises `Problem`."""
     try:
         return path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
@@ -26,7 +26,7 @@ def read_text(path: Path) -> str:
 
 
 def write_json(path: Path, value: Any, indent: int = 1) -> None:
-    """Writes a JSON file in UTF-8. Raises `Problem`."""
+    """Write a JSON file in UTF-8. Raises `Problem`."""
     text = json.dumps(value, ensure_ascii=False, indent=indent) + "\n"
     try:
         path.write_text(text, encoding="utf-8")
@@ -35,7 +35,7 @@ def write_json(path: Path, value: Any, indent: int = 1) -> None:
 
 
 def read_documents(path: Path) -> Documents:
-    """Reads the documents of a UTF-8 file, which blank lines separate.
+    """Read the documents of a UTF-8 file, which blank lines separate.
 
     Lines that begin with "# " are titles and left out. Raises `Problem`.
     """

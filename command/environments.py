@@ -14,7 +14,7 @@ LOAD_VENV = ROOT / ".venv-load"
 
 
 def use_load_environment() -> None:
-    """Restarts the command with .venv-load's Python, which has Locust, gevent and Flask."""
+    """Restart the command with .venv-load's Python, which has Locust, gevent and Flask."""
     if Path(sys.prefix) == LOAD_VENV:
         return
     ensure_environment(LOAD_VENV, "load")
@@ -25,7 +25,7 @@ def use_load_environment() -> None:
 
 
 def ensure_environment(folder: Path, group: str) -> None:
-    """Installs a dependency group into a virtual environment if it is missing. Raises `Failed`."""
+    """Install a dependency group into a virtual environment if it is missing. Raises `Failed`."""
     command = '. "$1/scripts/setup.sh"; ensure_group "$2" "$3"'
     made = subprocess.run(
         ["bash", "-euo", "pipefail", "-c", command, "setup", ROOT, folder, group],

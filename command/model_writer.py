@@ -28,7 +28,7 @@ def write_params(
     dtype: str | None = None,
     progress: Callable[[int], object] = lambda size: None,
 ) -> None:
-    """Writes MXNet's format as `mx.nd.save` does, but one array at a time and without MXNet.
+    """Write MXNet's format as `mx.nd.save` does, but one array at a time and without MXNet.
 
     `engine.artifacts.read_params` describes the format. `dtype` is that of all arrays in the file,
     by default each array's own. `progress` is called with the bytes of each array, once written.
@@ -56,7 +56,7 @@ def write_safetensors(
     arrays: Iterable[tuple[str, NDArray[Any]]],
     progress: Callable[[int], object] = lambda size: None,
 ) -> None:
-    """Writes a .safetensors file of arrays of any strides; non-contiguous arrays are copied.
+    """Write a .safetensors file of arrays of any strides; non-contiguous arrays are copied.
 
     `progress` is called with each array's number of bytes once it is ready to be written.
     """
@@ -74,7 +74,7 @@ def write_safetensors(
 def write_adapter(
     folder: Path, base: str, matrices: Mapping[tuple[int, str], LowRank], rank: int
 ) -> None:
-    """Writes an adapter as PEFT's `save_pretrained` does.
+    """Write an adapter as PEFT's `save_pretrained` does.
 
     `matrices` by (layer, product); `base` is the name of its base model.
     """

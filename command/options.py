@@ -44,7 +44,7 @@ def _field(default: Any, info: Any) -> Any:
 
 
 def as_function(command: Callable[[Any], int | None]) -> Callable[..., int | None]:
-    """Returns the command as a function with a parameter for each field of its options."""
+    """Return the command as a function with a parameter for each field of its options."""
     (options,) = (t for n, t in get_type_hints(command).items() if n != "return")
     hints = get_type_hints(options)
     parameters = []
@@ -77,7 +77,7 @@ def as_function(command: Callable[[Any], int | None]) -> Callable[..., int | Non
 
 
 def seconds(text: str) -> float:
-    """Parses a number above 0: a time or a rate."""
+    """Parse a number above 0: a time or a rate."""
     try:
         value = float(text)
     except ValueError:
@@ -88,7 +88,7 @@ def seconds(text: str) -> float:
 
 
 def server_url(text: str) -> str:
-    """Parses the URL of a server."""
+    """Parse the URL of a server."""
     try:
         parts = urlsplit(text)
         valid = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
@@ -103,7 +103,7 @@ def server_url(text: str) -> str:
 
 
 def pair(text: str) -> tuple[str, str]:
-    """Parses NAME=VALUE."""
+    """Parse NAME=VALUE."""
     name, equals, value = text.partition("=")
     if not name or not equals:
         raise typer.BadParameter(f"{text} is not NAME=VALUE")

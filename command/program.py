@@ -36,7 +36,7 @@ def application(help: str | None = None) -> typer.Typer:
 def add(
     app: typer.Typer, name: str, command: Callable[[Any], int | None], panel: str | None = None
 ) -> None:
-    """Adds a command. Its help ends with the part of its docstring that follows `Examples:`."""
+    """Add a command. Its help ends with the part of its docstring that follows `Examples:`."""
     text, _, examples = inspect.cleandoc(command.__doc__ or "").partition("\n\nExamples:\n")
     app.command(
         name,
@@ -79,7 +79,7 @@ def run(
     arguments: list[str] | None = None,
     explain: Callable[[Exception], tuple[int, str]] = explain,
 ) -> int:
-    """Runs a command line (default: that of this process) and returns the exit status."""
+    """Run a command line (default: that of this process) and return the exit status."""
     if arguments is None:
         arguments = sys.argv[1:]
     command = typer.main.get_command(app)

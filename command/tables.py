@@ -12,7 +12,7 @@ from rich.text import Text
 
 
 def ms(seconds: float | None) -> str:
-    """Formats a time as milliseconds, with a decimal below 100."""
+    """Format a time as milliseconds, with a decimal below 100."""
     if seconds is None:
         return ""
     value = seconds * 1000
@@ -28,7 +28,7 @@ def percent(share: float) -> str:
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]], markdown: bool = False) -> str:
-    """Formats a table for a terminal or in Markdown.
+    """Format a table for a terminal or in Markdown.
 
     The first column and those without a title are aligned left, the others right.
     """

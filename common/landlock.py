@@ -88,7 +88,7 @@ def _call(number: int, *arguments: object) -> int:
 
 
 def call(function: str, *arguments: object) -> int:
-    """Calls a function of the C library. Raises `OSError`."""
+    """Call a function of the C library. Raises `OSError`."""
     result: int = getattr(ctypes.CDLL(None, use_errno=True), function)(*arguments)
     if result < 0:
         error = ctypes.get_errno()

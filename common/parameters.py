@@ -110,7 +110,7 @@ class Parameters:
 
     @classmethod
     def parse(cls, given: Any, defaults: Mapping[str, Any] | None = None) -> Parameters:
-        """Checks a request's `parameters` object. Raises `InvalidRequest` naming the field.
+        """Check a request's `parameters` object. Raises `InvalidRequest` naming the field.
 
         `defaults` are the model's own parameters, which have been checked before.
         """

@@ -24,7 +24,7 @@ class Handler(Protocol):
     IN_ENGINE: bool  # whether the engine process holds the model, or the worker itself
 
     def model_fn(self, model_dir: str, name: str | None = None) -> Any:
-        """Loads the model in `model_dir`. Raises `common.errors.EngineError` with the reason."""
+        """Load the model in `model_dir`. Raises `common.errors.EngineError` with the reason."""
 
     def describe(self, model: Any) -> dict[str, Any]:
         """Return the answer to `GET /v2/models/{name}`."""

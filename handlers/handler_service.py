@@ -123,7 +123,7 @@ class HandlerService:
             self.pool.disconnected()
 
     def close(self) -> None:
-        """Unloads the model; the process continues to run."""
+        """Unload the model; the process continues to run."""
         if isinstance(self._model, ModelHandle):
             self._model.close()
 

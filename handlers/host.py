@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 
 def serve(listener: socket.socket) -> None:
-    """Serves the models whose owners connect to `listener`, forever.
+    """Serve the models whose owners connect to `listener`, forever.
 
     Closes connections that send no socket, such as health checks.
     """

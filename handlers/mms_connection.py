@@ -26,7 +26,7 @@ class LoadedModel:
         self._closed = False
 
     def service(self, message: dict[str, Any]) -> Any:
-        """Returns a new MMS service of the model. Loads the model if it is not loaded.
+        """Return a new MMS service of the model. Loads the model if it is not loaded.
 
         Raises `OSError` after `close`.
         """
@@ -45,7 +45,7 @@ class LoadedModel:
             return Service(name, model_dir, None, self._handler, gpu, batch_size)
 
     def close(self) -> None:
-        """Unloads the model, after a load in progress, and prevents further loads."""
+        """Unload the model, after a load in progress, and prevent further loads."""
         with self._lock:
             self._closed = True
             if self._handler is not None:
@@ -84,7 +84,7 @@ class Connection:
         self._reading = threading.Lock()
 
     def answer(self) -> bool:
-        """Waits for a message; answers it and buffered messages. False if MMS has disconnected."""
+        """Wait for a message; answer it and buffered messages. False if MMS has disconnected."""
         with self._reading:
             while self._answer():
                 if not self._reader.has_buffered:

@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 
 
 def listen(path: Path) -> socket.socket:
-    """Listens on the unix socket `path`."""
+    """Listen on the unix socket `path`."""
     path.unlink(missing_ok=True)
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     listener.bind(str(path))
@@ -44,7 +44,7 @@ def listen(path: Path) -> socket.socket:
 
 
 def accept_failed(what: str, error: OSError) -> None:
-    """Logs why `accept` failed, such as EMFILE, and waits: the connection is in the backlog."""
+    """Log why `accept` failed, such as EMFILE, and wait: the connection is in the backlog."""
     logger.error("%s waits: %s; raise RLIMIT_NOFILE", what, error.strerror)
     time.sleep(ACCEPT_RETRY_S)
 
@@ -57,18 +57,18 @@ class Poller:
         self._readers: dict[int, Callable[[], bool]] = {}
 
     def add(self, source: socket.socket, read: Callable[[], bool]) -> None:
-        """Calls `read` whenever `source` is readable, until `read` returns False."""
+        """Call `read` whenever `source` is readable, until `read` returns False."""
         self._readers[source.fileno()] = read
         self._epoll.register(source, select.EPOLLIN | select.EPOLLONESHOT)
 
     def discard(self, source: socket.socket) -> None:
-        """Stops polling `source`; call this before closing it."""
+        """Stop polling `source`; call this before closing it."""
         with contextlib.suppress(OSError, ValueError):
             self._readers.pop(source.fileno(), None)
             self._epoll.unregister(source)
 
     def read_next(self, on_readable: Callable[[], None]) -> None:
-        """Waits for a readable socket, calls `on_readable`, then reads the socket."""
+        """Wait for a readable socket, call `on_readable`, then read the socket."""
         for descriptor, _ in self._epoll.poll(maxevents=1):
             again = True
             try:
@@ -123,7 +123,7 @@ class Server:
     # Threads
 
     def start_threads(self, least_idle: int = MIN_IDLE_THREADS) -> None:
-        """Starts threads until `least_idle` are idle, or the system refuses one."""
+        """Start threads until `least_idle` are idle, or the system refuses one."""
         with self._lock:
             while self._idle < least_idle and self._threads < MAX_THREADS:
                 try:
@@ -155,7 +155,7 @@ class Server:
                 self._idle += 1
 
     def _on_readable(self) -> None:
-        """Counts this thread as busy, and starts others if too few wait for the next message."""
+        """Count this thread as busy, and start others if too few wait for the next message."""
         with self._lock:
             self._idle -= 1
             self.start_threads()
@@ -163,7 +163,7 @@ class Server:
     # Models
 
     def add(self, model: ServedModel) -> None:
-        """Accepts connections to a model and answers them, until `owner` ends."""
+        """Accept connections to a model and answer them, until `owner` ends."""
         model.listener.setblocking(False)
         with self._lock:
             self._models.add(model)
@@ -217,7 +217,7 @@ class Server:
         return False
 
     def _drop(self, model: ServedModel) -> bool:
-        """Unloads a model and closes its sockets; connections end after their current message.
+        """Unload a model and close its sockets; connections end after their current message.
 
         Returns False, so that the poller stops polling the owner.
         """

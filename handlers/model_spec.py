@@ -36,7 +36,7 @@ class ModelSpec:
 
     @classmethod
     def read(cls, folder: Path, name: str) -> ModelSpec:
-        """Reads `model.json`; without it `folder` is the model's own and `name` its name."""
+        """Read `model.json`; without it `folder` is the model's own and `name` its name."""
         try:
             fields = json.loads((folder / SPEC_FILE).read_text(encoding="utf-8"))
         except FileNotFoundError:

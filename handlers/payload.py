@@ -39,7 +39,7 @@ class GenerateRequest:
 
 
 def parse(body: bytes | str, content_type: str | None) -> GenerateRequest:
-    """Parses a body. Raises `InvalidRequest` with the field, or `UnsupportedMediaType`."""
+    """Parse a body. Raises `InvalidRequest` with the field, or `UnsupportedMediaType`."""
     kind, _ = media_type(content_type)
     if kind not in (JSON, TEXT):
         raise UnsupportedMediaType(

@@ -84,7 +84,7 @@ def parse(
     outputs: Sequence[str],
     unserved: Mapping[str, str] | None = None,
 ) -> InferRequest:
-    """Checks a request except the shapes and data of its tensors.
+    """Check a request except the shapes and data of its tensors.
 
     `inputs` maps the model's inputs to their types, such as `INT64 [batch, sequence]`; `unserved`
     its outputs that are no tensors to their types. Raises `InvalidRequest` with the field and a

@@ -39,7 +39,7 @@ RESTART_BACK_OFF_S = 0.2
 
 
 def serve(listener: socket.socket, path: Path, watcher: int, model: LoadedModel) -> None:
-    """Answers until MMS has abandoned the model or the watcher has ended; then ends the process."""
+    """Answer until MMS has abandoned the model or the watcher has ended; then end the process."""
     server = Server()
     server.add(ServedModel(listener, model))
     while not server.maintain() and os.getppid() == watcher:

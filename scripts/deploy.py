@@ -60,7 +60,7 @@ Options = _options()
 
 
 def run(options: Deploy) -> None:
-    """Creates an endpoint, or updates the one of this name.
+    """Create an endpoint, or update the one of this name.
 
     It is one CloudFormation stack, deploy/sagemaker/endpoint.yaml, with an option for each
     parameter. Shows the changes and their cost, asks, and makes them; without a yes, a new stack
@@ -153,7 +153,7 @@ def show(options: Deploy, account: Account, plan: dict[str, Any]) -> None:
 
 
 def call_once(options: Deploy, account: Account, place: Location, models: list[Artifact]) -> None:
-    """Sends a prompt to a text model and prints the answer. Raises `Failed`, with the next step."""
+    """Send a prompt to a text model and print the answer. Raises `Failed`, with the next step."""
     from scripts import invoke
 
     model = text_model(account, place, models)
@@ -183,7 +183,7 @@ def pick(
     arm: bool,
     prices: Prices,
 ) -> str:
-    """Returns the cheapest instance type that holds the models. Raises `Problem`."""
+    """Return the cheapest instance type that holds the models. Raises `Problem`."""
     from engine import backends
     from engine.artifacts.config import KOGPT2
     from engine.settings import Settings
@@ -203,7 +203,7 @@ def pick(
 
 
 def wanted_kind(given: dict[str, str]) -> str:
-    """Returns the tag prefix of images for the instance type or, without one, the image's own."""
+    """Return the tag prefix of images for the instance type or, without one, the image's own."""
     instance, image = given.get("InstanceType", ""), given.get("Image", "")
     if instances.has_gpu(instance):
         return GPU
@@ -212,7 +212,7 @@ def wanted_kind(given: dict[str, str]) -> str:
 
 
 def resolve_image(account: Account, image: str | None, kind: str) -> str:
-    """Returns the image by its digest if it is in this account's ECR.
+    """Return the image by its digest if it is in this account's ECR.
 
     The default is the newest image that `kogpt2 push` has tagged with this kind. Raises `Problem`
     if there is none, or if the tags say that the image is for other processors.

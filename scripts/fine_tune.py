@@ -14,7 +14,7 @@ DEMO = ("sowol", "dongju")
 
 
 def run(options: FineTune) -> None:
-    """Trains a KoGPT2 fine-tune on a text and packs it for model_store/, with MXNet on the CPU.
+    """Train a KoGPT2 fine-tune on a text and pack it for model_store/, with MXNet on the CPU.
 
     Without --base it first trains a tokenizer and a small base model; with --base it starts from
     that model, for example your copy of KoGPT2 v1. The text is UTF-8. Blank lines separate
@@ -41,7 +41,7 @@ def run(options: FineTune) -> None:
 
 
 def check(options: FineTune) -> list[tuple[Path, Path]]:
-    """Checks the options before training starts; returns the (text, archive) pairs to train."""
+    """Check the options before training starts; return the (text, archive) pairs to train."""
     if options.demo and not (options.text or options.out):
         store = CORPUS.parent
         jobs = [(CORPUS / f"{name}.txt", store / f"{name}.tar.gz") for name in DEMO]

@@ -19,7 +19,7 @@ class Invoke(Prompt):
 
 
 def run(options: Invoke) -> None:
-    """Sends one prompt to one fine-tune, on your own server or on a SageMaker endpoint.
+    """Send one prompt to one fine-tune, on your own server or on a SageMaker endpoint.
 
     The prompt is --text or standard input, in UTF-8. Prints the generated text, with --json the
     whole answer, and with --stream the text as it is generated, if the server can stream.

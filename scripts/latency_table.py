@@ -32,7 +32,7 @@ class LatencyTable(Target):
 
 
 def run(options: LatencyTable) -> None:
-    """Measures seconds per token as the AWS guides to KoGPT2 do, next to what they publish.
+    """Measure seconds per token as the AWS guides to KoGPT2 do, next to what they publish.
 
     One call to warm up, then 19 one after the other, each the guides' request: a JSON string,
     answered with [text, steps, seconds] once the text is at its end. "in the server" divides those
@@ -59,7 +59,7 @@ def run(options: LatencyTable) -> None:
 
 
 def measure(options: LatencyTable, target: Any, call: Any) -> dict[str, Any]:
-    """Measures the steps and seconds of each call. Raises `CallFailed`, `Problem`."""
+    """Measure the steps and seconds of each call. Raises `CallFailed`, `Problem`."""
     from tqdm import tqdm
 
     from scripts.client import answers
@@ -80,7 +80,7 @@ def measure(options: LatencyTable, target: Any, call: Any) -> dict[str, Any]:
 
 
 def lines(results: dict[str, Any]) -> list[str]:
-    """Formats a table of this machine and, as a ratio to it, the published ones."""
+    """Format a table of this machine and, as a ratio to it, the published ones."""
     published = json.loads(PUBLISHED.read_text(encoding="utf-8"))
     calls = results["calls"]
     server = [call["server_s"] / call["steps"] for call in calls]

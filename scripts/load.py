@@ -20,7 +20,7 @@ class Load(Management):
 
 
 def run(options: Load) -> None:
-    """Loads a model from the server's store. A request for a model in the store loads it, too.
+    """Load a model from the server's store. A request for a model in the store loads it, too.
 
     Examples:
     kogpt2 load sowol

@@ -61,7 +61,7 @@ class LoadTest(Target, Sampling):
 
 
 def run(options: LoadTest) -> int:
-    """Puts load on a server of yours or on a SageMaker endpoint, with Locust, and reports.
+    """Put load on a server of yours or on a SageMaker endpoint, with Locust, and report.
 
     Popular models get more requests (Zipf). --users are clients that wait for their answers;
     --rate is requests a second that are sent whether or not earlier ones were answered. The report
@@ -91,7 +91,7 @@ def run(options: LoadTest) -> int:
 
 
 def check(options: LoadTest) -> None:
-    """Checks the options before anything slow starts. Raises `Problem`."""
+    """Check the options before anything slow starts. Raises `Problem`."""
     if options.users is not None and options.rate is not None:
         raise Problem("give --users or --rate, not both")
     if not options.seconds <= MAX_S:

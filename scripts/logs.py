@@ -19,7 +19,7 @@ POLL_S = 3.0
 
 
 def duration(text: str) -> int:
-    """Parses 30s, 15m, 2h or 1d into seconds."""
+    """Parse 30s, 15m, 2h or 1d into seconds."""
     if not re.fullmatch(r"\d+[smhd]", text):
         raise typer.BadParameter(f"{text} is not a number with s, m, h or d")
     return int(text[:-1]) * UNITS[text[-1]]
@@ -34,7 +34,7 @@ class Logs(Aws):
 
 
 def run(options: Logs) -> None:
-    """Prints the log lines of an endpoint's containers, oldest first.
+    """Print the log lines of an endpoint's containers, oldest first.
 
     Examples:
     kogpt2 logs poems
@@ -64,7 +64,7 @@ def run(options: Logs) -> None:
 
 
 def show(account: Account, options: Logs, start_ms: int, seen: set[str]) -> int:
-    """Prints the lines that are not in `seen`; returns how many."""
+    """Print the lines that are not in `seen`; return how many."""
     group = f"/aws/sagemaker/Endpoints/{options.name}"
     query: dict[str, Any] = {"logGroupName": group, "startTime": start_ms}
     if options.filter:  # quoted, because unquoted patterns are in CloudWatch's own syntax

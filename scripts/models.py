@@ -17,7 +17,7 @@ class Models(Management):
 
 
 def run(options: Models) -> None:
-    """Lists the models in the store and which of them are loaded.
+    """List the models in the store and which of them are loaded.
 
     Examples:
     kogpt2 models

@@ -21,7 +21,7 @@ class Package:
 
 
 def run(options: Package) -> None:
-    """Checks a model's folder as the server would, and packs it as NAME.tar.gz.
+    """Check a model's folder as the server would, and pack it as NAME.tar.gz.
 
     Shows what int8 changes in a model that is served in it. The same files give the same bytes.
     Hidden files and the state of transformers' Trainer, such as optimizer.pt, are left out.

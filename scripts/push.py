@@ -34,7 +34,7 @@ class Push(Aws):
 
 
 def docker(*arguments: str, token: str | None = None, show: bool = False) -> str:
-    """Returns docker's output. Raises `Problem` with its last line if it fails."""
+    """Return docker's output. Raises `Problem` with its last line if it fails."""
     done = subprocess.run(
         ["docker", *arguments],
         input=token,
@@ -103,7 +103,7 @@ def run(options: Push) -> None:
 
 
 def repository(account: Account, name: str) -> str:
-    """Returns the URI of the repository, which is created if it is missing."""
+    """Return the URI of the repository, which is created if it is missing."""
     result = account.find("ecr", "describe_repositories", repositoryNames=[name])
     if result:
         return str(result["repositories"][0]["repositoryUri"])
@@ -120,7 +120,7 @@ def repository(account: Account, name: str) -> str:
 
 
 def in_ecr(account: Account, name: str, **identity: str) -> dict[str, Any] | None:
-    """Returns ECR's image with this `imageTag` or `imageDigest`, or None."""
+    """Return ECR's image with this `imageTag` or `imageDigest`, or None."""
     result = account.find("ecr", "describe_images", repositoryName=name, imageIds=[identity])
     return result["imageDetails"][0] if result else None
 
@@ -137,7 +137,7 @@ def pushed(image: str, target: str) -> list[str]:
 
 
 def send(account: Account, image: str, target: str) -> None:
-    """Logs in, makes an image with the user root, and pushes that.
+    """Log in, make an image with the user root, and push that.
 
     SageMaker expects root, see "Custom Inference Code with Hosting Services" in its guide: the
     files of models may be closed to other users.

@@ -13,7 +13,7 @@ class SettingsOptions:
 
 
 def run(options: SettingsOptions) -> None:
-    """Prints the environment variables of the server as the table of docs/reference/settings.md.
+    """Print the environment variables of the server as the table of docs/reference/settings.md.
 
     Examples:
     kogpt2 settings

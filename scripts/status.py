@@ -21,7 +21,7 @@ class Status(Aws):
 
 
 def run(options: Status) -> None:
-    """Shows the stacks of the template: endpoints, their instances, models and hourly cost.
+    """Show the stacks of the template: endpoints, their instances, models and hourly cost.
 
     Examples:
     kogpt2 status

@@ -20,7 +20,7 @@ class Teardown(Change):
 
 
 def run(options: Teardown) -> None:
-    """Deletes the stack that `kogpt2 deploy` created, and lists what is not deleted.
+    """Delete the stack that `kogpt2 deploy` created, and list what is not deleted.
 
     Shows the stack's resources and their cost, asks, and has CloudFormation delete them. Models in
     S3, the image's repository and captured data stay, because other deployments may use them.

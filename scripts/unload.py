@@ -15,7 +15,7 @@ class Unload(Management):
 
 
 def run(options: Unload) -> None:
-    """Unloads a model after its requests in flight have been answered.
+    """Unload a model after its requests in flight have been answered.
 
     Examples:
     kogpt2 unload sowol

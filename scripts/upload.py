@@ -35,7 +35,7 @@ class Upload(Change):
 
 
 def run(options: Upload) -> None:
-    """Uploads fine-tunes to an endpoint's S3 prefix, lists them, and deletes them.
+    """Upload fine-tunes to an endpoint's S3 prefix, list them, and delete them.
 
     A model is a NAME.tar.gz, or a folder, which is packed as `kogpt2 package` does. No model is
     overwritten, because instances that have loaded it keep the old version: give a new version
@@ -69,7 +69,7 @@ def run(options: Upload) -> None:
 
 
 def create_bucket(account: Account, bucket: str, dry_run: bool) -> None:
-    """Creates a missing bucket; S3 makes new ones private and encrypted."""
+    """Create a missing bucket; S3 makes new ones private and encrypted."""
     if locations.region_of(account, bucket) is not None:
         locations.check_bucket(account, Location(bucket, ""))
         return
@@ -91,7 +91,7 @@ def create_bucket(account: Account, bucket: str, dry_run: bool) -> None:
 
 
 def as_archive(path: Path, work: Path) -> Path:
-    """Returns a checked .tar.gz; a folder is packed into `work`. Raises `Problem`."""
+    """Return a checked .tar.gz; a folder is packed into `work`. Raises `Problem`."""
     if path.is_dir():
         # Here, because it imports the server's code, which --list does not need.
         from scripts.artifacts.archive import check, write_archive
@@ -155,7 +155,7 @@ def is_there(account: Account, location: Location, path: Path, sha256: str) -> b
 
 
 def send(account: Account, location: Location, path: Path, sha256: str) -> None:
-    """Uploads an archive unless the name has been taken meanwhile."""
+    """Upload an archive unless the name has been taken meanwhile."""
     from botocore.exceptions import ClientError
     from tqdm import tqdm
 
@@ -200,7 +200,7 @@ def show(account: Account, location: Location) -> None:
 
 
 def delete(account: Account, location: Location, options: Upload) -> None:
-    """Deletes models; instances that have loaded one keep it until they unload it."""
+    """Delete models; instances that have loaded one keep it until they unload it."""
     there = {artifact.name: artifact for artifact in locations.artifacts(account, location)}
     names = options.delete
     if unknown := [name for name in names if name not in there]:

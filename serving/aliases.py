@@ -50,7 +50,7 @@ class Alias:
         self._credit = dict.fromkeys(self.models, 0.0)
 
     def choose(self, key: str = "") -> str:
-        """Returns the model that answers a request.
+        """Return the model that answers a request.
 
         A `key` always gets the same model, on each server, and a change of the weights moves as few
         keys as possible. Without a key the models take turns.
@@ -60,7 +60,7 @@ class Alias:
         return self._by_hash(key) if key else self._in_turn()
 
     def _by_hash(self, key: str) -> str:
-        """Chooses a model for `key` by weighted rendezvous hashing."""
+        """Choose a model for `key` by weighted rendezvous hashing."""
 
         def score(model: str) -> float:
             text = "\0".join((self.name, key, model)).encode("utf-8", "surrogateescape")
@@ -70,7 +70,7 @@ class Alias:
         return max(self.models, key=score)
 
     def _in_turn(self) -> str:
-        """Chooses by smooth weighted round-robin: at weights 9 and 1, exactly 9 of 10 in a row."""
+        """Choose by smooth weighted round-robin: at weights 9 and 1, exactly 9 of 10 in a row."""
         for model in self.models:
             self._credit[model] += self.weights[model]
         chosen = max(self.models, key=self._credit.__getitem__)
@@ -82,7 +82,7 @@ class Aliases:
     """The store's aliases, read again when the file changes."""
 
     def __init__(self, lookups: Lookups | None = None, copy: Path | None = None) -> None:
-        """Creates an empty table, which `watch` fills. Without `lookups` it stays empty.
+        """Create an empty table, which `watch` fills. Without `lookups` it stays empty.
 
         copy: path of a copy of the last valid file, for a gateway that starts without the store
         """
@@ -108,7 +108,7 @@ class Aliases:
         return self._of.get(model, ())
 
     async def watch(self) -> None:
-        """Reads the file now and after each change, until it is cancelled."""
+        """Read the file now and after each change, until it is cancelled."""
         if self._copy is not None:
             with contextlib.suppress(OSError, SettingError):
                 self._take(parse(self._copy.read_bytes()))
@@ -121,7 +121,7 @@ class Aliases:
             await asyncio.sleep(CHECK_S)
 
     async def refresh(self) -> None:
-        """Reads the file again if it has changed.
+        """Read the file again if it has changed.
 
         If it is invalid or cannot be read, the aliases stay as they are and the error is logged
         once.
@@ -172,7 +172,7 @@ class Aliases:
                 self._of.setdefault(model, []).append(name)
 
     async def _warn_of_unknown(self) -> None:
-        """Warns, once per file, of models that the store lacks; they may be loaded by their url."""
+        """Warn, once per file, of models that the store lacks; they may be loaded by their url."""
         if self._checked or self._lookups is None:
             return
         self._checked = True
@@ -208,7 +208,7 @@ def _write(path: Path, content: bytes | None) -> None:
 
 
 def parse(content: bytes) -> dict[str, Alias]:
-    """Parses the content of aliases.json into aliases by name. Raises `SettingError`."""
+    """Parse the content of aliases.json into aliases by name. Raises `SettingError`."""
     try:
         if len(content) > MAX_BYTES:
             raise SettingError(f"it has more than {MAX_BYTES} bytes")
@@ -232,7 +232,7 @@ def parse(content: bytes) -> dict[str, Alias]:
 
 
 def _weights(name: str, value: Any) -> dict[str, float]:
-    """Parses the models of an alias into weights by model. Raises `SettingError`."""
+    """Parse the models of an alias into weights by model. Raises `SettingError`."""
     if isinstance(value, str):
         return {_name(value): 1}
     if not isinstance(value, _Pairs) or not 1 <= len(value) <= MAX_MODELS:

@@ -12,7 +12,7 @@ class ServingError(ServiceError):
 
 
 def explained(error: Exception) -> str:
-    """Returns the message of a `ServiceError`; for other errors, a reference to the log."""
+    """Return the message of a `ServiceError`; for other errors, a reference to the log."""
     if isinstance(error, ServiceError):
         return error.message
     return "an error inside the server; the log has it"

@@ -148,7 +148,7 @@ async def _gateway(settings: Settings, run_dir: Path, secret: str) -> AsyncItera
 
 
 async def serve(settings: Settings, run_dir: Path, secret: str) -> None:
-    """Runs the gateway until SIGTERM or SIGINT.
+    """Run the gateway until SIGTERM or SIGINT.
 
     Raises `ServingError` if it cannot start, an `ExceptionGroup` if a background task fails.
     """
@@ -190,7 +190,7 @@ async def serve(settings: Settings, run_dir: Path, secret: str) -> None:
 
 
 def _grpc_port(gateway: Gateway, app: ASGIApp) -> contextlib.AbstractAsyncContextManager[None]:
-    """Opens the gRPC port, if GRPC_PORT is set, for as long as the context lasts.
+    """Open the gRPC port, if GRPC_PORT is set, for as long as the context lasts.
 
     grpcio is imported only then: it is optional and takes memory. Raises `StartError` without it.
     """
@@ -206,7 +206,7 @@ def _grpc_port(gateway: Gateway, app: ASGIApp) -> contextlib.AbstractAsyncContex
 
 
 def _traced(gateway: Gateway, app: ASGIApp) -> contextlib.AbstractAsyncContextManager[ASGIApp]:
-    """Wraps the application to send traces, if OTEL_EXPORTER_OTLP_ENDPOINT is set.
+    """Wrap the application to send traces, if OTEL_EXPORTER_OTLP_ENDPOINT is set.
 
     Raises `StartError` if the OpenTelemetry SDK, which is optional, is not installed.
     """
@@ -223,7 +223,7 @@ def _traced(gateway: Gateway, app: ASGIApp) -> contextlib.AbstractAsyncContextMa
 
 
 async def _run() -> None:
-    """Runs the gateway, then ends the process without waiting for threads that hang in a store."""
+    """Run the gateway, then end the process without waiting for threads that hang in a store."""
     status = 0
     try:
         settings, run_dir = Settings.read(), Path(os.environ["RUN_DIR"])

@@ -9,7 +9,7 @@ from common.json_body import read_json
 
 
 def parse_json(content: bytes, **options: Any) -> Any:
-    """Parses the content of a JSON file; `options` are passed to `json.loads`.
+    """Parse the content of a JSON file; `options` are passed to `json.loads`.
 
     Raises `SettingError` with the line of a syntax error.
     """

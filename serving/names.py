@@ -17,14 +17,14 @@ MAX_NAME_BYTES = 1000  # S3's keys end at 1,024
 
 
 def normal_name(name: str) -> str:
-    """Returns the name in NFC and without `.tar.gz` or `.mar`. Idempotent."""
+    """Return the name in NFC and without `.tar.gz` or `.mar`. Idempotent."""
     while name.endswith(SUFFIXES):
         name = name.removesuffix(SUFFIXES[0]).removesuffix(SUFFIXES[1])
     return unicodedata.normalize("NFC", name)
 
 
 def model_name(name: str) -> str:
-    """Returns the normal form of a model's name. Raises `UrlNotAllowed` if the name is invalid."""
+    """Return the normal form of a model's name. Raises `UrlNotAllowed` if the name is invalid."""
     normal = normal_name(name)
     if not is_clean(normal):
         raise UrlNotAllowed(
@@ -36,7 +36,7 @@ def model_name(name: str) -> str:
 
 
 def is_clean(path: str) -> bool:
-    """Returns whether a relative path is safe to join to a folder and has no hidden parts."""
+    """Return whether a relative path is safe to join to a folder and has no hidden parts."""
     if any(unicodedata.category(c) in ("Cc", "Cs") or c == "\\" for c in path):
         return False
     if len(path.encode()) > MAX_NAME_BYTES:
@@ -45,10 +45,10 @@ def is_clean(path: str) -> bool:
 
 
 def spellings(name: str) -> tuple[str, ...]:
-    """Returns the NFC and NFD spellings of a normal name, either of which a store may have."""
+    """Return the NFC and NFD spellings of a normal name, either of which a store may have."""
     return tuple(dict.fromkeys((name, unicodedata.normalize("NFD", name))))
 
 
 def archive_spellings(name: str) -> tuple[str, ...]:
-    """Returns the possible file names of a model's archive, in order of preference."""
+    """Return the possible file names of a model's archive, in order of preference."""
     return tuple(spelling + suffix for spelling in spellings(name) for suffix in SUFFIXES)

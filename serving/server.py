@@ -61,7 +61,7 @@ PROGRESS_S = {Progress.STARTING: 0.05, Progress.LOADING: 0.2}
 
 
 def main(options: Sequence[str], signals: StopSignals) -> int:
-    """Runs the server until a signal stops it; returns the exit status."""
+    """Run the server until a signal stops it; return the exit status."""
     log_as_json("entrypoint")
     try:
         with contextlib.closing(signals), contextlib.ExitStack() as stack:
@@ -72,7 +72,7 @@ def main(options: Sequence[str], signals: StopSignals) -> int:
 
 
 def _serve(settings: Settings, signals: StopSignals, stack: contextlib.ExitStack) -> int:
-    """Runs the server; what it opens is closed by `stack`.
+    """Run the server; what it opens is closed by `stack`.
 
     Raises `StartError` or `SettingError` if a check before the start of the processes fails.
     """
@@ -168,7 +168,7 @@ def _serve(settings: Settings, signals: StopSignals, stack: contextlib.ExitStack
 
 
 def _check_open_files() -> None:
-    """Raises `StartError` if processes may not open enough files."""
+    """Raise `StartError` if processes may not open enough files."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)  # they raise the soft limit themselves
     if most < MIN_OPEN_FILES:
         raise StartError(
@@ -194,7 +194,7 @@ def _give_up_root(settings: Settings) -> list[socket.socket]:
 
 
 def _check_model(folder: Path) -> None:
-    """Raises `StartError` if this user cannot read all of the one model's folder, if it exists."""
+    """Raise `StartError` if this user cannot read all of the one model's folder, if it exists."""
     try:
         for entry in walk(folder, hidden=False, closed=False):
             if not os.access(entry.path, os.R_OK) and os.path.exists(entry.path):
@@ -207,7 +207,7 @@ def _check_model(folder: Path) -> None:
 
 
 def check_java(signals: StopSignals) -> None:
-    """Runs `java -version`, until a signal. Raises `StartError` if MMS has no Java that runs."""
+    """Run `java -version`, until a signal. Raises `StartError` if MMS has no Java that runs."""
     home = os.environ.get("JAVA_HOME")
     java = str(Path(home) / "bin" / "java") if home else "java"
     end = time.monotonic() + JAVA_S
@@ -227,7 +227,7 @@ def check_java(signals: StopSignals) -> None:
 
 @contextlib.contextmanager
 def _run_dir(settings: Settings) -> Iterator[Path]:
-    """Creates and locks RUN_DIR, the folder of sockets and temporary files, until the exit.
+    """Create and lock RUN_DIR, the folder of sockets and temporary files, until the exit.
 
     Removes what a killed server has left in it. Raises `StartError` if another server uses the
     folder, its path is too long, or this user cannot write to it.
@@ -262,7 +262,7 @@ def _check_length(run_dir: Path) -> None:
 
 
 def _lock(run_dir: Path) -> IO[str]:
-    """Locks the folder until the file is closed. The file has this process's pid."""
+    """Lock the folder until the file is closed. The file has this process's pid."""
     lock = open(run_dir / "lock", "a+")  # noqa: SIM115 (the caller closes it)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -277,7 +277,7 @@ def _lock(run_dir: Path) -> IO[str]:
 
 
 def _progress(settings: Settings) -> Progress:
-    """Returns how far the gateway's start is, by its answer to `/ping`."""
+    """Return how far the gateway's start is, by its answer to `/ping`."""
     status, body = _ping(settings, PROBE_TIMEOUT_S)
     if status == 200:
         return Progress.READY
@@ -299,7 +299,7 @@ def _answers(path: str, url: str) -> bool:
 
 
 def _get(connection: HTTPConnection, url: str) -> tuple[int, bytes]:
-    """Sends a GET request; returns status and body, or `(0, b"")` if there is no answer."""
+    """Send a GET request; return status and body, or `(0, b"")` if there is no answer."""
     with contextlib.closing(connection), contextlib.suppress(OSError, HTTPException):
         connection.request("GET", url)
         answer = connection.getresponse()
@@ -308,7 +308,7 @@ def _get(connection: HTTPConnection, url: str) -> tuple[int, bytes]:
 
 
 def host_accepts(run_dir: Path) -> bool:
-    """Returns whether the workers' host works: it has to close a connection that names no model."""
+    """Return whether the workers' host works: it has to close a connection that names no model."""
     try:
         with socket.socket(socket.AF_UNIX) as connection:
             connection.settimeout(PROBE_TIMEOUT_S)

@@ -231,7 +231,7 @@ class Settings:
     def read(
         cls, options: Sequence[str] = (), environment: Mapping[str, str] = os.environ
     ) -> Settings:
-        """Reads the settings from the environment and from options, which take precedence.
+        """Read the settings from the environment and from options, which take precedence.
 
         Raises `SettingError` with the name of the variable.
         """
@@ -242,7 +242,7 @@ class Settings:
         return replace(settings, **{k: v for k, v in values.items() if v is not None})
 
     def environment(self) -> dict[str, str]:
-        """Returns the settings as environment variables for a child process."""
+        """Return the settings as environment variables for a child process."""
         values = {f: getattr(self, f.name) for f in fields(self)}
         return {
             f.metadata["variable"]: str(value).lower() if isinstance(value, bool) else str(value)

@@ -68,7 +68,7 @@ class Token:
     usage: Usage
 
     def begin(self, now: float) -> None:
-        """Counts a request against the limits. `end` must be called when the request ends.
+        """Count a request against the limits. `end` must be called when the request ends.
 
         `requests_per_minute` is also the burst size: the token bucket holds a minute's requests.
         Raises `TooManyRequests`.
@@ -100,19 +100,19 @@ class Token:
         return model in self.models or model.startswith(self.prefixes)
 
     def check_model(self, model: str) -> None:
-        """Raises `Forbidden` for a model that no pattern matches."""
+        """Raise `Forbidden` for a model that no pattern matches."""
         if not self.may_call(model):
             self.usage.refused["model"] += 1
             raise Forbidden(f"{self.name} may not use model {model[:200]}")
 
     def check_base(self, base: str) -> None:
-        """Raises `Forbidden`, without the name, for a model's base that no pattern matches."""
+        """Raise `Forbidden`, without the name, for a model's base that no pattern matches."""
         if not self.may_call(base):
             self.usage.refused["model"] += 1
             raise Forbidden(f"{self.name} may not use the base of this model")
 
     def check_load(self) -> None:
-        """Raises `Forbidden` if the token may not load and unload models."""
+        """Raise `Forbidden` if the token may not load and unload models."""
         if not self.load:
             self.usage.refused["load"] += 1
             raise Forbidden(f"{self.name} may not load or unload models")
@@ -126,7 +126,7 @@ class Tokens:
     """The table of tokens, read again when TOKENS_FILE changes."""
 
     def __init__(self, path: str) -> None:
-        """Creates an empty table, which `refresh` fills. `path` is TOKENS_FILE, or empty."""
+        """Create an empty table, which `refresh` fills. `path` is TOKENS_FILE, or empty."""
         self.now: Callable[[], float] = time.monotonic
         self._path = Path(path) if path else None
         self._tokens: Mapping[str, Token] = {}  # by the SHA-256 of each, in hex
@@ -141,21 +141,21 @@ class Tokens:
         return list(self._tokens.values())
 
     def find(self, sent: bytes) -> Token | None:
-        """Returns the token of a request, None if it is unknown.
+        """Return the token of a request, None if it is unknown.
 
         The time of the lookup can reveal a part of a hash at most, but not the token.
         """
         return self._tokens.get(hashlib.sha256(sent).hexdigest())
 
     async def watch(self) -> None:
-        """Reads the file again after each change, until it is cancelled."""
+        """Read the file again after each change, until it is cancelled."""
         while self._path is not None:
             await asyncio.sleep(CHECK_S)
             with contextlib.suppress(RuntimeError):  # no thread can be started: poll again later
                 await self.refresh()
 
     async def refresh(self) -> None:
-        """Reads the file again if it has changed.
+        """Read the file again if it has changed.
 
         If it is invalid, the tokens stay as they are and the error is logged once.
         """
@@ -175,7 +175,7 @@ class Tokens:
 
 
 def _version(path: Path) -> object:
-    """Returns modification time, size and inode of a file, to detect changes; None on error."""
+    """Return modification time, size and inode of a file, to detect changes; None on error."""
     try:
         status = os.stat(path)
     except (OSError, ValueError):
@@ -184,7 +184,7 @@ def _version(path: Path) -> object:
 
 
 def read(path: Path, usages: Mapping[str, Usage] | None = None) -> dict[str, Token]:
-    """Reads a file of tokens; returns them by their SHA-256 in hex.
+    """Read a file of tokens; return them by their SHA-256 in hex.
 
     usages: counters of the previous tokens, by name
     Raises `SettingError`. Its message contains no sha256 value: it may be a token by mistake.
@@ -215,7 +215,7 @@ def read(path: Path, usages: Mapping[str, Usage] | None = None) -> dict[str, Tok
 
 
 def _token(where: str, entry: Any, usages: Mapping[str, Usage]) -> tuple[str, Token]:
-    """Parses an entry of the file into the token's hash and the token. Raises `SettingError`."""
+    """Parse an entry of the file into the token's hash and the token. Raises `SettingError`."""
     if not isinstance(entry, dict):
         raise SettingError(f"{where} must be an object")
     if unknown := sorted(set(entry) - FIELDS):

@@ -37,7 +37,7 @@ class Proxy(Program):
         self._wait(self.up)
 
     def _command(self, nodes: Sequence[str]) -> tuple[list[Path | str], Mapping[str, str]]:
-        """Writes the configuration; returns the command and its environment."""
+        """Write the configuration; return the command and its environment."""
         raise NotImplementedError
 
     def up(self) -> set[str]:
@@ -52,7 +52,7 @@ class Proxy(Program):
         return f"http://{self.host}:{self.port}{path}"
 
     def wait_for(self, *names: str) -> None:
-        """Waits until the proxy sends requests to these servers only."""
+        """Wait until the proxy sends requests to these servers only."""
         self._until(lambda: self.up() == set(names), f"does not route to {names} alone", ROUTES_S)
 
 

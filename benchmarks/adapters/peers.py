@@ -111,7 +111,7 @@ def _of_server(case: Case, server: Server | LlamaServer, names: Sequence[str]) -
 
 
 def _of_peft(case: Case, worker: Worker, wanted: list[list[int]]) -> Results:
-    """Measures PEFT; adds the token ids of each compared adapter in transformers to `wanted`."""
+    """Measure PEFT; add the token ids of each compared adapter in transformers to `wanted`."""
     how = {"ids": case.clients.prompts[0], "new_tokens": case.clients.new_tokens}
     wanted += [worker.call("alone", name=name, **how) for name in case.names[:CHECKED]]
     results = Results(name=FP32[1], same=1.0)

@@ -125,7 +125,7 @@ def export(name: str, artifact: Path, folder: Path, log: Path) -> Path:
 
 
 def draw(results: Path, plot: Path, log: Path) -> None:
-    """Draws the plot with the peers' matplotlib."""
+    """Draw the plot with the peers' matplotlib."""
     if not PYTHON.exists():
         raise ProgramError(MISSING)
     _run(log, PYTHON, "-m", "benchmarks.report.plot", results, plot)

@@ -144,7 +144,7 @@ class EngineRun(Run):
     def _worker(
         self, started: contextlib.ExitStack, name: str, worker: Worker, about: Results | None = None
     ) -> Callable[..., Any]:
-        """Returns a worker's `call`. `about` receives the worker's description once it is ready."""
+        """Return a worker's `call`. `about` receives the worker's description once it is ready."""
         self._workers[name] = (started.enter_context(worker), {} if about is None else about)
         return worker.call
 

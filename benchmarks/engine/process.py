@@ -87,7 +87,7 @@ def measure_loading(
 
 
 def drop_pages(folder: Path) -> float:
-    """Drops files from the page cache, as a restart of the machine does, without being root.
+    """Drop files from the page cache, as a restart of the machine does, without being root.
 
     Returns the share that stayed in memory. Pages that a process has mapped stay, so nothing may
     have the files open. The disk below, or the machine that emulates it, may have its own cache.

@@ -44,7 +44,7 @@ class Plan:
 
 
 def run(options: GpuCheck) -> int:
-    """Checks and measures both backends on this machine's GPU, against fp32 on its CPU.
+    """Check and measure both backends on this machine's GPU, against fp32 on its CPU.
 
     Prints a table for the documentation and fails where a result is not what it must be. The first
     run writes random models of KoGPT2's shape, 4 GB, into the working folder, which later ones use.

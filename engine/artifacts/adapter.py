@@ -149,7 +149,7 @@ class Adapter(artifact.MappedWeights):
 
 
 def read(path: str | Path) -> Adapter:
-    """Reads and checks the adapter in a folder. Raises `ArtifactError`, which names the fault."""
+    """Read and check the adapter in a folder. Raises `ArtifactError`, which names the fault."""
     folder = Path(path)
     config = read_json(folder / ADAPTER)
     adapter_config.check_kind(config)

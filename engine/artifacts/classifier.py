@@ -46,7 +46,7 @@ class Classifier:
 
     @classmethod
     def from_json(cls, value: Any) -> Classifier:
-        """Raises `KeyError`, `TypeError`, `ValueError` for other values than `to_json` returns."""
+        """Raise `KeyError`, `TypeError`, `ValueError` for other values than `to_json` returns."""
         labels = tuple(str(label) for label in value["labels"])
         function, pad_id, of_tokens = value["function"], value["pad_id"], value["of_tokens"]
         if not 0 < len(labels) <= MAX_LABELS or function not in FUNCTIONS.values():

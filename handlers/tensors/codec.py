@@ -86,7 +86,7 @@ def listed(specs: Sequence[TensorSpec]) -> str:
 
 
 def from_values(value: Any, spec: TensorSpec) -> Array:
-    """Converts nested lists to an array of the spec's datatype and of any shape."""
+    """Convert nested lists to an array of the spec's datatype and of any shape."""
     if spec.datatype == "BYTES":
         return _texts(value, spec)
     if _holds_text(value):
@@ -112,7 +112,7 @@ def _holds_text(value: Any) -> bool:
 
 
 def _exact_integers(value: Any, array: Array, spec: TensorSpec) -> Array:
-    """Converts integers exactly; numpy makes floats of a list with integers beyond int64."""
+    """Convert integers exactly; numpy makes floats of a list with integers beyond int64."""
     exact = np.array(value, dtype=object)
     if exact.size == 0 or not all(type(number) is int for number in exact.ravel()):
         return cast(array, spec)
@@ -305,5 +305,5 @@ def _all_finite(value: Any) -> bool:
 
 
 def _to_list(array: Any) -> Any:
-    """Converts an array that orjson cannot write, because it has texts or is not contiguous."""
+    """Convert an array that orjson cannot write, because it has texts or is not contiguous."""
     return array.tolist()

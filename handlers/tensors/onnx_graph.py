@@ -45,7 +45,7 @@ DATATYPES = {
 
 
 def model_fn(model_dir: str, name: str | None = None) -> OnnxModel:
-    """Loads the graph. Raises `ArtifactError` with the reason in one sentence, or `OutOfMemory`."""
+    """Load the graph. Raises `ArtifactError` with the reason in one sentence, or `OutOfMemory`."""
     path, version = find_graph(model_dir)
     graph_bytes = path.stat().st_size
     total_bytes = sum(file.stat().st_size for file in path.parent.rglob("*") if file.is_file())
@@ -113,7 +113,7 @@ class OnnxModel:
 
 @contextlib.contextmanager
 def _cancelled_after(timeout_s: float, options: Any) -> Iterator[None]:
-    """Cancels the run in the block, which must use `options`, after `timeout_s`."""
+    """Cancel the run in the block, which must use `options`, after `timeout_s`."""
     timer = threading.Timer(timeout_s, setattr, (options, "terminate", True))
     timer.daemon = True
     with contextlib.suppress(RuntimeError):  # if no thread can start, the run is not cancelled

@@ -44,7 +44,7 @@ LABEL = "label"
 
 
 def model_fn(model_dir: str, name: str | None = None) -> SymbolModel:
-    """Loads the graph. Raises `ArtifactError` with the reason in one sentence, or `OutOfMemory`."""
+    """Load the graph. Raises `ArtifactError` with the reason in one sentence, or `OutOfMemory`."""
     folder = symbol_folder(model_dir)
     # MXNet holds the weights, and a copy in the layout of the convolutions.
     check_memory(2 * (folder / PARAMS).stat().st_size + MXNET_BYTES)
@@ -157,7 +157,7 @@ class SymbolModel:
         return {name: named[name] for name in outputs}
 
     def _compute_rows(self, inputs: Mapping[str, Array], end: float) -> list[Array]:
-        """Computes all rows at once, or in batches of the size that the graph fixes."""
+        """Compute all rows at once, or in batches of the size that the graph fixes."""
         rows = self._rows(inputs)
         shapes = tuple((n, a.shape) for n, a in inputs.items())
         batch = rows if self._accepts(shapes) else self._batch

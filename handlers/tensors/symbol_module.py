@@ -98,7 +98,7 @@ def _accepts(model: Any, shape: tuple[int, ...]) -> bool:
 
 @contextlib.contextmanager
 def computing() -> Iterator[None]:
-    """Waits for the computations begun in the block. Raises `InvalidRequest` for MXNet's errors."""
+    """Wait for the computations begun in the block. Raises `InvalidRequest` for MXNet's errors."""
     try:
         yield
         mx.nd.waitall()

@@ -30,7 +30,7 @@ class AnswerTooLarge(EngineError, status=413):
 
 @contextlib.contextmanager
 def slot(slots: threading.Semaphore, end: float) -> Iterator[None]:
-    """Holds one of `slots` in the block. Raises `DeadlineExceeded` at `end` (`time.monotonic`)."""
+    """Hold one of `slots` in the block. Raises `DeadlineExceeded` at `end` (`time.monotonic`)."""
     left_s = end - time.monotonic()
     if left_s <= 0 or not slots.acquire(timeout=left_s):
         raise DeadlineExceeded("no answer within the timeout: other requests came first")
@@ -48,7 +48,7 @@ class TensorModel(Protocol):
     def run(
         self, inputs: Mapping[str, Array], outputs: Sequence[str], timeout_s: float
     ) -> dict[str, Array]:
-        """Computes the named outputs from complete, checked inputs. Raises `EngineError`."""
+        """Compute the named outputs from complete, checked inputs. Raises `EngineError`."""
 
 
 def describe(model: TensorModel) -> dict[str, Any]:
@@ -130,7 +130,7 @@ def _inputs(model: TensorModel, value: Any) -> dict[str, Array]:
 
 
 def _check_size(outputs: Mapping[str, Array], kind: str = JSON) -> None:
-    """Raises `AnswerTooLarge` before encoding, by the least size that the outputs can have.
+    """Raise `AnswerTooLarge` before encoding, by the least size that the outputs can have.
 
     In JSON and CSV a value takes at least two bytes. In NPY each text takes four bytes per
     character of the longest.

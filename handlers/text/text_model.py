@@ -23,7 +23,7 @@ def _client() -> EngineClient:
 
 
 def model_fn(model_dir: str, name: str | None = None, **options: Any) -> ModelHandle:
-    """Loads an artifact into the engine, by default under its path. Raises `EngineError`."""
+    """Load an artifact into the engine, by default under its path. Raises `EngineError`."""
     return ModelHandle(_client(), name or model_dir, model_dir, **options)
 
 
@@ -38,7 +38,7 @@ def describe(model: ModelHandle) -> dict[str, Any]:
 def transform_fn(
     model: ModelHandle, body: bytes, content_type: str | None, accept: str | None, timeout_s: float
 ) -> tuple[bytes, str]:
-    """Continues the prompt in `body`, see `handlers.payload`, or classifies its texts.
+    """Continue the prompt in `body`, see `handlers.payload`, or classify its texts.
 
     Raises `EngineError`.
     """

@@ -87,7 +87,7 @@ def _answer(
 
 
 def _checked(answers: Sequence[Answer | EngineError]) -> list[Answer | EngineError]:
-    """Replaces an answer above the limit, for which MMS would kill the worker, by an error."""
+    """Replace an answer above the limit, for which MMS would kill the worker, by an error."""
     limit = MAX_RESPONSE_BYTES // max(len(answers), 1) - 65_536
     return [
         ScriptError(

@@ -44,7 +44,7 @@ def _spawner() -> ThreadPoolExecutor:
 
 
 def start(command: list[str], **options: Any) -> subprocess.Popen[bytes]:
-    """Starts a program in a new session; stop it with `end`. Raises `OSError`, `RuntimeError`."""
+    """Start a program in a new session; stop it with `end`. Raises `OSError`, `RuntimeError`."""
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
     def spawn() -> subprocess.Popen[bytes]:
@@ -61,7 +61,7 @@ def start(command: list[str], **options: Any) -> subprocess.Popen[bytes]:
 
 
 def end(process: subprocess.Popen[bytes]) -> None:
-    """Kills the program and the processes that it has started, and waits for them to end."""
+    """Kill the program and the processes that it has started, and wait for them to end."""
     kill(process)
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(REAP_TIMEOUT_S)
@@ -71,7 +71,7 @@ def end(process: subprocess.Popen[bytes]) -> None:
 
 
 def kill(process: subprocess.Popen[bytes]) -> None:
-    """Kills the program, unless it has been waited for, and the processes that it has started.
+    """Kill the program, unless it has been waited for, and the processes that it has started.
 
     Also kills orphans that left the sessions of other programs of the same model: they cannot be
     distinguished from this program's.
@@ -85,7 +85,7 @@ def kill(process: subprocess.Popen[bytes]) -> None:
 
 
 def reap() -> None:
-    """Removes the zombies of orphans that have ended."""
+    """Remove the zombies of orphans that have ended."""
     with _lock:
         for orphan in _orphans(_processes()):
             with contextlib.suppress(ChildProcessError):

@@ -38,7 +38,7 @@ THREAD_RETRY_S = 0.1  # poll interval while the first thread cannot start
 
 
 def serve(connection: Connection, name: str, model_dir: str) -> None:
-    """Answers one model's `EngineModel` calls until the script ends, on a thread of the worker.
+    """Answer one model's `EngineModel` calls until the script ends, on a thread of the worker.
 
     A call gets the error `Overloaded` if `MAX_CALLS` others have no answer yet.
     """
@@ -107,7 +107,7 @@ class EngineModel:
     """A script's model in the engine, like `engine.http.client.ModelHandle`. Thread-safe."""
 
     def __init__(self, connection: Connection) -> None:
-        """Loads the model. Raises what the engine raises."""
+        """Load the model. Raises what the engine raises."""
         self._connection = connection
         self._lock = threading.Lock()
         self._calls = itertools.count()

@@ -17,7 +17,7 @@ from common import numpy_aliases
 
 
 def install() -> None:
-    """Installs the hooks; does nothing if an image's sitecustomize has installed them."""
+    """Install the hooks; do nothing if an image's sitecustomize has installed them."""
     if not any(isinstance(finder, _PatchFinder) for finder in sys.meta_path):
         sys.meta_path.insert(0, _PatchFinder())
 
@@ -43,7 +43,7 @@ class _PatchFinder(MetaPathFinder):
 
 
 def _patch_after(loader: Any, patch: Callable[[Any], None]) -> None:
-    """Makes the loader of one module patch the module after its execution."""
+    """Make the loader of one module patch the module after its execution."""
     execute = loader.exec_module
 
     def exec_module(module: ModuleType) -> None:
@@ -54,7 +54,7 @@ def _patch_after(loader: Any, patch: Callable[[Any], None]) -> None:
 
 
 def _disable_sampling(transforms: Any) -> None:
-    """Makes `SentencepieceTokenizer(path)` return the best segmentation.
+    """Make `SentencepieceTokenizer(path)` return the best segmentation.
 
     For its `num_best=0, alpha=1.0` sentencepiece up to 0.1.86 returned that; later versions sample
     single characters or raise.
@@ -73,7 +73,7 @@ def _disable_sampling(transforms: Any) -> None:
 
 
 def _disable_pickle(decoder: Any) -> None:
-    """Makes the toolkit read NPY without pickle, by which a client could run code."""
+    """Make the toolkit read NPY without pickle, by which a client could run code."""
 
     def npy_to_numpy(data: bytes) -> Any:
         import io

@@ -21,7 +21,7 @@ from handlers.user_code.requirements import PACKAGES, TEMPORARY, install
 
 
 def launch(script: Script, spec: ModelSpec, settings: Settings) -> ScriptPool:
-    """Loads the script in a first process. Raises `EngineError` with the reason if that fails."""
+    """Load the script in a first process. Raises `EngineError` with the reason if that fails."""
     temporary = Path(spec.folder) / TEMPORARY
     remove(temporary)  # left by an earlier worker of the same model
     temporary.mkdir(mode=0o700)

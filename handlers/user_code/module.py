@@ -23,7 +23,7 @@ SERVER_PACKAGES = ("common", "engine", "handlers", "serving", "tests", "scripts"
 
 
 def set_path(folders: Sequence[str], packages: str | None) -> None:
-    """Sets `sys.path`: standard library, model, its packages, the image's, the server's modules."""
+    """Set `sys.path`: standard library, model, its packages, the image's, the server's modules."""
     paths = sysconfig.get_paths()
     own = [entry for entry in sys.path if entry != REPOSITORY]
     standard = {paths["stdlib"], paths["platstdlib"]}
@@ -38,7 +38,7 @@ def set_path(folders: Sequence[str], packages: str | None) -> None:
 
 
 def _shadow_server_packages(folder: Path) -> None:
-    """Unloads the server's packages whose names modules of the model have as well."""
+    """Unload the server's packages whose names modules of the model have as well."""
     names = {path.stem for path in visible(folder, "*.py")}
     names |= {path.name for path in visible(folder) if (path / "__init__.py").is_file()}
     for name in sorted(names & sys.stdlib_module_names):
@@ -56,7 +56,7 @@ _shadowed: dict[str, dict[str, ModuleType]] = {}
 
 
 def _unload(package: str) -> dict[str, ModuleType]:
-    """Removes the package's modules from `sys.modules`; returns them."""
+    """Remove the package's modules from `sys.modules`; return them."""
     loaded = [name for name in sys.modules if name.partition(".")[0] == package]
     return {name: sys.modules.pop(name) for name in loaded}
 
@@ -78,7 +78,7 @@ def server_imports() -> Iterator[None]:
 
 
 def import_script(file: str) -> ModuleType:
-    """Imports `file` under the file's name. Raises what the script raises."""
+    """Import `file` under the file's name. Raises what the script raises."""
     name = Path(file).stem
     if name in sys.stdlib_module_names or name in sys.modules:
         name = f"model_{name}"

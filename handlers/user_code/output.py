@@ -28,7 +28,7 @@ LINE_ENDS = re.compile("[\r\n\x85\u2028\u2029]+")  # of Java's reader of lines (
 
 
 def print_anything() -> None:
-    """Makes `print` write lone surrogates as escapes: as UTF-8 they would raise."""
+    """Make `print` write lone surrogates as escapes: as UTF-8 they would raise."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
@@ -49,12 +49,12 @@ class Output:
         self._dropped = 0  # bytes of output since the last line
 
     def relay(self, stream: IO[bytes], name: str) -> None:
-        """Copies the lines of `stream` in a thread, prefixed with the model's `name`."""
+        """Copy the lines of `stream` in a thread, prefixed with the model's `name`."""
         thread = threading.Thread(target=self.copy, args=(stream, name), name="output", daemon=True)
         thread.start()
 
     def copy(self, stream: IO[bytes], name: str) -> None:
-        """Copies the lines of `stream` until it ends."""
+        """Copy the lines of `stream` until it ends."""
         name = name.encode("utf-8", "backslashreplace").decode()
         with stream:
             while read := stream.readline(MAX_LINE_BYTES):

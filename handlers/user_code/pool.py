@@ -31,7 +31,7 @@ class ScriptPool:
         self._count = self._connections = 0
 
     def load(self) -> None:
-        """Starts the first process. Raises the reason if its script does not load."""
+        """Start the first process. Raises the reason if its script does not load."""
         process = self._make()
         process.start()
         process.wait_until_loaded()
@@ -40,7 +40,7 @@ class ScriptPool:
         threading.Thread(target=self._reap, name="reaper", daemon=True).start()
 
     def connected(self) -> None:
-        """Adds a process if there are more connections than processes; a failure is only logged."""
+        """Add a process if there are more connections than processes; a failure is only logged."""
         with self._changed:
             self._connections += 1
             if self._connections <= self._count:
@@ -82,7 +82,7 @@ class ScriptPool:
             self._release(process)
 
     def _reap(self) -> None:
-        """Cleans up after processes that end between requests, so that no request is delayed."""
+        """Clean up after processes that end between requests, so that no request is delayed."""
         while True:
             time.sleep(REAP_INTERVAL_S)
             descendants.reap()

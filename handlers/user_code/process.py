@@ -53,7 +53,7 @@ class ScriptProcess:
         self._timed_out = False
 
     def start(self) -> None:
-        """Starts the process, which begins to load the script. Raises `ScriptError`."""
+        """Start the process, which begins to load the script. Raises `ScriptError`."""
         self.stop()
         try:
             self._start()
@@ -91,7 +91,7 @@ class ScriptProcess:
         relay(process.stdout, self._name)
 
     def wait_until_loaded(self, timeout_s: float | None = None) -> None:
-        """Waits for the script to load, or raises the reason why it does not.
+        """Wait for the script to load, or raise the reason why it does not.
 
         Raises `EngineUnavailable` if the load continues after `timeout_s`.
         """
@@ -146,7 +146,7 @@ class ScriptProcess:
         return self._process is not None and has_ended(self._process)
 
     def stop(self) -> None:
-        """Kills the process and its children, and waits for their end."""
+        """Kill the process and its children, and wait for their end."""
         process, self._process = self._process, None
         if process is not None:
             descendants.end(process)
@@ -156,7 +156,7 @@ class ScriptProcess:
 
     @contextlib.contextmanager
     def _killed_after(self, timeout_s: float) -> Iterator[None]:
-        """Kills the process after `timeout_s`, which closes its connection."""
+        """Kill the process after `timeout_s`, which closes its connection."""
         process = self._process
         assert process is not None
 
@@ -179,7 +179,7 @@ class ScriptProcess:
             timer.cancel()
 
     def _ended(self, when: str, timeout_s: float) -> EngineError:
-        """Stops the process; returns an error that explains why it ended."""
+        """Stop the process; return an error that explains why it ended."""
         process = self._process
         assert process is not None
         end = time.monotonic() + EXIT_TIMEOUT_S

@@ -74,12 +74,12 @@ class Account:
         return number
 
     def all(self, service: str, operation: str, key: str, **params: Any) -> list[Any]:
-        """Returns the items of all pages of a list."""
+        """Return the items of all pages of a list."""
         pages = self.client(service).get_paginator(operation).paginate(**params)
         return [item for page in pages for item in page.get(key, [])]
 
     def find(self, service: str, operation: str, **params: Any) -> Any:
-        """Calls an operation; returns None if the resource does not exist."""
+        """Call an operation; return None if the resource does not exist."""
         from botocore.exceptions import ClientError
 
         try:

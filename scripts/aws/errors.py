@@ -11,7 +11,7 @@ HINTS = {
 
 
 def explain(error: Exception) -> str | None:
-    """Returns one sentence for an error of boto3, None for any other error."""
+    """Return one sentence for an error of boto3, None for any other error."""
     from boto3 import exceptions as boto3_errors
     from botocore import exceptions as errors
     from botocore.parsers import ResponseParserError

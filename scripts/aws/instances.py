@@ -84,7 +84,7 @@ def file_source() -> str:
 
 
 def prices(account: Account) -> Prices:
-    """Returns the Pricing API's prices, or those of instances.json if it fails.
+    """Return the Pricing API's prices, or those of instances.json if it fails.
 
     https://docs.aws.amazon.com/aws-cost-management/latest/APIReference/API_pricing_GetProducts.html
     """
@@ -124,7 +124,7 @@ def choose(
     arm: bool,
     now: Prices,
 ) -> str:
-    """Prints the candidates; returns the cheapest that holds the models within the budget.
+    """Print the candidates; return the cheapest that holds the models within the budget.
 
     With `arm` all are Graviton's, without it none is. Raises `Problem` if there is none.
     """

@@ -26,7 +26,7 @@ class Artifact:
 
 
 def parse(text: str) -> Location:
-    """Parses a URL; a key without an archive's suffix is a prefix. Raises `Problem`."""
+    """Parse a URL; a key without an archive's suffix is a prefix. Raises `Problem`."""
     scheme, mark, rest = text.partition("://")
     bucket, _, key = rest.partition("/")
     if scheme != "s3" or not mark or not bucket:
@@ -37,7 +37,7 @@ def parse(text: str) -> Location:
 
 
 def region_of(account: Account, bucket: str) -> str | None:
-    """Returns a bucket's region, None if it does not exist. Raises `Problem` without access.
+    """Return a bucket's region, None if it does not exist. Raises `Problem` without access.
 
     S3 names the region in refusals, too.
     """
@@ -60,7 +60,7 @@ def region_of(account: Account, bucket: str) -> str | None:
 
 
 def check_bucket(account: Account, location: Location, hint: str = "") -> None:
-    """Raises `Problem` if the bucket is missing or in another region than the endpoint."""
+    """Raise `Problem` if the bucket is missing or in another region than the endpoint."""
     region = region_of(account, location.bucket)
     if region is None:
         raise Problem(f"there is no bucket {location.bucket}{hint}")
@@ -72,7 +72,7 @@ def check_bucket(account: Account, location: Location, hint: str = "") -> None:
 
 
 def artifacts(account: Account, location: Location) -> list[Artifact]:
-    """Lists the `.tar.gz` files under a prefix, or the one file."""
+    """List the `.tar.gz` files under a prefix, or the one file."""
     result = account.all(
         "s3", "list_objects_v2", "Contents", Bucket=location.bucket, Prefix=location.key
     )

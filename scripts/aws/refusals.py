@@ -17,7 +17,7 @@ MULTI_MODEL = "Supported algorithms, frameworks, and instances for multi-model e
 
 
 def refuse(values: Values) -> None:
-    """Raises `Problem` for the first rule of SageMaker that the parameters break."""
+    """Raise `Problem` for the first rule of SageMaker that the parameters break."""
     template.refuse(values)
     many, scaled = values["Models"], values["MaxInstances"] != "0"
     instance = values["InstanceType"] if values["ServerlessMemory"] == "0" else ""
@@ -43,7 +43,7 @@ def refuse(values: Values) -> None:
 
 
 def refuse_update(before: Values, after: Values) -> None:
-    """Raises `Problem` if a stack cannot be updated from `before` to `after`."""
+    """Raise `Problem` if a stack cannot be updated from `before` to `after`."""
     scaled = before["MaxInstances"] != "0" and after["MaxInstances"] != "0"
     rules = (
         (before["ServerlessMemory"] == "0" != after["ServerlessMemory"],

@@ -44,7 +44,7 @@ class Stack:
     def plan(
         self, body: str, values: dict[str, str], tags: dict[str, str]
     ) -> dict[str, Any] | None:
-        """Creates a change set; None if nothing changes. Raises `Problem` with AWS's reason."""
+        """Create a change set; None if nothing changes. Raises `Problem` with AWS's reason."""
         from botocore.exceptions import WaiterError
 
         status = (self.description or {}).get("StackStatus")
@@ -74,7 +74,7 @@ class Stack:
         raise Problem(f"CloudFormation refuses the change: {reason}")
 
     def drop(self, plan: dict[str, Any]) -> None:
-        """Deletes a change set.
+        """Delete a change set.
 
         A new stack stays as CloudFormation made it for the change set: without resources, until
         the next deployment or `kogpt2 teardown`. Deleting it could delete an endpoint that another
@@ -84,7 +84,7 @@ class Stack:
         self._account.find("cloudformation", "delete_change_set", ChangeSetName=plan["ChangeSetId"])
 
     def wait_for_others(self) -> None:
-        """Waits for the end of a change that was started before."""
+        """Wait for the end of a change that was started before."""
         if self.description and not self.is_new and is_busy(self.description):
             self.settle(since=self._events()[0]["Timestamp"])
 
@@ -94,20 +94,20 @@ class Stack:
         self.settle(since=plan["CreationTime"])
 
     def delete(self) -> None:
-        """Deletes the stack. Raises `Problem` with the first reason of a failure."""
+        """Delete the stack. Raises `Problem` with the first reason of a failure."""
         since = self._events()[0]["Timestamp"]
         self._client.delete_stack(StackName=self.name)
         self.settle(since)
 
     def _events(self) -> list[dict[str, Any]]:
-        """Lists the events, newest first."""
+        """List the events, newest first."""
         assert self.description is not None
         name = self.description["StackId"]
         result = self._account.find("cloudformation", "describe_stack_events", StackName=name)
         return result["StackEvents"] if result else []
 
     def settle(self, since: Any) -> None:
-        """Waits and prints events. Raises `Problem` with the first reason of a failure."""
+        """Wait and print events. Raises `Problem` with the first reason of a failure."""
         assert self.description is not None
         name, poll_s, reasons = self.description["StackId"], FIRST_POLL_S, list[str]()
         seen: set[str] = set()

@@ -38,14 +38,14 @@ def template() -> dict[str, Any]:
 
 
 def body(environment: Mapping[str, str]) -> str:
-    """Returns the template's text with a container's environment, which is no parameter."""
+    """Return the template's text with a container's environment, which is no parameter."""
     text = FILE.read_text("utf-8")
     assert text.count(EMPTY) == 1
     return text.replace(EMPTY, f"Environment: {json.dumps(dict(environment))}")
 
 
 def option_name(parameter: str) -> str:
-    """Returns max_instances for MaxInstances."""
+    """Return max_instances for MaxInstances."""
     return re.sub("(?<=[a-z])(?=[A-Z])", "_", parameter).lower()
 
 
@@ -55,7 +55,7 @@ def with_defaults(given: Values) -> Values:
 
 
 def refuse(values: Values) -> None:
-    """Raises `Problem` for the first of the template's assertions that fails."""
+    """Raise `Problem` for the first of the template's assertions that fails."""
     for rule in template()["Rules"].values():
         if holds(rule.get("RuleCondition", True), values):
             for assertion in rule["Assertions"]:
@@ -64,7 +64,7 @@ def refuse(values: Values) -> None:
 
 
 def holds(term: Any, values: Values) -> Any:
-    """Evaluates a rule's function; CloudFormation compares parameters as strings."""
+    """Evaluate a rule's function; CloudFormation compares parameters as strings."""
     if not isinstance(term, dict):
         return term if isinstance(term, bool) else str(term)
     ((name, arguments),) = term.items()

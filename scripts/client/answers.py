@@ -43,7 +43,7 @@ def is_stream(content_type: str) -> bool:
 
 
 def read(answer: Answer) -> Completion:
-    """Reads a whole answer. Raises `CallFailed` if it is broken off or malformed."""
+    """Read a whole answer. Raises `CallFailed` if it is broken off or malformed."""
     completion = Completion()
     for _ in texts(answer, completion):
         pass
@@ -51,7 +51,7 @@ def read(answer: Answer) -> Completion:
 
 
 def texts(answer: Answer, completion: Completion) -> Iterator[str]:
-    """Yields the text as it arrives and fills in `completion`. Raises `CallFailed`."""
+    """Yield the text as it arrives and fill in `completion`. Raises `CallFailed`."""
     if is_stream(answer.content_type):
         yield from _stream(answer, completion)
         return
@@ -107,7 +107,7 @@ def _object(value: Any) -> dict[str, Any]:
 
 
 def _clean(text: str) -> str:
-    """Replaces lone surrogates, which JSON can hold and UTF-8 cannot."""
+    """Replace lone surrogates, which JSON can hold and UTF-8 cannot."""
     return text.encode("utf-8", "replace").decode("utf-8")
 
 
@@ -140,7 +140,7 @@ def _stream(answer: Answer, completion: Completion) -> Iterator[str]:
 
 
 def _events(chunks: Iterator[bytes], sse: bool) -> Iterator[dict[str, Any] | None]:
-    """Yields the objects of a stream, and None for OpenAI's `[DONE]`."""
+    """Yield the objects of a stream, and None for OpenAI's `[DONE]`."""
     for line in _lines(chunks):
         if sse:
             name, _, line = line.partition(":")
@@ -164,7 +164,7 @@ def _events(chunks: Iterator[bytes], sse: bool) -> Iterator[dict[str, Any] | Non
 
 
 def _lines(chunks: Iterator[bytes]) -> Iterator[str]:
-    """Yields the lines of UTF-8 chunks, which may end within a line or a character."""
+    """Yield the lines of UTF-8 chunks, which may end within a line or a character."""
     rest = b""
     for chunk in chunks:
         *complete, rest = (rest + chunk).split(b"\n")

@@ -34,7 +34,7 @@ ERROR = b'{"error":'
 
 
 def send_file(options: Prompt, model: str | None, source: Path, output: Path) -> int:
-    """Answers the lines of `source` that `output` has no answer to; returns the exit status.
+    """Answer the lines of `source` that `output` has no answer to; return the exit status.
 
     Requests that fail are repeated for `options.wait`. Raises `CallFailed`, `Problem`.
     """

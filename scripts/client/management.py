@@ -26,7 +26,7 @@ class Management:
 def call(
     options: Management, method: str, path: str, query: Mapping[str, str] | None = None
 ) -> Any:
-    """Returns the answer's JSON. Raises `Failed` with the server's error message."""
+    """Return the answer's JSON. Raises `Failed` with the server's error message."""
     import requests
 
     from scripts.client.targets import message_of, session

@@ -50,7 +50,7 @@ def read_prompt(text: str | None) -> str:
 
 
 def send(options: Prompt, model: str | None, text: str | None, *, stream: bool) -> None:
-    """Sends the prompt and prints the answer. Raises `CallFailed`, `Problem`."""
+    """Send the prompt and print the answer. Raises `CallFailed`, `Problem`."""
     from scripts.client.targets import Call, open_target
 
     parameters, prompt = options.parameters_given(), read_prompt(text)
@@ -72,7 +72,7 @@ def send(options: Prompt, model: str | None, text: str | None, *, stream: bool) 
 
 
 def show(options: Prompt, target: Any, call: Any, prefix: str) -> None:
-    """Prints one attempt's answer. Streams lack the prompt, so `prefix` precedes them."""
+    """Print one attempt's answer. Streams lack the prompt, so `prefix` precedes them."""
     from scripts.client import answers
 
     completion = answers.Completion()

@@ -65,7 +65,7 @@ class Target(Protocol):
 
 
 def open_target(options: Options) -> Target:
-    """Returns the server or endpoint that the options name. Raises `Problem`."""
+    """Return the server or endpoint that the options name. Raises `Problem`."""
     if options.endpoint is not None:
         return SageMaker(options)
     return Local(str(options.url), options.timeout, os.environ.get("INFERENCE_TOKEN"))
@@ -184,7 +184,7 @@ class SageMaker:
 
 
 def _parts(stream: Any) -> Iterator[bytes]:
-    """Yields the payload of an event stream; boto3 raises its errors."""
+    """Yield the payload of an event stream; boto3 raises its errors."""
     for event in stream:
         if "PayloadPart" in event:
             yield event["PayloadPart"]["Bytes"]

@@ -36,7 +36,7 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def lines(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
-    """Formats both reports' numbers and the ratio of the second to the first."""
+    """Format both reports' numbers and the ratio of the second to the first."""
     names = dict.fromkeys([*before["models"], *after["models"]])
     models = [
         (f"{name or '-'}: latency p50 ms", ("models", name, "seconds", "p50"), True)

@@ -73,12 +73,12 @@ class Chooser:
         return model, self._chance.choice(self._bodies)
 
     def pause_s(self, rate: float) -> float:
-        """Draws the pause before the next of Poisson arrivals."""
+        """Draw the pause before the next of Poisson arrivals."""
         return self._chance.expovariate(rate)
 
 
 def read_prompts(path: Path | None) -> tuple[str, ...]:
-    """Reads a prompt a line, in UTF-8 (default: `PROMPTS`). Raises `Problem`."""
+    """Read a prompt a line, in UTF-8 (default: `PROMPTS`). Raises `Problem`."""
     if path is None:
         return PROMPTS
     lines = read_text(path).splitlines()
@@ -89,7 +89,7 @@ def read_prompts(path: Path | None) -> tuple[str, ...]:
 
 
 def read_models(text: str) -> tuple[str, ...]:
-    """Parses `a,b,c`, or `@FILE` with one name a line. Raises `Problem`."""
+    """Parse `a,b,c`, or `@FILE` with one name a line. Raises `Problem`."""
     names: Sequence[str] = text.split(",")
     if text.startswith("@"):
         names = read_text(Path(text[1:])).splitlines()

@@ -13,7 +13,7 @@ COLUMNS = [f"p{p}" for p in PERCENTILES]
 
 
 def lines(results: dict[str, Any]) -> list[str]:
-    """Formats the results of a load test as tables and sentences."""
+    """Format the results of a load test as tables and sentences."""
     output = [f"{sentence(results)}", ""]
     head = [
         "",
@@ -44,7 +44,7 @@ def lines(results: dict[str, Any]) -> list[str]:
 
 
 def plan_lines(plan: Plan, target: Target) -> list[str]:
-    """Formats the plan and its first request."""
+    """Format the plan and its first request."""
     shares = zip(plan.models, plan.shares(), strict=True)
     model, body = Chooser(plan, 1).next()
     call = Call(model or None, body, stream=plan.stream)
@@ -72,7 +72,7 @@ def _first_token(part: dict[str, Any], streamed: bool) -> list[str]:
 
 
 def sentence(results: dict[str, Any]) -> str:
-    """Formats the plan of a load test in one sentence."""
+    """Format the plan of a load test in one sentence."""
     plan = results["plan"]
     how = rate(plan["users"], plan["rate"])
     models = f"{len(plan['models'])} models (Zipf {plan['zipf']:g})"

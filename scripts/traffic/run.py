@@ -29,7 +29,7 @@ UNFINISHED = "unfinished"
 
 
 def run(plan: Plan, target: Target, loads: Loads, web: int | None = None) -> dict[str, Any]:
-    """Runs a load test; returns its report after warm-up, `seconds` and at most `timeout_s`.
+    """Run a load test; return its report after warm-up, `seconds` and at most `timeout_s`.
 
     `web` is the port of Locust's page during the run. Raises `Problem`.
     """
@@ -75,7 +75,7 @@ def run(plan: Plan, target: Target, loads: Loads, web: int | None = None) -> dic
 
 
 def check_free(port: int) -> None:
-    """Raises `Problem` if another program listens on the port."""
+    """Raise `Problem` if another program listens on the port."""
     with socket.socket() as probe:
         try:
             probe.bind(("127.0.0.1", port))
@@ -84,7 +84,7 @@ def check_free(port: int) -> None:
 
 
 def _wait(load: Load, runner: LocalRunner, end: float) -> None:
-    """Shows progress until `end`, or until the run is stopped on Locust's page."""
+    """Show progress until `end`, or until the run is stopped on Locust's page."""
     total = end - time.monotonic()
     with tqdm(
         total=round(total, 1),

@@ -44,7 +44,7 @@ def distribution(values: Iterable[float]) -> dict[str, float] | None:
 
 
 def summary(samples: Sequence[Sample], seconds: float) -> dict[str, Any]:
-    """Counts, rates, and latencies of the answered requests."""
+    """The counts, rates, and latencies of the answered requests."""
     good = [s for s in samples if s.error is None]
     tokens = [s.tokens for s in good if s.tokens is not None]
     return {

@@ -38,7 +38,7 @@ class Load:
     over: bool = False
 
     def end(self) -> None:
-        """Ends the run early: on Ctrl-C, after which a report follows, or on a problem."""
+        """End the run early: on Ctrl-C, after which a report follows, or on a problem."""
         self.over = self.stopped = True
 
     def chooser(self) -> Chooser:
@@ -46,7 +46,7 @@ class Load:
         return Chooser(self.plan, self.users)
 
     def send(self, environment: Environment, model: str, body: bytes, due: float) -> bool:
-        """Sends one request and measures it from when it was due, not from when it was sent.
+        """Send one request and measure it from when it was due, not from when it was sent.
 
         Returns whether the server could be reached.
         """
@@ -91,7 +91,7 @@ class Load:
         return error is None or error.kind != UNREACHABLE
 
     def give_up(self, reason: str) -> None:
-        """Counts the requests in flight as errors."""
+        """Count the requests in flight as errors."""
         for model, due in self.running.values():
             if due >= self.begun:
                 now = time.monotonic()

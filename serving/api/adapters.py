@@ -32,7 +32,7 @@ FIELDS = {"name": str, "src": str, "preload": bool, "pin": bool}
 
 
 async def register(gateway: Gateway, request: Request) -> Response:
-    """Loads an adapter beside the one model (SageMaker's adapter inference components).
+    """Load an adapter beside the one model (SageMaker's adapter inference components).
 
     Without `preload` the answer does not wait for that.
     """
@@ -54,7 +54,7 @@ async def register(gateway: Gateway, request: Request) -> Response:
 
 
 async def unregister(gateway: Gateway, request: Request) -> Response:
-    """Unloads an adapter."""
+    """Unload an adapter."""
     name = request.path_params["name"]
     model = gateway.registry.find(name)
     if model is None or not model.is_adapter:

@@ -123,7 +123,7 @@ async def answer(
 async def _whole(
     request: EngineRequest, renderer: Renderer, call: EngineCall
 ) -> list[dict[str, Any]]:
-    """Returns the engine's answers to all prompts.
+    """Return the engine's answers to all prompts.
 
     With log-probabilities answers are long: they are read and converted token by token.
     """

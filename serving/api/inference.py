@@ -57,19 +57,19 @@ NAMING = (ADAPTER, TARGET_MODEL, INFERENCE_COMPONENT)
 
 
 async def named(gateway: Gateway, request: Request) -> Response:
-    """Continues a prompt or classifies texts, or those of each line of JSON lines."""
+    """Continue a prompt or classify texts, or those of each line of JSON lines."""
     answer = invoke_lines if is_lines(request) else invoke
     return await answer(gateway, request, request.path_params["name"], read)
 
 
 async def invocations(gateway: Gateway, request: Request) -> Response:
-    """Continues a prompt or classifies texts (SageMaker)."""
+    """Continue a prompt or classify texts (SageMaker)."""
     answer = invoke_lines if is_lines(request) else invoke
     return await answer(gateway, request, _target(request), read, check=_check_no_session)
 
 
 async def generate(gateway: Gateway, request: Request) -> Response:
-    """Continues a text, as Hugging Face's TGI does."""
+    """Continue a text, as Hugging Face's TGI does."""
     stream = request.url.path.endswith("_stream")
     read = functools.partial(read_tgi, stream=stream)
     return await invoke(gateway, request, _target(request), read)
@@ -103,7 +103,7 @@ def _target(request: Request) -> str | None:
 
 
 async def endpoint(gateway: Gateway, request: Request) -> Response:
-    """Continues a prompt, as SageMaker's runtime answers (boto3): an error is a ModelError."""
+    """Continue a prompt, as SageMaker's runtime answers (boto3): an error is a ModelError."""
     request_id = request.state.request_id
     try:
         response = await invocations(gateway, request)
@@ -131,7 +131,7 @@ async def endpoint(gateway: Gateway, request: Request) -> Response:
 
 
 async def endpoint_stream(gateway: Gateway, request: Request) -> Response:
-    """Continues a prompt, as SageMaker's runtime streams it, in AWS's event stream."""
+    """Continue a prompt, as SageMaker's runtime streams it, in AWS's event stream."""
     response = await endpoint(gateway, request)
     if response.status_code >= 400:
         return response

@@ -165,14 +165,14 @@ async def engine_model(
 
 
 def check_version(request: Request, model: Model) -> None:
-    """Raises `ModelNotFound` for another version than the one that is loaded."""
+    """Raise `ModelNotFound` for another version than the one that is loaded."""
     version = request.path_params.get("version", model.version)
     if version != model.version:
         raise ModelNotFound(f"Model {model.name} has version {model.version}, not {version[:50]}")
 
 
 def check_engine(model: Model) -> None:
-    """Raises `NotOfTheEngine` for a model that answers by its own code."""
+    """Raise `NotOfTheEngine` for a model that answers by its own code."""
     if not model.in_engine:
         raise NotOfTheEngine(
             f"{model.name} answers by its own code: call /predictions/{model.name}"

@@ -48,7 +48,7 @@ LOAD_PARAMETERS = fields_of("Load") | {"runtime", "preload_model"}  # those two 
 
 
 async def load(gateway: Gateway, request: Request) -> Response:
-    """Loads a model."""
+    """Load a model."""
     body = await read_json_object(gateway, request)
     given = {**body, **request.query_params}
     for name in given:
@@ -101,7 +101,7 @@ async def load(gateway: Gateway, request: Request) -> Response:
 
 
 async def list_models(gateway: Gateway, request: Request) -> Response:
-    """Lists the loaded models; with `available=true` what the store offers."""
+    """List the loaded models; with `available=true` what the store offers."""
     query = request.query_params
     limit = min(_integer(query, "limit", 1, 10**9, PAGE), PAGE)
     start = _integer(query, "next_page_token", 0, 10**9, 0)
@@ -140,7 +140,7 @@ async def _available(gateway: Gateway, request: Request) -> dict[str, Any]:
 
 
 async def describe(gateway: Gateway, request: Request) -> Response:
-    """Describes a model."""
+    """Describe a model."""
     name = request.path_params["name"]
     alias = gateway.aliases.find(name)
     if alias is not None and gateway.registry.find(name) is None:
@@ -164,7 +164,7 @@ async def describe(gateway: Gateway, request: Request) -> Response:
 
 
 async def scale(gateway: Gateway, request: Request) -> Response:
-    """Changes how many requests are passed on to a model at once, or pins it.
+    """Change how many requests are passed on to a model at once, or pin it.
 
     ?min_worker=N&max_worker=M: requests in flight at once; ?pinned=true: it is not evicted
     """
@@ -199,7 +199,7 @@ async def scale(gateway: Gateway, request: Request) -> Response:
 
 
 async def unload(gateway: Gateway, request: Request) -> Response:
-    """Unloads a model; answers once its memory is free."""
+    """Unload a model; answer once its memory is free."""
     name = request.path_params["name"]
     await gateway.registry.unload(name)
     return JSONResponse({"status": f'Model "{name}" unregistered'})

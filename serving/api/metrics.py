@@ -140,7 +140,7 @@ class Metrics:
         tokens: Sequence[Token] = (),
         aliases: Aliases | None = None,
     ) -> bytes:
-        """Returns the metrics in Prometheus' text format.
+        """Return the metrics in Prometheus' text format.
 
         names: names of all models, by their names in the engine; series of other models are dropped
         after `GONE_S`, or earlier if there are more than `MAX_GONE`

@@ -24,7 +24,7 @@ from serving.api.v2 import inference as v2
 
 
 async def ping(gateway: Gateway, request: Request) -> Response:
-    """Answers 200 when a request would work."""
+    """Answer 200 when a request would work."""
     gateway.check_health()
     return JSONResponse({"status": "Healthy"})
 

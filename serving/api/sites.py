@@ -25,7 +25,7 @@ BROWSER = "Mozilla/"
 
 
 def check_host(request: Request, allowed: tuple[str, ...]) -> None:
-    """Raises `Forbidden` for a host name that is none of `allowed` (`*.example.com`, `*` for any).
+    """Raise `Forbidden` for a host name that is none of `allowed` (`*.example.com`, `*` for any).
     Addresses and localhost are always allowed: they cannot be rebound."""
     host = request.headers.get("host", "")
     if host and "*" not in allowed and not _is_allowed(host, allowed):
@@ -44,7 +44,7 @@ def _is_allowed(host: str, allowed: tuple[str, ...]) -> bool:
 
 
 def check_site(request: Request) -> None:
-    """Raises `Forbidden` for a request of another site's page that would have an effect."""
+    """Raise `Forbidden` for a request of another site's page that would have an effect."""
     path, headers = request.scope["path"], request.headers
     is_read = request.method in READS
     if is_read and (

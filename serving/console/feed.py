@@ -68,7 +68,7 @@ class Feed:
         self._watchers = 0
 
     def check_watchers(self) -> None:
-        """Raises `Unavailable` if MAX_WATCHERS streams are open."""
+        """Raise `Unavailable` if MAX_WATCHERS streams are open."""
         if self._watchers >= MAX_WATCHERS:
             raise Unavailable(
                 f"{MAX_WATCHERS} console pages are open, which is the limit; close one",
@@ -76,7 +76,7 @@ class Feed:
             )
 
     async def watch(self, may_see: MaySee = lambda name: True) -> AsyncGenerator[Row, None]:
-        """Yields messages about the models that `may_see` allows, until the server stops."""
+        """Yield messages about the models that `may_see` allows, until the server stops."""
         self._watchers += 1
         try:
             async for message in self._messages(may_see):
@@ -149,7 +149,7 @@ class Feed:
     # Models
 
     def _list_store(self) -> None:
-        """Starts to list the store in the background, if the last listing is older than STORE_S."""
+        """Start to list the store in the background, if the last listing is older than STORE_S."""
         gateway, busy = self._gateway, self._listing is not None and not self._listing.done()
         if not busy and time.monotonic() >= self._listed_at + STORE_S:
             self._listed_at = time.monotonic()
@@ -165,7 +165,7 @@ class Feed:
         self._gateway.journal.notify()
 
     def _rows(self, may_see: MaySee) -> dict[str, Row]:
-        """Returns a row for each model that is stored, loading, loaded, or failed to load, by name.
+        """Return a row for each model that is stored, loading, loaded, or failed to load, by name.
 
         A row has at most MAX_ALIASES of the model's aliases.
         """
@@ -219,5 +219,5 @@ class Feed:
 
 
 def _epoch_ms(at: float) -> int:
-    """Converts a time of the monotonic clock to milliseconds since the epoch."""
+    """Convert a time of the monotonic clock to milliseconds since the epoch."""
     return round((time.time() - time.monotonic() + at) * 1000)

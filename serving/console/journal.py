@@ -44,12 +44,12 @@ class Journal:
         news.set()
 
     def observe(self, event: str, model: Model, seconds: float) -> None:
-        """Records a stage of a model's life; a callback of `Registry` and `Residency`."""
+        """Record a stage of a model's life; a callback of `Registry` and `Residency`."""
         if event in EVENTS:
             self._add(event, model.name, seconds)
 
     def changed(self, model: Model) -> None:
-        """Records a load that failed; `Registry` calls it at each change of a model's state."""
+        """Record a load that failed; `Registry` calls it at each change of a model's state."""
         if model.error is None:
             if model.state is State.FETCHING:
                 self.failed.pop(model.name, None)

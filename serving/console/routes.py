@@ -97,14 +97,14 @@ class Console:
         return Response(file.content, headers=headers, media_type=file.kind)
 
     async def events(self, _: Gateway, request: Request) -> Response:
-        """Opens an event stream. With tokens set, one for requests or management is needed."""
+        """Open an event stream. With tokens set, one for requests or management is needed."""
         self._feed.check_watchers()
         return StreamingResponse(
             self._encoded(request), media_type=EVENTS, headers={"cache-control": "no-store"}
         )
 
     async def _encoded(self, request: Request) -> AsyncGenerator[bytes, None]:
-        """Yields the feed as server-sent events about the models that the token may call.
+        """Yield the feed as server-sent events about the models that the token may call.
 
         With a token of TOKENS_FILE the stream ends when the file changes: the page connects again.
         """

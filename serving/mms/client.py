@@ -38,7 +38,7 @@ class Answer:
         return WORKER_HEADER in self.headers
 
     def json(self) -> dict[str, Any]:
-        """Returns the JSON object in the body; an empty one if the body is anything else."""
+        """Return the JSON object in the body; an empty one if the body is anything else."""
         try:
             value = json.loads(self.body)
         except (ValueError, RecursionError):
@@ -66,7 +66,7 @@ class MMSClient:
         body: bytes | None = None,
         query: Query | None = None,
     ) -> Answer:
-        """Sends a request. `headers` must contain the type of `body`.
+        """Send a request. `headers` must contain the type of `body`.
 
         Raises `Unavailable` if MMS does not run, `MMSEnded` if it ends during the call, `Timeout`.
         """
@@ -86,7 +86,7 @@ class MMSClient:
     async def register(
         self, name: str, folder: Path, options: Mapping[str, Any], timeout_s: float
     ) -> None:
-        """Registers a model and waits until its worker has started in `folder`.
+        """Register a model and wait until its worker has started in `folder`.
 
         Raises `WorkerFailed`, `InsufficientStorage`, and what `call` raises.
         """
@@ -104,7 +104,7 @@ class MMSClient:
             raise WorkerFailed(f"the model's worker did not start ({message_of(answer)})")
 
     async def scale(self, name: str, low: int, high: int, timeout_s: float = 30.0) -> None:
-        """Sets the number of MMS's connections to a worker. Raises `Unavailable`, `Timeout`.
+        """Set the number of MMS's connections to a worker. Raises `Unavailable`, `Timeout`.
 
         A smaller number may close connections that have a request.
         """
@@ -114,7 +114,7 @@ class MMSClient:
             raise Unavailable("Multi Model Server could not scale the workers")
 
     async def probe(self, name: str, timeout_s: float) -> dict[str, Any]:
-        """Returns the result of a worker's load of its model.
+        """Return the result of a worker's load of its model.
 
         It is `{"status": 200, "in_engine": bool, ...}`, or an error's `{"status", "type",
         "message"}`. Raises `WorkerFailed` if the worker returns neither.
@@ -133,7 +133,7 @@ class MMSClient:
         timeout_s: float,
         query: Query | None = None,
     ) -> Answer:
-        """Calls a model. A service gets `?data=` of `query` as `row["data"]`, beside the body."""
+        """Call a model. A service gets `?data=` of `query` as `row["data"]`, beside the body."""
         return await self.call(
             "POST",
             f"/models/{name}/invoke",
@@ -144,16 +144,16 @@ class MMSClient:
         )
 
     async def unregister(self, name: str) -> None:
-        """Ends the model's worker, if there is one."""
+        """End the model's worker, if there is one."""
         await self.call("DELETE", f"/models/{name}", timeout_s=30)
 
     async def describe(self, name: str) -> dict[str, Any]:
-        """Returns MMS's description of a model; `{}` if MMS does not have the model."""
+        """Return MMS's description of a model; `{}` if MMS does not have the model."""
         answer = await self.call("GET", f"/models/{name}", timeout_s=10)
         return answer.json() if answer.status == 200 else {}
 
     async def socket_number(self, name: str) -> str:
-        """Returns the N of a worker's socket file `.mms.sock.N`. Raises `WorkerFailed`."""
+        """Return the N of a worker's socket file `.mms.sock.N`. Raises `WorkerFailed`."""
         try:
             threads = (await self.describe(name))["workers"]
             return str(threads[0]["id"]).partition("-")[0]  # "9000-0a0a1da0"
@@ -161,7 +161,7 @@ class MMSClient:
             raise WorkerFailed("the model's worker has ended") from None
 
     async def names(self) -> set[str]:
-        """Returns the names of all models. Raises `Unavailable`, also for an invalid response."""
+        """Return the names of all models. Raises `Unavailable`, also for an invalid response."""
         names: set[str] = set()
         query = {"limit": str(PAGE)}
         for _ in range(1000):
@@ -180,5 +180,5 @@ class MMSClient:
 
 
 def message_of(answer: Answer) -> str:
-    """Returns the message of an error response, or its status if it has none."""
+    """Return the message of an error response, or its status if it has none."""
     return str(answer.json().get("message", f"status {answer.status}"))

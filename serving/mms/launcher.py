@@ -71,7 +71,7 @@ LOG_CONFIGURATION = """<?xml version="1.0" encoding="UTF-8"?>
 
 
 def environment(settings: Settings, run_dir: Path) -> dict[str, str]:
-    """Returns the environment of the launcher, of MMS, and of its workers.
+    """Return the environment of the launcher, of MMS, and of its workers.
 
     Workers run models' code, so the server's variables are filtered by `serving.process.isolation`.
     """
@@ -118,7 +118,7 @@ def engine_socket(run_dir: Path) -> str:
 
 
 def remove_stale_files(run_dir: Path) -> None:
-    """Removes files of a killed server; its pid file would prevent the start of MMS."""
+    """Remove files of a killed server; its pid file would prevent the start of MMS."""
     patterns = (".model_server.pid", "mms.sock", ".mms.sock.*", "*-stdout", "*-stderr")
     for pattern in (*patterns, "models.json", "aliases.json"):
         for path in run_dir.glob(pattern):
@@ -127,7 +127,7 @@ def remove_stale_files(run_dir: Path) -> None:
 
 
 def _find_java(output: JsonOutput) -> psutil.Process:
-    """Returns MMS's Java process in this session. Raises `RuntimeError` if it is not there yet.
+    """Return MMS's Java process in this session. Raises `RuntimeError` if it is not there yet.
 
     Ends this process with EXIT_NOT_STARTED if the process that starts Java has exited without it.
     """
@@ -152,7 +152,7 @@ def _find_java(output: JsonOutput) -> psutil.Process:
 
 
 def _wait_for_java(output: JsonOutput, timeout_s: int) -> psutil.Process:
-    """Polls for MMS's Java process every 100 ms; the toolkit's own loop polls once a second."""
+    """Poll for MMS's Java process every 100 ms; the toolkit's own loop polls once a second."""
     find = retry(wait_fixed=100, stop_max_delay=timeout_s * 1000)(_find_java)
     process: psutil.Process = find(output)
     psutil.wait_procs(psutil.Process().children(), LAUNCHER_S)  # the toolkit does not reap it
@@ -160,7 +160,7 @@ def _wait_for_java(output: JsonOutput, timeout_s: int) -> psutil.Process:
 
 
 def _end_session(number: int, frame: Any) -> None:
-    """Kills MMS, its workers and this process, as the entrypoint has been killed."""
+    """Kill MMS, its workers and this process, as the entrypoint has been killed."""
     Processes.signal_session(os.getpid(), signal.SIGKILL)
     os._exit(1)
 

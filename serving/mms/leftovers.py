@@ -10,14 +10,14 @@ LISTENING = "00010000"  # __SO_ACCEPTCON in the column of flags
 
 
 def unix_sockets() -> list[tuple[str, bool]]:
-    """Returns the path of each unix socket of the machine, with true if it listens."""
+    """Return the path of each unix socket of the machine, with true if it listens."""
     lines = SOCKETS.read_text(encoding="utf-8", errors="replace").splitlines()
     columns = (line.split(maxsplit=7) for line in lines[1:])
     return [(c[7], c[3] == LISTENING) for c in columns if len(c) == 8]
 
 
 def remove_leftovers(run_dir: Path) -> None:
-    """Removes socket files of exited workers and MMS's output files.
+    """Remove socket files of exited workers and MMS's output files.
 
     MMS leaves a socket for each load and two empty files for each connection (see
     `handlers.mms_connection`). Sockets are not tested by connecting, because a worker would take

@@ -15,7 +15,7 @@ BATCHING = ("batch_size", "max_batch_delay")
 def worker_options(
     path: Path, requested: Mapping[str, Any], settings: Settings
 ) -> tuple[dict[str, Any], str | None]:
-    """Returns MMS's options for a worker, and its `handler` (None: the files decide).
+    """Return MMS's options for a worker, and its `handler` (None: the files decide).
 
     `requested` are the options of the load request. A model's own script gets the requested batches
     and SCRIPT_WORKERS processes by default. Built-in handlers get no batches, in which a request

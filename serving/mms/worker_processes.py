@@ -18,7 +18,7 @@ EXIT_S, EXIT_POLL_S = 10.0, 0.005
 
 
 def private_bytes(sockets: Set[str]) -> dict[str, int]:
-    """Returns the private memory in bytes of each worker and its descendants, by socket.
+    """Return the private memory in bytes of each worker and its descendants, by socket.
 
     It is the resident memory that neither files nor shared memory back; pages shared after a fork
     count for each process. The machine's processes are read once for all workers.
@@ -41,12 +41,12 @@ def private_bytes(sockets: Set[str]) -> dict[str, int]:
 
 
 def has_process(id: str) -> bool:
-    """Returns whether a process of the worker with this id exists."""
+    """Return whether a process of the worker with this id exists."""
     return next(_with_argument(id), None) is not None
 
 
 def _with_argument(id: str) -> Iterator[int]:
-    """Yields the pids of processes with `id` on their command line, as a model's worker has."""
+    """Yield the pids of processes with `id` on their command line, as a model's worker has."""
     wanted = f"\0{id}\0".encode()
     for command_line in Path("/proc").glob("[0-9]*/cmdline"):
         with contextlib.suppress(OSError):  # it has ended
@@ -55,7 +55,7 @@ def _with_argument(id: str) -> Iterator[int]:
 
 
 def processes_of(id: str) -> list[psutil.Process]:
-    """Returns the processes of the worker with this id, and all their descendants."""
+    """Return the processes of the worker with this id, and all their descendants."""
     processes = set()
     for pid in _with_argument(id):
         with contextlib.suppress(psutil.Error):
@@ -65,7 +65,7 @@ def processes_of(id: str) -> list[psutil.Process]:
 
 
 async def wait_for_exit(processes: Iterable[psutil.Process]) -> None:
-    """Waits until killed processes have exited, for at most EXIT_S; then logs an error."""
+    """Wait until killed processes have exited, for at most EXIT_S; then log an error."""
     end = asyncio.get_running_loop().time() + EXIT_S
     while left := [process for process in processes if _lives(process)]:
         if asyncio.get_running_loop().time() >= end:

@@ -54,7 +54,7 @@ class Workers:
         self._promised: dict[str, int] = {}
 
     async def check(self, model: Model) -> bool:
-        """Checks a model's settings and memory before its worker is started.
+        """Check a model's settings and memory before its worker is started.
 
         Returns true if the engine has checked the model. Its memory is then reserved until `start`
         succeeds, or `end` or `forget` is called. Raises `OutOfMemory`, `BadRequest`.
@@ -97,11 +97,11 @@ class Workers:
         return dict(itertools.takewhile(lambda row: row[0] != name, self._promised.items()))
 
     def promised_bytes(self, model: Model) -> int:
-        """Returns the bytes of the engine's memory that are reserved for a model's pending load."""
+        """Return the bytes of the engine's memory that are reserved for a model's pending load."""
         return self._promised.get(model.engine_name, 0)
 
     async def start(self, model: Model) -> None:
-        """Registers a fetched model with MMS and waits for its worker's load.
+        """Register a fetched model with MMS and wait for its worker's load.
 
         Raises `EngineError`, `InsufficientStorage`, `WorkerFailed`; after these, call `end`.
         """
@@ -145,7 +145,7 @@ class Workers:
     async def _register(
         self, id: str, folder: Path, options: Mapping[str, Any], timeout_s: float
     ) -> None:
-        """Registers a model with MMS. Raises `WorkerLost` soon after its worker has exited.
+        """Register a model with MMS. Raises `WorkerLost` soon after its worker has exited.
 
         MMS itself would wait a minute for the worker and then drop the model.
         """
@@ -164,12 +164,12 @@ class Workers:
         raise WorkerLost("the model's worker ended as soon as it was started")
 
     async def forget(self, model: Model) -> None:
-        """Removes the folder and reservation of a worker whose process has exited."""
+        """Remove the folder and reservation of a worker whose process has exited."""
         self._promised.pop(model.engine_name, None)
         await asyncio.to_thread(remove, self._folders / model.id)
 
     async def connect(self, model: Model) -> None:
-        """Makes MMS open or close connections to a worker, to have `model.connections` of them.
+        """Make MMS open or close connections to a worker, to have `model.connections` of them.
 
         Requests on closed connections fail, so decrease the number only while there are none.
         Raises `Unavailable`, `Timeout`; the number is then unknown, and 1 is assumed.
@@ -181,7 +181,7 @@ class Workers:
             raise
 
     async def end(self, model: Model) -> None:
-        """Frees a model's worker, memory and folder. Errors of MMS and the engine are ignored."""
+        """Free a model's worker, memory and folder. Errors of MMS and the engine are ignored."""
         self._promised.pop(model.engine_name, None)
         folder = self._folders / model.id
         processes: list[psutil.Process] = []
@@ -196,35 +196,35 @@ class Workers:
         await asyncio.to_thread(remove, folder)
 
     def remove_other_folders(self, ids: Set[str]) -> None:
-        """Removes the folders of workers not in `ids`, such as those of a killed gateway."""
+        """Remove the folders of workers not in `ids`, such as those of a killed gateway."""
         for folder in self._folders.iterdir():
             if folder.name not in ids:
                 remove(folder)
 
     async def unregister(self, id: str) -> None:
-        """Ends a worker and frees nothing else, for a restart or for a worker without a model.
+        """End a worker and free nothing else, for a restart or for a worker without a model.
 
         Raises `Unavailable`, `Timeout`.
         """
         await self._mms.unregister(id)
 
     async def registered(self) -> set[str]:
-        """Returns the ids of the models that MMS has. Raises `ServingError`."""
+        """Return the ids of the models that MMS has. Raises `ServingError`."""
         return await self._mms.names()
 
     async def is_registered(self, id: str) -> bool:
-        """Returns whether MMS has the model with this id. Raises `ServingError`."""
+        """Return whether MMS has the model with this id. Raises `ServingError`."""
         return bool(await self._mms.describe(id))
 
     async def held_by_engine(self) -> dict[str, str]:
-        """Returns the residency (hot or parked) of the models in the engine, by engine name.
+        """Return the residency (hot or parked) of the models in the engine, by engine name.
 
         Raises `EngineError`.
         """
         return {model["name"]: model["residency"] for model in await self._engine.models()}
 
     async def held_bytes(self, models: Iterable[Model], engine_only: bool) -> dict[str, int]:
-        """Returns the bytes of memory of each of the loaded `models`, by id.
+        """Return the bytes of memory of each of the loaded `models`, by id.
 
         `engine_only`: without the memory of the workers' processes. Raises `EngineError`.
         """
@@ -241,7 +241,7 @@ class Workers:
 
     @staticmethod
     async def listening() -> set[str]:
-        """Returns the paths of all listening unix sockets of the machine.
+        """Return the paths of all listening unix sockets of the machine.
 
         A worker's socket listens until the worker's last process has ended.
         """
@@ -254,12 +254,12 @@ class Workers:
 
 
 def _base(model: Model) -> str | None:
-    """Returns the folder of a model's base; None if it has none."""
+    """Return the folder of a model's base; None if it has none."""
     return None if model.base is None else str(model.base.path)
 
 
 def _describe(folder: Path, described: Mapping[str, Any], hosted: bool) -> None:
-    """Writes the worker's model.json. Raises `DiskFull`.
+    """Write the worker's model.json. Raises `DiskFull`.
 
     An unchanged file is not written, so that a restart works on a full disk.
     """
@@ -275,7 +275,7 @@ def _describe(folder: Path, described: Mapping[str, Any], hosted: bool) -> None:
 
 
 def _load_error(outcome: Mapping[str, Any]) -> Exception:
-    """Converts the error of a worker's load to an exception, of the engine's type if it has one."""
+    """Convert the error of a worker's load to an exception, of the engine's type if it has one."""
     message = str(outcome.get("message", "the model did not load"))
     if (known := named(outcome.get("type"), message)) is not None:
         return known

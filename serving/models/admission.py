@@ -36,13 +36,13 @@ class Line:
     paces: deque[float] = field(default_factory=lambda: deque(maxlen=PACES))
 
     def wait_s(self) -> float:
-        """Returns the expected wait of a new request, from the mean duration of recent ones."""
+        """Return the expected wait of a new request, from the mean duration of recent ones."""
         if not self.paces:
             return 1.0
         return (len(self.waiting) + 1) / self.capacity * fmean(self.paces)
 
     def least_wait_s(self) -> float:
-        """Returns the least wait of a new request, from the shortest duration of recent ones."""
+        """Return the least wait of a new request, from the shortest duration of recent ones."""
         return len(self.waiting) // self.capacity * min(self.paces, default=0.0)
 
 
@@ -63,7 +63,7 @@ class Admission:
 
     @contextlib.asynccontextmanager
     async def place(self, line: Line, end: float) -> AsyncIterator[None]:
-        """Waits in a model's queue, then counts as one of its running requests until the exit.
+        """Wait in a model's queue, then count as one of its running requests until the exit.
 
         Raises `TooManyRequests` if the queue is full or too long for a turn before `end`,
         `Unavailable` if all queues together are full, and `Timeout` if the turn comes after `end`.
@@ -78,7 +78,7 @@ class Admission:
 
     @contextlib.asynccontextmanager
     async def paused(self, line: Line, limit_s: float) -> AsyncIterator[None]:
-        """Waits until no request of a queue runs, and lets none begin before the exit.
+        """Wait until no request of a queue runs, and let none begin before the exit.
 
         Raises `Timeout` after `limit_s`, and `Unavailable` if the queue is paused already.
         """

@@ -44,7 +44,7 @@ class Bases:
     def __init__(
         self, lookups: Lookups, settings: Settings, named: Mapping[str, str] | None = None
     ) -> None:
-        """Parses MODEL_BASES. Raises `StartError`.
+        """Parse MODEL_BASES. Raises `StartError`.
 
         named: names of models outside of the store, by path
         """
@@ -52,7 +52,7 @@ class Bases:
         self._known = parse(settings.model_bases)
 
     async def find(self, model: Model) -> Base:
-        """Returns the base of a fetched model.
+        """Return the base of a fetched model.
 
         The `base` in its settings comes first. Otherwise it is looked up by the name of the base
         that the model was trained on: in MODEL_BASES, which also has names of whole models, or else
@@ -88,7 +88,7 @@ class Bases:
         return await self._of_whole(folder, model)
 
     def _computes_deltas(self, settings: ModelSettings) -> bool:
-        """Returns whether a model with these settings is computed in int8 on a CPU."""
+        """Return whether a model with these settings is computed in int8 on a CPU."""
         server = self._settings
         default = server.precision if settings.backend in (None, server.backend) else ""
         return server.device == "cpu" and (settings.precision or default or "int8") == "int8"
@@ -132,7 +132,7 @@ class Bases:
         return Base(whole_because="its base is not in the store" if candidates else "")
 
     async def _explicit(self, base: str) -> StoredModel:
-        """Returns the base that a model's settings name. Raises `BadRequest`, `Forbidden`."""
+        """Return the base that a model's settings name. Raises `BadRequest`, `Forbidden`."""
         try:
             return await self._allowed(base)
         except (ModelNotInStore, UrlNotAllowed) as error:
@@ -158,7 +158,7 @@ class Bases:
         return base
 
     def _candidates(self, base: str, names: Iterable[str]) -> list[str]:
-        """Returns names or urls under which to look for a model's base, best first.
+        """Return names or urls under which to look for a model's base, best first.
 
         base: the name of the base in the model's files, or ""
         names: names that a pattern of MODEL_BASES can match
@@ -174,7 +174,7 @@ class Bases:
 
 
 def parse(text: str) -> Mapping[str, str]:
-    """Parses MODEL_BASES, such as `skt/*=kogpt2,poems-*=other`. Raises `StartError`."""
+    """Parse MODEL_BASES, such as `skt/*=kogpt2,poems-*=other`. Raises `StartError`."""
     known = {}
     for entry in comma_separated(text):
         pattern, separator, name = (part.strip() for part in entry.partition("="))

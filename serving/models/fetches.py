@@ -24,7 +24,7 @@ class Fetches:
         self._downloads = ThreadPoolExecutor(DOWNLOADS_AT_ONCE, "download")
 
     async def fetch(self, stored: StoredModel, stop: Stop | None = None) -> tuple[Fetched, float]:
-        """Fetches a model; returns its folder and the seconds, without the wait for a thread.
+        """Fetch a model; return its folder and the seconds, without the wait for a thread.
 
         Raises errors of `Cache.acquire`. Cancellation stops the fetch.
         """
@@ -50,11 +50,11 @@ class Fetches:
             self._cache.release(fetch.result()[0].path)
 
     async def release(self, fetched: Fetched, *, discard: bool = False) -> None:
-        """Releases a model's folder, so that it may be evicted; see `Cache.release`."""
+        """Release a model's folder, so that it may be evicted; see `Cache.release`."""
         await asyncio.to_thread(self._cache.release, fetched.path, discard=discard)
 
     async def manifest_name(self, stored: StoredModel, limit_s: float) -> str | None:
-        """Fetches a model and returns the name in its MMS manifest; None without a manifest.
+        """Fetch a model and return the name in its MMS manifest; None without a manifest.
 
         Raises errors of the fetch and of the manifest.
         """

@@ -130,7 +130,7 @@ class Model:
         return float(self.settings.timeout_s or self.options["response_timeout"])
 
     def set(self, state: State | None = None) -> None:
-        """Sets the state, if given, wakes tasks in `change`, and calls `changed`."""
+        """Set the state, if given, wake tasks in `change`, and call `changed`."""
         if state is not None:
             self.state = state
         event, self._changed = self._changed, asyncio.Event()
@@ -138,10 +138,10 @@ class Model:
         self.changed(self)
 
     async def change(self) -> None:
-        """Waits for the next call of `set`."""
+        """Wait for the next call of `set`."""
         await self._changed.wait()
 
 
 def eviction_timeout(shortage: ServiceError, waited_s: float) -> Unavailable:
-    """Returns the error of a request or load that timed out while it waited for evictions."""
+    """Return the error of a request or load that timed out while it waited for evictions."""
     return Unavailable(f"no memory or disk became free within {waited_s:g} s: {shortage.message}")

@@ -68,7 +68,7 @@ class ModelSettings:
     )
 
     def over(self, other: ModelSettings) -> ModelSettings:
-        """Returns these settings, with those of `other` in place of None."""
+        """Return these settings, with those of `other` in place of None."""
         return replace(other, **self.values())
 
     def values(self) -> dict[str, Any]:
@@ -81,7 +81,7 @@ class ModelSettings:
 
     @classmethod
     def parse(cls, values: Mapping[str, Any], where: str = "") -> ModelSettings:
-        """Checks settings of a request or file. Raises `BadRequest` for unknown or invalid ones.
+        """Check settings of a request or file. Raises `BadRequest` for unknown or invalid ones.
 
         where: prefix of the setting's name in the message
         """
@@ -95,7 +95,7 @@ class ModelSettings:
 
     @classmethod
     def read(cls, folder: Path) -> ModelSettings:
-        """Reads the settings in a model's `serving.json`, if it has one. Raises `BadRequest`."""
+        """Read the settings in a model's `serving.json`, if it has one. Raises `BadRequest`."""
         path = folder / FILE
         if not path.is_file():  # reading a pipe would block
             return cls()
@@ -103,7 +103,7 @@ class ModelSettings:
 
 
 def read_object(path: Path, max_bytes: int) -> dict[str, Any]:
-    """Reads a JSON object of at most `max_bytes` from a model's file. Raises `BadRequest`."""
+    """Read a JSON object of at most `max_bytes` from a model's file. Raises `BadRequest`."""
     try:
         with path.open("rb") as file:
             value = read_json(file.read(max_bytes), source=path.name)
@@ -117,12 +117,12 @@ def read_object(path: Path, max_bytes: int) -> dict[str, Any]:
 
 
 def schema() -> dict[str, dict[str, Any]]:
-    """Returns the JSON Schema of each setting, by name."""
+    """Return the JSON Schema of each setting, by name."""
     return {f.name: f.metadata["schema"] for f in fields(ModelSettings)}
 
 
 def checked(name: str, value: Any, schema: Mapping[str, Any]) -> Any:
-    """Returns the value, converted from a query string's text. Raises `BadRequest` if invalid."""
+    """Return the value, converted from a query string's text. Raises `BadRequest` if invalid."""
     kind = schema["type"]
     if isinstance(value, str) and kind != "string":
         value = _from_text(value)

@@ -24,7 +24,7 @@ class OnDemand:
 
     @contextlib.asynccontextmanager
     async def use(self, name: str) -> AsyncIterator[Model]:
-        """Loads a model if necessary, and holds it loaded until the exit.
+        """Load a model if necessary, and hold it loaded until the exit.
 
         Raises what `ensure` and `Registry.use` raise.
         """
@@ -36,7 +36,7 @@ class OnDemand:
             yield model
 
     async def ensure(self, name: str) -> None:
-        """Loads `name` from the store, unless it is loaded. Concurrent calls share a load.
+        """Load `name` from the store, unless it is loaded. Concurrent calls share a load.
 
         Raises `ModelNotFound` if the store has no such model, and the error of its load.
         """
@@ -50,7 +50,7 @@ class OnDemand:
             await asyncio.shield(task)
 
     async def preload(self, name: str) -> None:
-        """Loads a model at the server's start, without evicting others.
+        """Load a model at the server's start, without evicting others.
 
         Raises what `ensure` does, and `InsufficientStorage` or `OutOfMemory`.
         """
@@ -59,7 +59,7 @@ class OnDemand:
             await asyncio.shield(self._registry.load(name, request, stored))
 
     async def refresh(self, name: str, *, evict: bool) -> None:
-        """Loads the store's version of a model. Another version answers until this one is ready.
+        """Load the store's version of a model. Another version answers until this one is ready.
 
         Concurrent calls share a load. `evict`: others may be evicted for it. Raises what `ensure`
         does; the other version then stays, see `Registry.replace`.
@@ -87,7 +87,7 @@ class OnDemand:
                     return
 
     async def _locate(self, name: str) -> tuple[LoadRequest, StoredModel]:
-        """Returns the load request of a model, the remembered one if there is any, and its files.
+        """Return the load request of a model, the remembered one if there is any, and its files.
 
         Raises what `Store.find` and `Sources.locate` raise.
         """

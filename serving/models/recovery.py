@@ -46,7 +46,7 @@ class Recovery:
         self.adopted = asyncio.Event()
 
     async def adopt(self) -> None:
-        """Takes over the models of an earlier gateway, and ends workers without a model."""
+        """Take over the models of an earlier gateway, and end workers without a model."""
         models, requests = self._snapshot.read()
         for name, request in requests.items():
             self._registry.remember(name, request)
@@ -63,7 +63,7 @@ class Recovery:
         self.adopted.set()
 
     async def watch(self) -> None:
-        """Restarts lost workers until it is cancelled; begins after `adopt`.
+        """Restart lost workers until it is cancelled; begin after `adopt`.
 
         Before, Multi Model Server and the engine may not have started, and models that are still to
         be adopted have workers.
@@ -84,7 +84,7 @@ class Recovery:
                 self._poll_error = str(error)
 
     async def _poll_sockets(self) -> None:
-        """Restarts workers that do not listen, if their models have requests and no back-off."""
+        """Restart workers that do not listen, if their models have requests and no back-off."""
         now = time.monotonic()
         used = [m for m in self._registry.all() if m.in_flight and now >= m.restarts.next_at]
         listening = await self._workers.listening() if used else set()
@@ -111,7 +111,7 @@ class Recovery:
         await asyncio.to_thread(self._workers.remove_leftovers)
 
     async def _is_there(self, model: Model) -> bool:
-        """Returns whether a model's worker runs. Begins the restart of a lost one."""
+        """Return whether a model's worker runs. Begins the restart of a lost one."""
         starts = model.starts
         try:
             registered = {model.id} if await self._workers.is_registered(model.id) else set()
@@ -138,7 +138,7 @@ class Recovery:
         return self._missed[model.id] >= limit
 
     def _end_unknown(self, registered: set[str]) -> None:
-        """Ends workers without a model, such as a killed gateway's, in the background.
+        """End workers without a model, such as a killed gateway's, in the background.
 
         Multi Model Server ends a starting worker only after its start.
         """
@@ -170,7 +170,7 @@ class Recovery:
         model.work = self._registry.spawn(self._start_again(model, own))
 
     async def _start_again(self, model: Model, own: bool) -> None:
-        """Restarts a worker. `own`: it did not end with MMS or the engine; a back-off follows."""
+        """Restart a worker. `own`: it did not end with MMS or the engine; a back-off follows."""
         restarts = model.restarts
         try:
             async with self._workers.turn:
@@ -216,19 +216,19 @@ class Recovery:
 
     @staticmethod
     def _back_off(model: Model) -> float:
-        """Counts a restart and begins the back-off before the next; returns it in seconds."""
+        """Count a restart and begin the back-off before the next; return it in seconds."""
         delay_s = BACK_OFF_S[min(model.restarts.failures, len(BACK_OFF_S) - 1)]
         model.restarts.failures += 1
         model.restarts.next_at = time.monotonic() + delay_s
         return delay_s
 
     async def _drop(self, model: Model) -> None:
-        """Unloads a model whose memory others took during the engine's restart."""
+        """Unload a model whose memory others took during the engine's restart."""
         if model.state is State.READY:
             await self._registry.drain(model)
 
     async def wait_for(self, model: Model, timeout_s: float) -> None:
-        """Waits until a lost worker runs again. Raises `Unavailable` if that takes too long."""
+        """Wait until a lost worker runs again. Raises `Unavailable` if that takes too long."""
         end = time.monotonic() + timeout_s
         retry_s = 1.0
         while (left_s := end - time.monotonic()) > 0 and model in self._registry.all():

@@ -93,20 +93,20 @@ class Registry:
     # Lookups
 
     def models(self) -> list[Model]:
-        """Returns the ready models, sorted by name."""
+        """Return the ready models, sorted by name."""
         ready = (m for m in self._models.values() if m.state is State.READY)
         return sorted(ready, key=lambda m: m.name)
 
     def all(self) -> list[Model]:
-        """Returns the models in every state; two of a name while one version replaces another."""
+        """Return the models in every state; two of a name while one version replaces another."""
         return list(self._all)
 
     def find(self, name: str) -> Model | None:
-        """Returns a model in any state; None if the name is free."""
+        """Return a model in any state; None if the name is free."""
         return self._models.get(name)
 
     def get(self, name: str) -> Model:
-        """Returns a ready model. Raises `ModelNotFound`."""
+        """Return a ready model. Raises `ModelNotFound`."""
         model = self.find(name)
         if model is None:
             raise ModelNotFound(f"Model not found: {name}")
@@ -115,20 +115,20 @@ class Registry:
         return model
 
     def engine_names(self) -> dict[str, str]:
-        """Returns the names of all models, by engine name."""
+        """Return the names of all models, by engine name."""
         return {model.engine_name: model.name for model in self._all}
 
     def loading(self, name: str) -> Model | None:
-        """Returns the model of this name, or the new version of it, whose load is running."""
+        """Return the model of this name, or the new version of it, whose load is running."""
         model = self._fresh.get(name) or self.find(name)
         return None if model is None or model.loading is None else model
 
     def request(self, name: str) -> LoadRequest | None:
-        """Returns the remembered load request of a model, which may be unloaded since."""
+        """Return the remembered load request of a model, which may be unloaded since."""
         return self._requests.get(name)
 
     def requests(self) -> Mapping[str, LoadRequest]:
-        """Returns the remembered load requests by name."""
+        """Return the remembered load requests by name."""
         return self._requests
 
     def remember(self, name: str, request: LoadRequest) -> None:
@@ -140,7 +140,7 @@ class Registry:
             del self._requests[next(iter(self._requests))]
 
     def spawn(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
-        """Starts `work` as a task that a disconnect of the client does not cancel."""
+        """Start `work` as a task that a disconnect of the client does not cancel."""
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._ended)
@@ -153,7 +153,7 @@ class Registry:
             logger.error("work on a model failed", exc_info=error)
 
     def save(self) -> None:
-        """Calls the `save` callback; necessary after a change that the snapshot contains."""
+        """Call the `save` callback; necessary after a change that the snapshot contains."""
         self._save(self.models(), self._requests)
 
     # Loading
@@ -165,7 +165,7 @@ class Registry:
         stored: StoredModel,
         attempt: Attempt = load_once,
     ) -> asyncio.Task[Model]:
-        """Registers the name and starts the load; returns its task. Raises `Conflict`.
+        """Register the name and start the load; return its task. Raises `Conflict`.
 
         The task raises `LoadCancelled` if the model is unloaded meanwhile, and errors of the load,
         after which the name, the worker and the memory are free again.
@@ -179,7 +179,7 @@ class Registry:
     def replace(
         self, old: Model, stored: StoredModel, attempt: Attempt = load_once
     ) -> asyncio.Task[Model]:
-        """Starts to load another version of a ready model; returns the task, as `load` does.
+        """Start to load another version of a ready model; return the task, as `load` does.
 
         The old version answers until the new one is ready, and stays if that fails. Where memory
         has no room for both, the old one is unloaded, after the new one's files were checked.
@@ -238,7 +238,7 @@ class Registry:
         return model
 
     async def _outcome(self, model: Model, work: asyncio.Task[None]) -> Exception | None:
-        """Waits for a load, cancelling it after LOAD_TIMEOUT_S. Returns its error, if any."""
+        """Wait for a load, cancelling it after LOAD_TIMEOUT_S. Returns its error, if any."""
         limit_s = self._settings.load_timeout_s
         await asyncio.wait({work}, timeout=limit_s)
         if not work.done():
@@ -291,7 +291,7 @@ class Registry:
                 self._observe("loaded", model, model.load_s)
 
         async def start_in_place() -> None:
-            """Starts the model; where memory has no room for two versions, in place of the old."""
+            """Start the model; where memory has no room for two versions, in place of the old."""
             try:
                 await attempt(model, start)
             except (InsufficientStorage, OutOfMemory) as error:
@@ -336,7 +336,7 @@ class Registry:
             await attempt(model, start)
 
     async def _serve_whole(self, model: Model, reason: str, error: ServiceError) -> None:
-        """Gives up the base of a model that is served whole without it."""
+        """Give up the base of a model that is served whole without it."""
         assert model.stored_base is not None
         base = model.stored_base.name
         logger.info("model %s shares nothing with %s: %s", model.name, base, error.message)
@@ -346,7 +346,7 @@ class Registry:
             await self.fetches.release(fetched)
 
     async def _remove(self, model: Model) -> None:
-        """Frees the model's worker and artifacts, and then its name, even after an error."""
+        """Free the model's worker and artifacts, and then its name, even after an error."""
         try:
             await self._workers.end(model)
             if model.fetched is not None:
@@ -362,7 +362,7 @@ class Registry:
             self._forget(model)
 
     def _forget(self, model: Model) -> None:
-        """Frees the model's name, or leaves it to the new version that is loading."""
+        """Free the model's name, or leave it to the new version that is loading."""
         self._all.remove(model)
         if self._fresh.get(model.name) is model:
             del self._fresh[model.name]
@@ -373,7 +373,7 @@ class Registry:
         model.set()
 
     async def adopt(self, model: Model) -> None:
-        """Registers a model that an earlier gateway has loaded.
+        """Register a model that an earlier gateway has loaded.
 
         Raises `Conflict` for a taken name, and errors of the fetch of its artifact.
         """
@@ -396,7 +396,7 @@ class Registry:
     # Unloading
 
     async def unload(self, name: str) -> None:
-        """Unloads a model: rejects new requests, waits for those in flight, and frees the model.
+        """Unload a model: reject new requests, wait for those in flight, and free the model.
 
         Cancels a running load, and forgets the load request. Raises `ModelNotFound`.
         """
@@ -425,7 +425,7 @@ class Registry:
         await asyncio.shield(self.drain(model))
 
     def drain(self, model: Model) -> asyncio.Task[Any]:
-        """Starts to unload a ready model, which gets no new requests. Returns the task."""
+        """Start to unload a ready model, which gets no new requests. Returns the task."""
         assert model.state is State.READY
         model.set(State.DRAINING)
         return self.spawn(self._unload(model))
@@ -453,7 +453,7 @@ class Registry:
 
     @contextlib.asynccontextmanager
     async def use(self, name: str) -> AsyncIterator[Model]:
-        """Holds a ready model loaded during a request. Raises `ModelNotFound`."""
+        """Hold a ready model loaded during a request. Raises `ModelNotFound`."""
         model = self.get(name)
         model.in_flight += 1
         model.last_used = time.monotonic()
@@ -472,6 +472,6 @@ class Registry:
 
 
 async def _cancelled(work: asyncio.Task[None]) -> None:
-    """Cancels `work` and waits for its end."""
+    """Cancel `work` and wait for its end."""
     work.cancel()
     await asyncio.wait({work})

@@ -57,11 +57,11 @@ class Residency:
                 del self._wanted[name]
 
     def used(self, model: Model) -> None:
-        """Counts a request to a model: more requests make an eviction less likely."""
+        """Count a request to a model: more requests make an eviction less likely."""
         self._victims.used(model.name)
 
     async def evict_and_retry(self, model: Model, step: Step) -> None:
-        """Runs a step of a model's load; while it lacks memory or disk, evicts others and retries.
+        """Run a step of a model's load; while it lacks memory or disk, evict others and retry.
 
         Evicts no model if evicting all would not be enough. Then waits as long as other models have
         requests, whose end frees memory. Raises the step's error.
@@ -85,13 +85,13 @@ class Residency:
                 self._waiting.discard(model.name)
 
     def _others(self, model: Model) -> dict[str, State]:
-        """Returns the states of all models but this one, by id."""
+        """Return the states of all models but this one, by id."""
         return {other.id: other.state for other in self._registry.all() if other is not model}
 
     async def _evict(
         self, model: Model, shortage: Shortage, freed: int, before: Mapping[str, State]
     ) -> int:
-        """Evicts models, or waits for models that are loading, draining or answering requests.
+        """Evict models, or wait for models that are loading, draining or answering requests.
 
         Returns the bytes freed by evictions. `freed` are those of earlier calls for this step, and
         `before` the states of the other models before the step. Raises `shortage` if no eviction is
@@ -125,7 +125,7 @@ class Residency:
         return sum(held[victim.id] for victim in victims)
 
     async def _wait_for_requests(self, model: Model, shortage: Shortage) -> int:
-        """Waits RETRY_S for requests of other models, whose end frees K/V pages or memory.
+        """Wait RETRY_S for requests of other models, whose end frees K/V pages or memory.
 
         Returns 0. Raises `shortage` if there are no such requests.
         """
@@ -138,7 +138,7 @@ class Residency:
     def _choose(
         self, useful: list[Model], held: Mapping[str, int], shortage: Shortage, missing: int
     ) -> list[Model]:
-        """Chooses models to evict: idle models first, then models with requests.
+        """Choose models to evict: idle models first, then models with requests.
 
         Models with requests are drained, so that constant load on them does not block another model
         for ever. A model without requests is exempt while a request still waits for its load.
@@ -166,13 +166,13 @@ class Residency:
         return self._registry.drain(victim)
 
     def _is_arriving(self, model: Model) -> bool:
-        """Returns whether a model is loading or restarting and can be evicted after that."""
+        """Return whether a model is loading or restarting and can be evicted after that."""
         if model.settings.pinned or model.name in self._waiting:
             return False
         return model.state is State.LOADING or model.restoring
 
     async def _held_bytes(self, shortage: Shortage) -> dict[str, int]:
-        """Returns the bytes of memory or disk that unloading each model would free, by id."""
+        """Return the bytes of memory or disk that unloading each model would free, by id."""
         models = [m for m in self._registry.all() if m.state in (State.READY, State.DRAINING)]
         if isinstance(shortage, DiskFull):
             return await asyncio.to_thread(_disk_bytes, models)
@@ -181,7 +181,7 @@ class Residency:
         return await self._workers.held_bytes(models, engine_only)
 
     async def watch(self) -> None:
-        """Closes connections of idle models and unloads models after their `idle_unload_s`."""
+        """Close connections of idle models and unload models after their `idle_unload_s`."""
         while True:
             await asyncio.sleep(IDLE_POLL_S)
             for model in self._registry.all():
@@ -201,7 +201,7 @@ class Residency:
 
 
 async def _any_changes(models: Iterable[Model]) -> None:
-    """Waits until one of the models changes its state or ends its last request."""
+    """Wait until one of the models changes its state or ends its last request."""
     changes = [asyncio.ensure_future(model.change()) for model in models]
     try:
         await asyncio.wait(changes, return_when=asyncio.FIRST_COMPLETED)
@@ -211,7 +211,7 @@ async def _any_changes(models: Iterable[Model]) -> None:
 
 
 def _cost_s(model: Model, shortage: Shortage) -> float:
-    """Returns the expected seconds to load a model again after its eviction for this shortage.
+    """Return the expected seconds to load a model again after its eviction for this shortage.
 
     A load in the engine counts as LOAD_S: its measured time varies with the load of the machine,
     and the first one includes the preparation, which happens once.
@@ -223,7 +223,7 @@ def _cost_s(model: Model, shortage: Shortage) -> float:
 
 
 def _disk_bytes(models: list[Model]) -> dict[str, int]:
-    """Returns the bytes of each model that the cache could remove, by id.
+    """Return the bytes of each model that the cache could remove, by id.
 
     Models in folders of this machine are used in place and not included.
     """

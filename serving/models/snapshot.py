@@ -27,7 +27,7 @@ class Snapshot:
         self._failing = False
 
     def write(self, models: Iterable[Model], requests: Mapping[str, LoadRequest]) -> None:
-        """Writes the lists of models and of remembered load requests, whose urls lose secrets.
+        """Write the lists of models and of remembered load requests, whose urls lose secrets.
 
         An error such as a full disk is logged; `retry` tries again."""
         known, self._rows = self._rows, {}
@@ -43,7 +43,7 @@ class Snapshot:
         self.retry()
 
     def retry(self) -> None:
-        """Writes the list, unless the file has it already."""
+        """Write the list, unless the file has it already."""
         text = self._wanted
         if text == self._written:
             return
@@ -62,7 +62,7 @@ class Snapshot:
         return self._path.exists()
 
     def read(self) -> tuple[list[Model], dict[str, LoadRequest]]:
-        """Reads models, without fetching them, and load requests; empty without a valid file."""
+        """Read models, without fetching them, and load requests; empty without a valid file."""
         try:
             read = json.loads(self._path.read_text(encoding="utf-8"))
             requests = {name: _request(row) for name, row in read["requests"].items()}
@@ -84,7 +84,7 @@ def _request(row: dict[str, Any]) -> LoadRequest:
 
 
 def _values(model: Model) -> dict[str, Any]:
-    """Returns the values of a model's row that can change while it is loaded."""
+    """Return the values of a model's row that can change while it is loaded."""
     return {
         "options": dict(model.options),
         "settings": model.settings,

@@ -25,7 +25,7 @@ PRELOADS_AT_ONCE = 8  # so that some models are fetched while others start
 
 
 async def watch_health(gateway: Gateway) -> None:
-    """Updates `gateway.healthy`, which `/ping` reads, until it is cancelled."""
+    """Update `gateway.healthy`, which `/ping` reads, until it is cancelled."""
     warm = gateway.takes_over  # only this gateway was restarted: MMS is warm already
     while True:
         try:
@@ -39,7 +39,7 @@ async def watch_health(gateway: Gateway) -> None:
 
 
 async def start(gateway: Gateway) -> None:
-    """Adopts and preloads models once MMS and the engine answer."""
+    """Adopt and preload models once MMS and the engine answer."""
     while not gateway.healthy:
         await asyncio.sleep(0.05)
     await gateway.recovery.adopt()
@@ -51,7 +51,7 @@ async def start(gateway: Gateway) -> None:
 
 
 async def _preload(gateway: Gateway) -> None:
-    """Loads PRELOAD_MODELS, each within LOAD_TIMEOUT_S, and the model of a single-model server.
+    """Load PRELOAD_MODELS, each within LOAD_TIMEOUT_S, and the model of a single-model server.
 
     A failed preload is logged; without its single model the server does not start.
     """
@@ -81,7 +81,7 @@ async def _preload(gateway: Gateway) -> None:
 
 
 def _is_filled(folder: Path) -> bool:
-    """Returns whether a folder has entries; true if this process may not read it."""
+    """Return whether a folder has entries; true if this process may not read it."""
     try:
         return bool(visible(folder))
     except PermissionError:

@@ -17,7 +17,7 @@ NEEDED_BYTES = 64 * MIB
 
 
 def check_worker_memory(model: str, cgroup: Path = CGROUP) -> None:
-    """Raises `InsufficientStorage` unless another worker fits into the container."""
+    """Raise `InsufficientStorage` unless another worker fits into the container."""
     memory = container_memory(cgroup)
     if memory is not None and memory.free_bytes < NEEDED_BYTES:
         raise InsufficientStorage(

@@ -38,7 +38,7 @@ class Counts:
 
 
 def read_counts(run_dir: Path | None) -> dict[str, int]:
-    """Reads the counters by name; all are 0 if there is no file, as without an entrypoint."""
+    """Read the counters by name; all are 0 if there is no file, as without an entrypoint."""
     counts = dict.fromkeys(NAMES, 0)
     if run_dir is not None:
         with contextlib.suppress(OSError, struct.error):

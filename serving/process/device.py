@@ -47,7 +47,7 @@ else:
 
 
 def check_device(device: str, backend: str) -> None:
-    """Raises `StartError` if `device` is `gpu` and `backend` cannot use the machine's GPU."""
+    """Raise `StartError` if `device` is `gpu` and `backend` cannot use the machine's GPU."""
     if device != "gpu" or backend not in BUILDS:  # the engine refuses an unknown backend
         return
     needed = f"{backend} {BUILDS[backend].needs}"
@@ -80,7 +80,7 @@ def _check_driver(driver: Any, oldest_cuda: int, needed: str) -> None:
 
 
 def _capability(driver: Any) -> int:
-    """Returns the first GPU's compute capability, 10 * major + minor; 0 on errors of the driver."""
+    """Return the first GPU's compute capability, 10 * major + minor; 0 on errors of the driver."""
     device, major, minor = ctypes.c_int(), ctypes.c_int(), ctypes.c_int()
     statuses = (
         driver.cuDeviceGet(ctypes.byref(device), 0),

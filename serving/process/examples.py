@@ -23,7 +23,7 @@ PROMPTS = {"sowol": "나 보기가 역겨워", "dongju": "죽는 날까지 하�
 
 
 def text(settings: Settings) -> str:
-    """Returns the commands for a model of the store, or the reason why there is no model."""
+    """Return the commands for a model of the store, or the reason why there is no model."""
     try:
         names = [model.name for model in open_store(settings.model_store).models()]
     except ServingError as error:

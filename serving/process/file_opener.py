@@ -23,7 +23,7 @@ FLAGS = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC  # non-blocking: opening a pi
 
 
 def start(folders: Sequence[Path]) -> socket.socket:
-    """Starts the process as root; returns the socket for requests. Closing it ends the process."""
+    """Start the process as root; return the socket for requests. Closing it ends the process."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with theirs:
         process = subprocess.Popen(
@@ -60,7 +60,7 @@ def _answer(answer: socket.socket, path: bytes, folders: Sequence[bytes]) -> Non
 
 
 def open_below(path: bytes, folders: Sequence[bytes]) -> int:
-    """Opens a file or folder below `folders`. Raises `OSError`, also for links, `..` and pipes."""
+    """Open a file or folder below `folders`. Raises `OSError`, also for links, `..` and pipes."""
     inside = (folder for folder in folders if path == folder or path.startswith(folder + b"/"))
     folder = next(inside, None)
     if folder is None:

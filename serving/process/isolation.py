@@ -38,7 +38,7 @@ USER_INFO = re.compile(r"://[^/?#\s]*@")  # https://user:password@host
 
 
 def passed(environment: Mapping[str, str], more: str = "") -> dict[str, str]:
-    """Filters the environment for the engine, for workers and for models' scripts.
+    """Filter the environment for the engine, for workers and for models' scripts.
 
     more: further names, separated by commas, or patterns such as `MY_*`
     Variables that look like secrets are removed: names with TOKEN, PASSWORD or another of
@@ -59,7 +59,7 @@ def _is_secret(name: str, value: str) -> bool:
 
 
 def close_to_others() -> None:
-    """Makes this process's memory and environment unreadable to other processes of its user.
+    """Make this process's memory and environment unreadable to other processes of its user.
 
     Otherwise they could read `/proc/<pid>/environ`. The protection ends when this process executes
     another program, and root is not affected by it.

@@ -13,7 +13,7 @@ BACKLOG = 2048  # connections not accepted yet; fewer: connections of a burst ar
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Opens a listening socket. Raises `StartError` if the port is taken or not allowed."""
+    """Open a listening socket. Raises `StartError` if the port is taken or not allowed."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -33,7 +33,7 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def _holder(port: int) -> str:
-    """Describes the process that listens on a port; empty if this user may not know it."""
+    """Describe the process that listens on a port; empty if this user may not know it."""
     with contextlib.suppress(psutil.Error, OSError):
         for connection in psutil.net_connections("tcp"):
             is_listening = connection.status == psutil.CONN_LISTEN

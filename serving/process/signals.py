@@ -46,7 +46,7 @@ class StopSignals:
             os.read(self._reader, 4096)
 
     def close(self) -> None:
-        """Closes what wakes `sleep`. Signals are still recorded while the interpreter ends."""
+        """Close what wakes `sleep`. Signals are still recorded while the interpreter ends."""
         signal.set_wakeup_fd(-1)
         os.close(self._reader)
         os.close(self._writer)

@@ -62,7 +62,7 @@ class Child:
     restart_at: float | None = None
 
     def plan_restart(self, now: float) -> float:
-        """Sets `restart_at` after an exit; returns the back-off in seconds."""
+        """Set `restart_at` after an exit; return the back-off in seconds."""
         if now - self.started_at > STEADY_S:
             self.restarts = 0
         delay = BACK_OFF_S[min(self.restarts, len(BACK_OFF_S) - 1)]
@@ -89,7 +89,7 @@ class Supervisor:
     on_restart: Callable[[str], None] = lambda name: None  # gets the name of the child
 
     def run(self) -> int:
-        """Runs the children. Returns the exit status: 0 after a signal, otherwise 1, with a log."""
+        """Run the children. Returns the exit status: 0 after a signal, otherwise 1, with a log."""
         try:
             for child in self.children:
                 if self.signals.received is None:
@@ -99,7 +99,7 @@ class Supervisor:
             self._stop()
 
     def _start(self, child: Child) -> None:
-        """Starts a child, or plans another attempt if there are too few processes or memory."""
+        """Start a child, or plan another attempt if there are too few processes or memory."""
         files = [listener.fileno() for listener in child.listeners]
         child.started_at = self.processes.now()
         child.restart_at = child.worked_at = None
@@ -170,7 +170,7 @@ class Supervisor:
             child.worked_at = now  # not killed twice before it is reaped
 
     def _stop(self) -> None:
-        """Stops the last child, then all others, each with SIGTERM, a grace period and SIGKILL."""
+        """Stop the last child, then all others, each with SIGTERM, a grace period and SIGKILL."""
         *others, last = self.children
         for listener in last.listeners:
             listener.close()  # once the child closes it, too, new connections are refused
@@ -197,7 +197,7 @@ class Supervisor:
 
 
 def describe_end(status: int) -> str:
-    """Describes a wait status, such as `was killed by SIGKILL` or `ended with status 3`."""
+    """Describe a wait status, such as `was killed by SIGKILL` or `ended with status 3`."""
     code = os.waitstatus_to_exitcode(status)
     if code < 0:
         return f"was killed by {signal.Signals(-code).name}"

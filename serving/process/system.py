@@ -43,7 +43,7 @@ class Processes:
 
     @staticmethod
     def start(command: Sequence[str], environment: Mapping[str, str], files: Sequence[int]) -> int:
-        """Starts a process with these open `files`; returns its pid and session id."""
+        """Start a process with these open `files`; return its pid and session id."""
         process = subprocess.Popen(
             list(command), env=dict(environment), start_new_session=True, pass_fds=files
         )
@@ -65,7 +65,7 @@ class Processes:
 
     @staticmethod
     def session(id: int) -> list[int]:
-        """Returns the pids of the running processes of a session."""
+        """Return the pids of the running processes of a session."""
         pids = []
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error, ProcessLookupError):
@@ -75,7 +75,7 @@ class Processes:
 
     @staticmethod
     def signal_session(id: int, number: int) -> None:
-        """Signals a session's processes, this one excepted.
+        """Signal a session's processes, this one excepted.
 
         Repeats SIGKILL until there are none: they may fork.
         """
@@ -90,7 +90,7 @@ class Processes:
 
     @staticmethod
     def end_strays(sessions: Set[int]) -> None:
-        """Kills adopted processes outside of `sessions`, which models' scripts have started.
+        """Kill adopted processes outside of `sessions`, which models' scripts have started.
 
         The worker that would have ended them has exited. Processes that an operator has started in
         the container are not killed: they have a lower OOM score.
@@ -103,7 +103,7 @@ class Processes:
 
     @staticmethod
     def kill_descendants() -> bool:
-        """Kills all descendants, of any session; returns whether there were any."""
+        """Kill all descendants, of any session; return whether there were any."""
         below = psutil.Process().children(recursive=True)
         for process in below:
             with contextlib.suppress(psutil.Error):
@@ -128,7 +128,7 @@ class Poll(Generic[T]):
         self._thread.start()
 
     def __call__(self, since: float = -math.inf) -> T:
-        """Returns the latest result; `first` if its call began before the monotonic time `since`.
+        """Return the latest result; `first` if its call began before the monotonic time `since`.
 
         So a process that was restarted is not judged by an answer of the one before it.
         """
@@ -136,7 +136,7 @@ class Poll(Generic[T]):
         return result if began >= since else self._first
 
     def close(self) -> None:
-        """Ends the thread, after the call in progress. Waits for it for at most CLOSE_S."""
+        """End the thread, after the call in progress. Waits for it for at most CLOSE_S."""
         self._closed.set()
         self._thread.join(CLOSE_S)
 

@@ -12,7 +12,7 @@ from serving.errors import StartError
 
 
 def become(uid: int, writable: Iterable[Path]) -> None:
-    """Changes this process's user irreversibly, and makes the user own the folders `writable`.
+    """Change this process's user irreversibly, and make the user own the folders `writable`.
 
     Folders that do not exist are created. Folders that all users may write to keep their owner.
     Raises `StartError`.

@@ -23,7 +23,7 @@ def extract(
     max_bytes: int,
     reserve: Callable[[int], None] = lambda size: None,
 ) -> None:
-    """Unpacks a tar.gz or a zip of at most `max_bytes` into the empty `folder`.
+    """Unpack a tar.gz or a zip of at most `max_bytes` into the empty `folder`.
 
     A tar.gz is read once from start to end; a zip is read from its end first. Raises `ArchiveError`
     for members that `Output` rejects, sparse files, devices, pipes, and damaged archives;

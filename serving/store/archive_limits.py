@@ -34,14 +34,14 @@ class Output:
         self._members = self._bytes = 0
 
     def check(self, members: int, size: int) -> None:
-        """Raises `ArchiveError` for too many members or bytes."""
+        """Raise `ArchiveError` for too many members or bytes."""
         if members > MAX_FILES or not 0 <= size <= self._max_bytes:
             raise ArchiveError(
                 f"it has more than {MAX_FILES} files or {self._max_bytes >> 20} MiB (MODEL_MAX_MIB)"
             )
 
     def finish(self) -> None:
-        """Raises `ArchiveError` for an archive without files."""
+        """Raise `ArchiveError` for an archive without files."""
         if not self._files:
             raise ArchiveError("there are no files in it")
 
@@ -55,7 +55,7 @@ class Output:
     def add_file(
         self, name: str, source: IO[bytes] | BufferedIOBase, size: int, executable: bool
     ) -> None:
-        """Writes the next `size` bytes of `source` to a new file."""
+        """Write the next `size` bytes of `source` to a new file."""
         self._count(size)
         path = file_inside(name)
         if is_hidden(path):
@@ -72,7 +72,7 @@ class Output:
             target.chmod(0o755)
 
     def add_link(self, name: str, linked: str) -> None:
-        """Makes a hard link to an earlier file of the archive; other targets could be outside."""
+        """Make a hard link to an earlier file of the archive; other targets could be outside."""
         self._count(0)
         path, linked = file_inside(name), inside(linked, name)
         if is_hidden(path):
@@ -107,7 +107,7 @@ class Output:
 
 
 def file_inside(name: str) -> str:
-    """Normalizes the path of a file. Raises `ArchiveError` if it is that of the folder itself."""
+    """Normalize the path of a file. Raises `ArchiveError` if it is that of the folder itself."""
     path = inside(name, name)
     if path == ".":
         raise ArchiveError(f"{name!r} is no name of a file")
@@ -115,7 +115,7 @@ def file_inside(name: str) -> str:
 
 
 def inside(path: str, member: str) -> str:
-    """Normalizes a path in an archive, in which Windows' packers may separate by backslashes.
+    """Normalize a path in an archive, in which Windows' packers may separate by backslashes.
 
     Raises `ArchiveError` if it leads out of the folder.
     """

@@ -30,7 +30,7 @@ EXTENSIONS = (*GNU_FIELDS, tarfile.XHDTYPE, tarfile.SOLARIS_XHDTYPE, tarfile.XGL
 
 
 def extract_tar(stream: IO[bytes], output: Output) -> None:
-    """Unpacks a tar.gz, reading it once from start to end; see `serving.store.archive.extract`."""
+    """Unpack a tar.gz, reading it once from start to end; see `serving.store.archive.extract`."""
     with gzip.GzipFile("", "rb", fileobj=stream) as plain:
         for member in _members(plain):
             _unpack(plain, member, output)
@@ -39,7 +39,7 @@ def extract_tar(stream: IO[bytes], output: Output) -> None:
 
 
 def _members(plain: gzip.GzipFile) -> Iterator[tarfile.TarInfo]:
-    """Yields members, extended headers applied; the caller reads a member's data in between."""
+    """Yield members, extended headers applied; the caller reads a member's data in between."""
     fields: dict[str, Any] = {}  # values from extended headers, by attribute of the next member
     header_bytes = 0
     while (member := _header(plain)) is not None:
@@ -61,7 +61,7 @@ def _members(plain: gzip.GzipFile) -> Iterator[tarfile.TarInfo]:
 
 
 def _header(plain: gzip.GzipFile) -> tarfile.TarInfo | None:
-    """Reads the next header; returns None at the end of the archive."""
+    """Read the next header; return None at the end of the archive."""
     block = plain.read(tarfile.BLOCKSIZE)
     if not block or block == bytes(tarfile.BLOCKSIZE):
         return None
@@ -71,7 +71,7 @@ def _header(plain: gzip.GzipFile) -> tarfile.TarInfo | None:
 
 
 def _fields(kind: bytes, data: bytes) -> dict[str, Any]:
-    """Parses an extended header into values by attribute of the next member."""
+    """Parse an extended header into values by attribute of the next member."""
     if kind in GNU_FIELDS:
         return {GNU_FIELDS[kind]: _text(data.partition(b"\0")[0])}
     fields: dict[str, Any] = {}
@@ -86,7 +86,7 @@ def _fields(kind: bytes, data: bytes) -> dict[str, Any]:
 
 
 def _records(data: bytes) -> Iterator[tuple[bytes, bytes]]:
-    """Yields keys and values of a pax header, whose records are `RECORD_LENGTH KEY=VALUE`."""
+    """Yield keys and values of a pax header, whose records are `RECORD_LENGTH KEY=VALUE`."""
     at = 0
     while at < len(data) and data[at]:
         digits, space, _ = data[at : at + MAX_DIGITS].partition(b" ")
@@ -129,12 +129,12 @@ def _read(plain: gzip.GzipFile, size: int) -> bytes:
 
 
 def _skip_padding(plain: gzip.GzipFile, size: int) -> None:
-    """Skips the padding of a member's `size` bytes to whole blocks."""
+    """Skip the padding of a member's `size` bytes to whole blocks."""
     plain.read(-size % tarfile.BLOCKSIZE)
 
 
 def _finish(plain: gzip.GzipFile) -> None:
-    """Reads the padding up to the end of the stream, so that gzip verifies its checksum."""
+    """Read the padding up to the end of the stream, so that gzip verifies its checksum."""
     padding = 0
     while data := plain.read(CHUNK_BYTES):
         padding += len(data)

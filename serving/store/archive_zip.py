@@ -18,7 +18,7 @@ LOCATOR, LOCATOR_BYTES = b"PK\x06\x07", 20  # the record before END that marks a
 
 
 def extract_zip(stream: IO[bytes], output: Output) -> None:
-    """Unpacks a zip from a seekable stream; see `serving.store.archive.extract`."""
+    """Unpack a zip from a seekable stream; see `serving.store.archive.extract`."""
     _check_list(stream)
     with zipfile.ZipFile(stream) as archive:
         members = archive.infolist()
@@ -29,7 +29,7 @@ def extract_zip(stream: IO[bytes], output: Output) -> None:
 
 
 def _check_list(stream: IO[bytes]) -> None:
-    """Raises `ArchiveError` if the list of members is too large to be read into memory."""
+    """Raise `ArchiveError` if the list of members is too large to be read into memory."""
     size = stream.seek(0, 2)
     start = max(size - END_BYTES - MAX_COMMENT_BYTES - LOCATOR_BYTES, 0)
     stream.seek(start)

@@ -75,7 +75,7 @@ class Cache:
         self._closed = False
 
     def acquire(self, model: StoredModel, stop: Stop | None = None) -> Fetched:
-        """Fetches a model if it is not in the cache; returns its folder, pinned until `release`.
+        """Fetch a model if it is not in the cache; return its folder, pinned until `release`.
 
         Waits if another thread or process is fetching the model. A folder of this machine is used
         in place. Raises `ArchiveError`, `ArtifactChanged`, `DiskFull`, `ModelTooLarge`,
@@ -115,11 +115,11 @@ class Cache:
         return fetched
 
     def holds(self, model: StoredModel) -> bool:
-        """Returns whether the cache has the model, so that `acquire` fetches nothing."""
+        """Return whether the cache has the model, so that `acquire` fetches nothing."""
         return (self._disk.models / model.key).is_dir()
 
     def release(self, path: Path, *, discard: bool = False) -> None:
-        """Releases the folder of one `acquire`, which may then be evicted.
+        """Release the folder of one `acquire`, which may then be evicted.
 
         With `discard` it is removed at once, unless it is still in use, or this process has fetched
         it: fetching the same version again would give the same files.
@@ -138,11 +138,11 @@ class Cache:
             self._disk.remove_if_unused(path.name)
 
     def used_bytes(self) -> int:
-        """Returns the size of the cache on disk, including what running fetches have reserved."""
+        """Return the size of the cache on disk, including what running fetches have reserved."""
         return sum(self._disk.sizes().values())
 
     def close(self) -> None:
-        """Stops all fetches, which raise `Stopping`. The next process resumes their downloads."""
+        """Stop all fetches, which raise `Stopping`. The next process resumes their downloads."""
         with self._guard:
             self._closed = True
             for stopping in self._fetches:
@@ -181,7 +181,7 @@ class Cache:
 
     @contextlib.contextmanager
     def _fetching(self, key: str, stopping: Stop) -> Iterator[int]:
-        """Waits for a model's fetch lock and holds it; yields its file descriptor."""
+        """Wait for a model's fetch lock and hold it; yield its file descriptor."""
         while (descriptor := lock(self._disk.fetch_lock(key))) is None:
             stopping.waits_for = self._disk.fetch_lock(key)
             if stopping.wait(LOCK_POLL_S):
@@ -245,7 +245,7 @@ class Cache:
     def _download(
         self, remote: Remote, model: StoredModel, fresh: Path, reservation: Reservation
     ) -> tuple[int, float]:
-        """Downloads and unpacks a model into `fresh`; returns the download's bytes and seconds."""
+        """Download and unpack a model into `fresh`; return the download's bytes and seconds."""
         parts = self._disk.parts / model.key
         reservation.grow(model.size_bytes, parts)
         with Download(remote, remote.files(model), parts, reservation.stopping) as download:
@@ -272,6 +272,6 @@ class Cache:
 
 
 def _touch(path: Path) -> None:
-    """Sets the time of last use. The kernel's own time stamps are some milliseconds apart."""
+    """Set the time of last use. The kernel's own time stamps are some milliseconds apart."""
     now_ns = time.time_ns()
     os.utime(path, ns=(now_ns, now_ns))

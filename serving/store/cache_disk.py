@@ -62,7 +62,7 @@ class CacheDisk:
         return wait_for_lock(self._pin_file(key), stop, shared=True)
 
     def publish(self, key: str) -> Path:
-        """Moves a complete model from `temporary` to `models`.
+        """Move a complete model from `temporary` to `models`.
 
         The load does not wait until its files are on the disk. Should the machine crash before, the
         next start removes the model.
@@ -100,7 +100,7 @@ class CacheDisk:
         stop: Stop,
         least: int = 0,
     ) -> None:
-        """Evicts the least recently used models not in use until `wanted` bytes for `key` fit.
+        """Evict the least recently used models not in use until `wanted` bytes for `key` fit.
 
         growth: the part of `wanted` that is not on the disk yet
         reserve: called before another thread or process can evict
@@ -154,7 +154,7 @@ class CacheDisk:
             os.close(pin)
 
     def _remove(self, key: str) -> None:
-        """Removes a model, whose pin must be held exclusively.
+        """Remove a model, whose pin must be held exclusively.
 
         It is renamed first, so that a kill leaves no incomplete model in `models`.
         """
@@ -171,7 +171,7 @@ class CacheDisk:
         self._remove_all(key, self.temporary / key, self.parts / key)
 
     def _remove_leftovers(self) -> None:
-        """Removes files of killed processes, except for downloads, which can be resumed.
+        """Remove files of killed processes, except for downloads, which can be resumed.
 
         Also removes models of which files were not on the disk when the machine crashed. Does
         nothing while another process evicts: the start does not wait for it.
@@ -191,7 +191,7 @@ class CacheDisk:
                     self.remove_if_unused(key)
 
     def _pin_alone(self, key: str) -> int | None:
-        """Locks a model's pin exclusively; None if it is in use, or its file is another user's."""
+        """Lock a model's pin exclusively; None if it is in use, or its file is another user's."""
         try:
             return lock(self._pin_file(key))
         except OSError as error:
@@ -203,7 +203,7 @@ class CacheDisk:
             remove(path)
 
     def sizes(self) -> dict[str, int]:
-        """Returns the bytes of each model in the cache, on disk or reserved, by key."""
+        """Return the bytes of each model in the cache, on disk or reserved, by key."""
         names = {path.name for folder in (self.models, self.parts) for path in folder.iterdir()}
         return {key: self._size(key) for key in names | self._locked_keys()}
 
@@ -253,7 +253,7 @@ class Reservation:
             )
 
     def retry(self) -> None:
-        """Resets the reservation and frees space, after the disk was full in spite of it.
+        """Reset the reservation and free space, after the disk was full in spite of it.
 
         Evicts at least one model, or raises `DiskFull`.
         """

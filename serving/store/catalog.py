@@ -45,7 +45,7 @@ class StoredModel:
         return self.is_local and self.kind == "folder"
 
     def without_secrets(self) -> StoredModel:
-        """Returns the model with a url without credentials, but with the same `key`."""
+        """Return the model with a url without credentials, but with the same `key`."""
         url = public_url(self.url)
         return self if url == self.url else replace(self, url=url)
 
@@ -66,10 +66,10 @@ class Store(Protocol):
     location: str
 
     def models(self) -> list[StoredModel]:
-        """Lists all models, sorted by name. Raises `StoreUnavailable`, `StoreAccessDenied`."""
+        """List all models, sorted by name. Raises `StoreUnavailable`, `StoreAccessDenied`."""
 
     def find(self, name: str, handler: str | None = None) -> StoredModel:
-        """Returns a model without listing the store; `name` may end with `.tar.gz` or `.mar`.
+        """Return a model without listing the store; `name` may end with `.tar.gz` or `.mar`.
 
         A folder counts as a model also if it has the file of `handler`, from a load request.
         Raises `ModelNotInStore`, `NotAModel`, `UrlNotAllowed` for an invalid name, and what
@@ -77,7 +77,7 @@ class Store(Protocol):
         """
 
     def file(self, path: str) -> StoredFile | None:
-        """Returns a file by its path in the store, or None. Raises what `models` raises."""
+        """Return a file by its path in the store, or None. Raises what `models` raises."""
 
     def read(self, file: StoredFile, start: int, stop: int) -> Iterator[bytes]:
         """See `Remote.read`."""
@@ -90,13 +90,13 @@ class Remote(Protocol):
     paced: bool  # whether `read` yields bytes as they arrive, so that their pace can be checked
 
     def files(self, model: StoredModel) -> list[StoredFile]:
-        """Returns the files of a model, with paths relative to its folder, or its one archive.
+        """Return the files of a model, with paths relative to its folder, or its one archive.
 
         Raises `ArtifactChanged` if the store has another version now.
         """
 
     def read(self, file: StoredFile, start: int, stop: int) -> Iterator[bytes]:
-        """Yields the bytes of a file from `start` to before `stop`.
+        """Yield the bytes of a file from `start` to before `stop`.
 
         Raises `ArtifactChanged` if the store has another version now, `StoreUnavailable` if the
         connection breaks off, `StoreAccessDenied`, `ModelNotInStore`.
@@ -104,7 +104,7 @@ class Remote(Protocol):
 
 
 def public_url(url: str) -> str:
-    """Removes user, password and query, which may be secret, from a url for logs and messages."""
+    """Remove user, password and query, which may be secret, from a url for logs and messages."""
     scheme, separator, rest = url.partition("://")
     if not separator or scheme in ("s3", "abfs", "gs", "file", "root"):
         return url
@@ -113,13 +113,13 @@ def public_url(url: str) -> str:
 
 
 def folder_version(files: Iterable[StoredFile]) -> str:
-    """Returns a hash of the files' paths, sizes and versions."""
+    """Return a hash of the files' paths, sizes and versions."""
     lines = sorted(f"{file.path}\0{file.size_bytes}\0{file.version}" for file in files)
     return hashlib.sha256("\n".join(lines).encode("utf-8", "surrogateescape")).hexdigest()[:32]
 
 
 def holds_model(files: Iterable[StoredFile], handler: str | None) -> bool:
-    """Returns whether a folder of these files is a model, with or without `handler`.
+    """Return whether a folder of these files is a model, with or without `handler`.
 
     A model without the handler's file is accepted, as its load fails with a better error.
     """
@@ -132,13 +132,13 @@ def not_a_model(name: str, paths: Iterable[str], links: int = 0) -> NotAModel:
 
 
 def folder_model(name: str, url: str, files: list[StoredFile]) -> StoredModel:
-    """Returns an unpacked model of these files, whose paths are relative to its folder."""
+    """Return an unpacked model of these files, whose paths are relative to its folder."""
     size_bytes = sum(file.size_bytes for file in files)
     return StoredModel(name, url, folder_version(files), size_bytes, "folder")
 
 
 def models_among(files: Iterable[StoredFile], url: Callable[[str], str]) -> list[StoredModel]:
-    """Returns the models in a listing of files, sorted by name: archives and folders of any depth.
+    """Return the models in a listing of files, sorted by name: archives and folders of any depth.
 
     url: converts a model's path in the store to its url
     An archive takes precedence over a folder of the same name.

@@ -24,7 +24,7 @@ LOCK_LIMIT_S = 15.0
 
 
 def lock(path: Path, *, shared: bool = False) -> int | None:
-    """Locks the file `path`, creating it; returns a descriptor whose closing unlocks the file.
+    """Lock the file `path`, creating it; return a descriptor whose closing unlocks the file.
 
     Works between threads and processes; the kernel unlocks the file when a process dies. Returns
     None if the file is locked already.
@@ -49,7 +49,7 @@ def lock(path: Path, *, shared: bool = False) -> int | None:
 
 
 def wait_for_lock(path: Path, stop: threading.Event, *, shared: bool = False) -> int:
-    """Waits for the lock of the file `path`, at most LOCK_LIMIT_S; returns its descriptor.
+    """Wait for the lock of the file `path`, at most LOCK_LIMIT_S; return its descriptor.
 
     Raises `Unavailable` after that, and as soon as `stop` is set.
     """
@@ -65,7 +65,7 @@ def wait_for_lock(path: Path, stop: threading.Event, *, shared: bool = False) ->
 
 @contextlib.contextmanager
 def closing_descriptor(descriptor: int) -> Iterator[None]:
-    """Closes a descriptor at the exit."""
+    """Close a descriptor at the exit."""
     try:
         yield
     finally:
@@ -74,7 +74,7 @@ def closing_descriptor(descriptor: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def raise_disk_full(what: str) -> Iterator[None]:
-    """Raises `DiskFull` in place of the system's errors for a full disk or quota."""
+    """Raise `DiskFull` in place of the system's errors for a full disk or quota."""
     try:
         yield
     except OSError as error:
@@ -84,7 +84,7 @@ def raise_disk_full(what: str) -> Iterator[None]:
 
 
 def walk(folder: Path, *, hidden: bool = True, closed: bool = True) -> Iterator[os.DirEntry[str]]:
-    """Yields all files and links below `folder`, or with `hidden=False` those that are not hidden.
+    """Yield all files and links below `folder`, or with `hidden=False` those that are not hidden.
 
     Skips files that vanish and folders that this user cannot read; with `closed=False` they raise
     `PermissionError`. Unlike `os.walk`, it does not recurse.
@@ -111,7 +111,7 @@ def walk(folder: Path, *, hidden: bool = True, closed: bool = True) -> Iterator[
 
 
 def size_bytes(folder: Path, *, allocated: bool = False) -> int:
-    """Returns the size of all files below `folder`; 0 if the folder does not exist.
+    """Return the size of all files below `folder`; 0 if the folder does not exist.
 
     `allocated`: without the holes of sparse files, such as running downloads.
     """
@@ -124,7 +124,7 @@ def size_bytes(folder: Path, *, allocated: bool = False) -> int:
 
 
 def sync(folder: Path) -> None:
-    """Waits until all files below `folder`, and its name, are on the disk. Raises `OSError`."""
+    """Wait until all files below `folder`, and its name, are on the disk. Raises `OSError`."""
     files = [Path(entry.path) for entry in walk(folder) if entry.is_file(follow_symlinks=False)]
     parents = {parent for file in files for parent in file.relative_to(folder).parents}
     for path in (*files, *(folder / parent for parent in parents), folder.parent):

@@ -96,7 +96,7 @@ class Download:
             thread.join(None if error is None else JOIN_S)
 
     def wait(self) -> None:
-        """Waits for the end of the download. Raises the error of a failed one."""
+        """Wait for the end of the download. Raises the error of a failed one."""
         self._wait_until(lambda: len(self._finished) == self._count)
 
     def _wait_until(self, done: Callable[[], bool]) -> None:
@@ -122,12 +122,12 @@ class Download:
 
     @contextlib.contextmanager
     def reader(self) -> Iterator[io.BufferedReader]:
-        """Opens the archive for reading during the download; reads wait for missing bytes."""
+        """Open the archive for reading during the download; reads wait for missing bytes."""
         with self._path(self._files[0]).open("rb", buffering=0) as data:
             yield io.BufferedReader(Reader(self, data), READER_BYTES)
 
     def wait_for(self, position: int) -> int:
-        """Waits for the archive's byte at `position`; returns the number of bytes ready from there.
+        """Wait for the archive's byte at `position`; return the number of bytes ready from there.
 
         Returns 0 at the end of the archive. Raises the download's error.
         """
@@ -194,7 +194,7 @@ class Download:
         self._failed.set()
 
     def _fetch(self, wanted: Range) -> None:
-        """Downloads a range; retries from where it broke off, if the store can.
+        """Download a range; retry from where it broke off, if the store can.
 
         Raises `StoreUnavailable` after ATTEMPTS attempts in a row that receive nothing.
         """
@@ -264,7 +264,7 @@ class Reader(io.RawIOBase):
 
 
 def boot() -> str:
-    """Returns an id that changes with each boot of the machine."""
+    """Return an id that changes with each boot of the machine."""
     with contextlib.suppress(OSError):
         return Path("/proc/sys/kernel/random/boot_id").read_text("ascii").strip()
     return "unknown"

@@ -89,7 +89,7 @@ class DriverBucket:
     def _call(
         self, method: Callable[..., Any], path: str, timeout_s: float = CALL_S, **options: Any
     ) -> Any:
-        """Runs one of the driver's asynchronous methods, from any thread."""
+        """Run one of the driver's asynchronous methods, from any thread."""
         return self._sync(self._files.loop, method, path, timeout=timeout_s, **options)
 
     def _stored(self, key: str, info: Mapping[str, Any]) -> StoredFile:
@@ -98,7 +98,7 @@ class DriverBucket:
 
     @contextlib.contextmanager
     def _errors(self, key: str) -> Iterator[None]:
-        """Converts the errors of drivers, whose types are undocumented, to `ServingError`s."""
+        """Convert the errors of drivers, whose types are undocumented, to `ServingError`s."""
         where = f"{self._scheme}://{self._name}/{key}"
         try:
             yield

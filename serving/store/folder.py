@@ -79,7 +79,7 @@ class FolderStore:
 
 
 def find_path(path: Path, roots: tuple[Path, ...]) -> StoredModel:
-    """Returns the model at an absolute path to a folder or an archive under one of `roots`.
+    """Return the model at an absolute path to a folder or an archive under one of `roots`.
 
     Raises `UrlNotAllowed` if the path, with links and `..` resolved, is outside of `roots`, and
     `ModelNotInStore` if it does not exist.
@@ -93,7 +93,7 @@ def find_path(path: Path, roots: tuple[Path, ...]) -> StoredModel:
 
 
 def local_model(path: Path, name: str) -> StoredModel:
-    """Returns the model at a resolved path. Raises `ModelNotInStore`."""
+    """Return the model at a resolved path. Raises `ModelNotInStore`."""
     if path.is_dir():
         return folder_model(name, str(path), list(_files(path, closed=False)))
     try:
@@ -104,14 +104,14 @@ def local_model(path: Path, name: str) -> StoredModel:
 
 
 def file_version(status: os.stat_result) -> str:
-    """Returns a file's version: its size and time of modification."""
+    """Return a file's version: its size and time of modification."""
     return f"{status.st_size}-{status.st_mtime_ns}"
 
 
 def read_range(
     file: StoredFile, start: int, stop: int, opener: Callable[[str, int], int] | None = None
 ) -> Iterator[bytes]:
-    """Reads part of a local file as `Remote.read` does; `opener` is passed to `open`."""
+    """Read part of a local file as `Remote.read` does; `opener` is passed to `open`."""
     try:
         with open(file.address, "rb", buffering=0, opener=opener) as data:
             data.seek(start)
@@ -132,7 +132,7 @@ def read_range(
 
 
 def _raise_for_alike(path: Path, name: str, root: Path) -> None:
-    """Raises `NotAModel` if a file or link in the store has the model's name, with any suffix."""
+    """Raise `NotAModel` if a file or link in the store has the model's name, with any suffix."""
     with contextlib.suppress(OSError), os.scandir(path.parent) as entries:
         alike = [
             Path(entry.path)
@@ -149,7 +149,7 @@ def _raise_for_alike(path: Path, name: str, root: Path) -> None:
 
 
 def _resolved(path: Path, roots: tuple[Path, ...]) -> Path | None:
-    """Resolves links and `..` in a path; returns None if the result is outside of `roots`."""
+    """Resolve links and `..` in a path; return None if the result is outside of `roots`."""
     try:
         resolved = path.resolve()
     except (OSError, RuntimeError, ValueError):  # a loop of links, a zero byte
@@ -168,7 +168,7 @@ def closed_to_user(error: PermissionError, place: str = "") -> str:
 
 
 def _files(folder: Path, *, closed: bool = True) -> Iterator[StoredFile]:
-    """Yields all files below a folder, except for hidden files and links.
+    """Yield all files below a folder, except for hidden files and links.
 
     Raises `PermissionError` for a folder that this user cannot read, with `closed=False`.
     """

@@ -40,7 +40,7 @@ class Https:
         self.ranged = True
 
     def locate(self, url: str) -> StoredModel:
-        """Returns the model at a url, with the size and version that the host reports for it.
+        """Return the model at a url, with the size and version that the host reports for it.
 
         Raises `UrlNotAllowed`, `ModelNotInStore`, `StoreAccessDenied`, `StoreUnavailable`.
         """
@@ -110,7 +110,7 @@ class Https:
 
 
 def _origin(url: str) -> tuple[str, str, int]:
-    """Returns scheme, host and port. Raises `UrlNotAllowed` for urls that are ambiguous."""
+    """Return scheme, host and port. Raises `UrlNotAllowed` for urls that are ambiguous."""
     try:
         parts = urlsplit(url)
         port = parts.port or PORTS[parts.scheme]
@@ -140,7 +140,7 @@ def _raise_for_status(status: int, url: str) -> None:
 
 
 def _size_bytes(answer: requests.Response) -> int:
-    """Returns the size of the whole file, also from a partial response."""
+    """Return the size of the whole file, also from a partial response."""
     size = answer.headers.get("Content-Length", "")
     if answer.status_code == 206:
         size = answer.headers.get("Content-Range", "").rpartition("/")[2]
@@ -157,5 +157,5 @@ def _version(answer: requests.Response, size: int) -> str:
 
 
 def _why(error: Exception) -> str:
-    """Returns the type of an error, because its text would contain the url with its query."""
+    """Return the type of an error, because its text would contain the url with its query."""
     return type(error).__name__

@@ -73,7 +73,7 @@ class Lookups:
     async def file(
         self, path: str, known: str | None, max_bytes: int
     ) -> tuple[str | None, bytes | None]:
-        """Returns the version and the first `max_bytes` of a file in the store.
+        """Return the version and the first `max_bytes` of a file in the store.
 
         The bytes are None if the version is `known`; both are None if there is no such file.
         Raises what `Store.file` and `Store.read` raise.
@@ -102,7 +102,7 @@ class Lookups:
         self._listed_until = 0.0 if fresh else self._now() + LISTED_S
 
     def close(self) -> None:
-        """Cancels waiting lookups. Running lookups end by themselves."""
+        """Cancel waiting lookups. Running lookups end by themselves."""
         for threads in (self._threads, self._threads_here):
             threads.shutdown(wait=False, cancel_futures=True)
 
@@ -126,7 +126,7 @@ class Lookups:
             raise ModelNotInStore(f"Model not found: {key[1]} ({error.strerror})") from None
 
     async def _call(self, function: Callable[[], T], here: bool, limit_s: float) -> T:
-        """Runs `function` on a thread. Raises `StoreUnavailable` after `limit_s`."""
+        """Run `function` on a thread. Raises `StoreUnavailable` after `limit_s`."""
         stop, threads = Stop(), self._threads_here if here else self._threads
         if self._waiting[threads] >= MAX_WAITING:
             raise Unavailable(f"{MAX_WAITING} lookups in the store are waiting, which is the limit")

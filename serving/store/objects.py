@@ -30,10 +30,10 @@ class Bucket(Protocol):
     paced: bool
 
     def head(self, key: str) -> StoredFile | None:
-        """Returns the object with a key, or None."""
+        """Return the object with a key, or None."""
 
     def list(self, prefix: str) -> Iterator[StoredFile]:
-        """Yields all objects whose key begins with `prefix`; `path` is the whole key."""
+        """Yield all objects whose key begins with `prefix`; `path` is the whole key."""
 
     def read(self, file: StoredFile, start: int, stop: int) -> Iterator[bytes]:
         """See `Remote.read`."""
@@ -75,7 +75,7 @@ class ObjectStore:
         raise ModelNotInStore(f"there is no model {name} in the store")
 
     def locate(self, url: str, handler: str | None = None) -> StoredModel:
-        """Returns the model at a url of this store. Raises `UrlNotAllowed` for other urls."""
+        """Return the model at a url of this store. Raises `UrlNotAllowed` for other urls."""
         if not url.startswith(self.location):
             raise UrlNotAllowed(f"{url} is outside of {self.location}")
         return self.find(url.removeprefix(self.location).rstrip("/"), handler)
@@ -96,12 +96,12 @@ class ObjectStore:
         return self._bucket.read(file, start, stop)
 
     def _named(self, name: str) -> list[str]:
-        """Returns the first MAX_SHOWN objects with this name and any suffix."""
+        """Return the first MAX_SHOWN objects with this name and any suffix."""
         below = itertools.islice(self._below(f"{self._prefix}{name}."), MAX_SHOWN)
         return [f"{name}.{file.path}" for file in below if "/" not in file.path]
 
     def _folder(self, url: str) -> list[StoredFile]:
-        """Returns the files of an unpacked model, except for hidden files."""
+        """Return the files of an unpacked model, except for hidden files."""
         below = self._below(url.removeprefix(self._address))
         files = list(itertools.islice((f for f in below if is_clean(f.path)), MAX_FILES + 1))
         if len(files) > MAX_FILES:

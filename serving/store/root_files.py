@@ -27,7 +27,7 @@ class RootFiles:
         self._requests, self._folders = requests, folders
 
     def find(self, path: Path) -> StoredModel | None:
-        """Returns the model at a path that this process may not read; otherwise None.
+        """Return the model at a path that this process may not read; otherwise None.
 
         Raises `StoreUnavailable`.
         """
@@ -53,7 +53,7 @@ class RootFiles:
         return read_range(file, start, stop, lambda path, _: self._open(Path(path)))
 
     def _walk(self, path: Path) -> Iterator[StoredFile]:
-        """Yields the file at a path, or all files below it except for hidden files and links."""
+        """Yield the file at a path, or all files below it except for hidden files and links."""
         pending = [path]
         while pending:
             place = pending.pop()
@@ -76,7 +76,7 @@ class RootFiles:
                 os.close(descriptor)
 
     def _open(self, path: Path) -> int:
-        """Opens a file or folder. Raises `OSError`, or `StoreUnavailable` without a reply."""
+        """Open a file or folder. Raises `OSError`, or `StoreUnavailable` without a reply."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with ours:
             ours.settimeout(ANSWER_S)
@@ -97,7 +97,7 @@ class RootFiles:
 
 
 def _model(path: Path, files: list[StoredFile]) -> StoredModel:
-    """Returns the model at a path of these files, or of one file, whose relative path is empty."""
+    """Return the model at a path of these files, or of one file, whose relative path is empty."""
     name, url = normal_name(path.name), f"{SCHEME}://{path}"
     if [file.path for file in files] == [""]:
         return StoredModel(name, url, files[0].version, files[0].size_bytes, "archive")
@@ -105,7 +105,7 @@ def _model(path: Path, files: list[StoredFile]) -> StoredModel:
 
 
 def is_readable(path: Path) -> bool:
-    """Returns whether this process may read all files at or below a path; true without files."""
+    """Return whether this process may read all files at or below a path; true without files."""
     pending = [str(path)]
     while pending:
         place = pending.pop()

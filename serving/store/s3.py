@@ -106,7 +106,7 @@ class S3Bucket:
 
     @contextlib.contextmanager
     def _errors(self, action: str, key: str) -> Iterator[None]:
-        """Converts boto3's errors to `ServingError`s."""
+        """Convert boto3's errors to `ServingError`s."""
         where = f"s3://{self.name}/{key}"
         try:
             yield
@@ -145,5 +145,5 @@ class S3Bucket:
 
 
 def _code(error: exceptions.ClientError) -> str:
-    """Returns S3's code of an error; of a HEAD, which has none, the status."""
+    """Return S3's code of an error; of a HEAD, which has none, the status."""
     return str(error.response.get("Error", {}).get("Code", ""))

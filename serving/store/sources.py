@@ -18,7 +18,7 @@ OBJECTS = ("s3", *DRIVERS)
 
 
 def open_store(location: str) -> Store:
-    """Opens the store at `s3://bucket/prefix/`, `abfs://`, `gs://`, `file:///path` or a path.
+    """Open the store at `s3://bucket/prefix/`, `abfs://`, `gs://`, `file:///path` or a path.
 
     Sends no request to it. Raises `StartError` or `SettingError`.
     """
@@ -57,7 +57,7 @@ class Sources:
     root_files: RootFiles | None = None
 
     def locate(self, url: str, handler: str | None = None) -> StoredModel:
-        """Returns the model that a load request names: in the store, or by an allowed url.
+        """Return the model that a load request names: in the store, or by an allowed url.
 
         `handler` is from the request, too. Raises `UrlNotAllowed` with a list of what is allowed,
         `ModelNotInStore`, and what `Store.find` raises.
@@ -80,13 +80,13 @@ class Sources:
             raise UrlNotAllowed(f"{error.message}. Allowed: {self._allowed()}") from None
 
     def is_here(self, url: str) -> bool:
-        """Returns whether `locate` reads this machine's disk only, not the network."""
+        """Return whether `locate` reads this machine's disk only, not the network."""
         scheme = _scheme(url)
         own_name = not scheme and isinstance(self.store, FolderStore)
         return scheme == "file" or url.startswith("/") or own_name
 
     def remote(self, model: StoredModel) -> Remote | None:
-        """Returns the source of a model's files; None if `model.url` is a path.
+        """Return the source of a model's files; None if `model.url` is a path.
 
         Raises `UrlNotAllowed` for a url in another bucket or prefix than the store's.
         """
@@ -102,12 +102,12 @@ class Sources:
         return Https(self.https_hosts)
 
     def _folders(self) -> tuple[Path, ...]:
-        """Returns the folders whose models may be loaded by path."""
+        """Return the folders whose models may be loaded by path."""
         own = (self.store.root,) if isinstance(self.store, FolderStore) else ()
         return (*self.roots, *own)
 
     def _allowed(self) -> str:
-        """Returns a list of the allowed urls, as text for a message."""
+        """Return a list of the allowed urls, as text for a message."""
         ways = [f"a name in the store {self.store.location}"]
         if isinstance(self.store, ObjectStore):
             ways.append(f"{self.store.location}<name>.tar.gz")
@@ -122,7 +122,7 @@ def _scheme(url: str) -> str:
 
 
 def _local_path(location: str) -> Path | None:
-    """Returns the path of a `file://` url or of a plain path; None for other urls."""
+    """Return the path of a `file://` url or of a plain path; None for other urls."""
     if "://" not in location:
         return Path(location)
     try:

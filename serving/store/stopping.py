@@ -29,7 +29,7 @@ class Stop(threading.Event):
 
     @contextlib.contextmanager
     def covers(self) -> Iterator[None]:
-        """Lets `set` stop the requests that the calling thread makes inside the context."""
+        """Let `set` stop the requests that the calling thread makes inside the context."""
         _here.stops.append(self)
         try:
             yield
@@ -45,7 +45,7 @@ class Stop(threading.Event):
                 _shut_down(connection)
 
     def waits_on(self, connection: socket.socket) -> None:
-        """Registers the connection on which the calling thread waits."""
+        """Register the connection on which the calling thread waits."""
         with self._guard:
             self._connections[threading.get_ident()] = connection
             if self.is_set():

@@ -24,7 +24,7 @@ def unlink(path: str) -> None:
 
 
 def listen(path: str) -> int:
-    """Listens on `path`, reports that to MMS, and returns the socket's descriptor."""
+    """Listen on `path`, report that to MMS, and return the socket's descriptor."""
     import _socket
 
     unlink(path)
@@ -37,7 +37,7 @@ def listen(path: str) -> int:
 
 
 def send_to_host(listener: int, host_path: str) -> bool:
-    """Sends the socket to the host, whose connection becomes stdin; False if there is no host."""
+    """Send the socket to the host, whose connection becomes stdin; False if there is no host."""
     import _socket
 
     host = _socket.socket(_socket.AF_UNIX, _socket.SOCK_STREAM)
@@ -53,7 +53,7 @@ def send_to_host(listener: int, host_path: str) -> bool:
 
 
 def run_owner(arguments: dict[str, str]) -> None:
-    """Sends the model's socket to the host; retries until it succeeds or MMS has ended."""
+    """Send the model's socket to the host; retry until it succeeds or MMS has ended."""
     mms = int(arguments.get("--mms", posix.getppid()))  # read before MMS could end unnoticed
     path = arguments["--sock-name"]
     command = [sys.executable, *sys.argv]

@@ -27,7 +27,7 @@ def permitted() -> set[int]:
 
 
 def drop_all_but(remaining: Set[int]) -> None:
-    """Drops all other capabilities of this thread and the programs it runs. Raises `OSError`."""
+    """Drop all other capabilities of this thread and the programs it runs. Raises `OSError`."""
     bits = sum(1 << bit for bit in remaining)
     call("capset", _Header(VERSION_3, 0), _Data(bits, bits, bits))
     for bit in remaining:

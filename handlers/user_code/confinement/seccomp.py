@@ -68,7 +68,7 @@ def _rules(network: bool) -> Iterator[Rule]:
 
 
 def _truncation() -> Iterator[Rule]:
-    """Refuses `truncate` by path, and `O_TRUNC` unless the file is opened for writing."""
+    """Refuse `truncate` by path, and `O_TRUNC` unless the file is opened for writing."""
     yield from refuse([bpf.WRITES["truncate"]], EACCES)
     yield from refuse([bpf.OPENAT2], ENOSYS)
     for call, flags in ((bpf.OPEN, 1), (bpf.OPENAT, 2)):

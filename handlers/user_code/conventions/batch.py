@@ -122,7 +122,7 @@ class LoadAndPredict:
 
 
 def _answers_of_batch(values: Any, context: ScriptContext, what: str) -> list[Answer | EngineError]:
-    """Converts a script's list of results, one per request. Raises `ScriptError` for others."""
+    """Convert a script's list of results, one per request. Raises `ScriptError` for others."""
     if not isinstance(values, list):
         raise ScriptError(
             f"{what} returned a {type(values).__name__}, must return a list with an answer for each"

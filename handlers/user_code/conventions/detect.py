@@ -23,7 +23,7 @@ class Service(Protocol):
     """A model's script, with the same methods for each convention."""
 
     def load(self) -> None:
-        """Loads the model. Raises what the script raises."""
+        """Load the model. Raises what the script raises."""
 
     def answer(self, requests: list[Request], timeout_s: float) -> Sequence[Answer | EngineError]:
         """Return one answer per request. Raises what the script raises for the whole batch."""

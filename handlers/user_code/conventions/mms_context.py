@@ -70,7 +70,7 @@ class ScriptContext(Context):  # type: ignore[misc]
 
 
 def to_answer(value: Any, kind: str | None, processor: RequestProcessor, what: str) -> Answer:
-    """Converts a script's return value: bytes and text as they are, any other value as JSON.
+    """Convert a script's return value: bytes and text as they are, any other value as JSON.
 
     Adds the status and headers that the script has set. Raises `ScriptError` for a value that
     cannot be sent, which would crash Multi Model Server's worker.

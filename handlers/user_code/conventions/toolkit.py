@@ -51,7 +51,7 @@ class Defaults(Protocol):
     def predict_fn(self, data: Any, model: Any, timeout_s: float) -> Any: ...
 
     def output_fn(self, prediction: Any, accept: str) -> Any:
-        """Returns the body, or body and content type."""
+        """Return the body, or body and content type."""
 
 
 def defaults_for(model: Any, fallback: Defaults) -> Defaults:
@@ -193,7 +193,7 @@ def _toolkit_error(error: Exception, name: str) -> ScriptError | None:
 
 
 def _check_arguments(name: str, function: Callable[..., Any]) -> None:
-    """Checks a function's number of arguments by the toolkit's rules, when the model loads."""
+    """Check a function's number of arguments by the toolkit's rules, when the model loads."""
     wanted = ARGUMENTS[name]
     parameters = inspect.signature(function).parameters.values()
     if any(p.kind in (p.VAR_POSITIONAL, p.KEYWORD_ONLY) for p in parameters):

@@ -45,7 +45,7 @@ NOT_DONE = {"/v1/embeddings": NO_EMBEDDINGS, "/v1/responses/": STATELESS}
 
 
 async def list_models(gateway: Gateway, request: Request) -> Response:
-    """Lists the models of the store."""
+    """List the models of the store."""
     names = {model.name for model in gateway.registry.models()}
     if not gateway.settings.sagemaker_multi_model:
         names |= {model.name for model in await gateway.lookups.models()}
@@ -74,17 +74,17 @@ def _model(gateway: Gateway, name: str, alias_of: Mapping[str, float] | None) ->
 
 
 async def complete(gateway: Gateway, request: Request) -> Response:
-    """Continues texts or token ids."""
+    """Continue texts or token ids."""
     return await _answer(gateway, request, parsing.completion, Answer)
 
 
 async def chat(gateway: Gateway, request: Request) -> Response:
-    """Answers a chat."""
+    """Answer a chat."""
     return await _answer(gateway, request, parsing.chat, Answer)
 
 
 async def respond(gateway: Gateway, request: Request) -> Response:
-    """Answers a chat, as the Responses API has it."""
+    """Answer a chat, as the Responses API has it."""
     return await _answer(gateway, request, responses.parse, responses.Response)
 
 

@@ -62,18 +62,18 @@ async def server(gateway: Gateway, request: Request) -> Response:
 
 
 async def live(gateway: Gateway, request: Request) -> Response:
-    """Answers 200 as long as the server answers."""
+    """Answer 200 as long as the server answers."""
     return JSONResponse({"live": True})
 
 
 async def ready(gateway: Gateway, request: Request) -> Response:
-    """Answers 200 when a request would work, as /ping."""
+    """Answer 200 when a request would work, as /ping."""
     gateway.check_health()
     return JSONResponse({"ready": True})
 
 
 async def model_ready(gateway: Gateway, request: Request) -> Response:
-    """Answers 200 when the model is loaded; loads nothing."""
+    """Answer 200 when the model is loaded; load nothing."""
     name = request.path_params["name"]
     gateway.check_health()
     for named in described_models(gateway, name):
@@ -115,12 +115,12 @@ async def infer(gateway: Gateway, request: Request) -> Response:
 
 
 async def generate_whole(gateway: Gateway, request: Request) -> Response:
-    """Continues a text."""
+    """Continue a text."""
     return await generate(gateway, request, False)
 
 
 async def generate_stream(gateway: Gateway, request: Request) -> Response:
-    """Continues a text, in server-sent events."""
+    """Continue a text, in server-sent events."""
     return await generate(gateway, request, True)
 
 
@@ -135,7 +135,7 @@ async def config(gateway: Gateway, request: Request) -> Response:
 
 
 async def model_statistics(gateway: Gateway, request: Request) -> Response:
-    """Counts of requests to a loaded model, and their times."""
+    """Count of requests to a loaded model, and their times."""
     named = described_models(gateway, request.path_params["name"])
     models = [gateway.registry.get(model) for model in named]
     for model in models:
@@ -144,7 +144,7 @@ async def model_statistics(gateway: Gateway, request: Request) -> Response:
 
 
 async def all_statistics(gateway: Gateway, request: Request) -> Response:
-    """Counts of requests to each loaded model, and their times."""
+    """Count of requests to each loaded model, and their times."""
     models = [m for m in gateway.registry.models() if may_call(gateway, request, m.name)]
     return JSONResponse(await statistics(gateway, models))
 

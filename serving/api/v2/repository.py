@@ -55,7 +55,7 @@ async def index(gateway: Gateway, request: Request) -> Response:
 
 
 async def load(gateway: Gateway, request: Request) -> Response:
-    """Loads the store's model of this name, again where the store's has changed.
+    """Load the store's model of this name, again where the store's has changed.
 
     The loaded version answers until the new one is ready, and stays if that does not load.
     """
@@ -72,7 +72,7 @@ async def load(gateway: Gateway, request: Request) -> Response:
 
 
 async def unload(gateway: Gateway, request: Request) -> Response:
-    """Unloads a model."""
+    """Unload a model."""
     name = request.path_params["name"]
     for parameter in await _parameters(gateway, request):
         if parameter != "unload_dependents":  # no model here depends on another
