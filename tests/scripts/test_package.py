@@ -11,10 +11,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from command.errors import Problem
-from engine.artifacts.artifact import ATTENTION_OUT, QKV
+from engine.artifacts.artifact import FFN_HIDDEN, FFN_OUT
 from engine.artifacts.open import open_artifact
 from scripts.artifacts.archive import check, write_archive
 from testbed import random_model
@@ -167,13 +168,13 @@ def test_the_tensors_of_a_graph_or_symbol_are_shown(tmp_path: Path) -> None:
 
 
 def harm_int8(folder: Path) -> Path:
-    """Make a channel of each layer's values 1,000 times larger; the model computes the same."""
+    """Give a hidden unit of each layer, which is always 0, weights 2,000 times as large as any."""
     weights = params_of(folder)
-    units = 64
     for layer in range(2):
-        for name in (f"{QKV.format(layer)}.weight", f"{QKV.format(layer)}.bias"):
-            weights[name][2 * units + 3] *= 1000
-        weights[f"{ATTENTION_OUT.format(layer)}.weight"][:, 3] /= 1000
+        weights[f"{FFN_HIDDEN.format(layer)}.weight"][3] = 0
+        weights[f"{FFN_HIDDEN.format(layer)}.bias"][3] = -20  # GELU makes it 0
+        out = weights[f"{FFN_OUT.format(layer)}.weight"]
+        out[:, 3] = 2000 * np.abs(out).max() * np.random.default_rng(0).standard_normal(len(out))
     write_params(folder / "kogpt2.params", weights)
     return folder
 
