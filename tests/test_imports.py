@@ -28,7 +28,9 @@ DOORS = {
         "engine.http.async_client",
         "handlers.dispatch",
         "handlers.payload",
+        "handlers.text.v2",
         "handlers.user_code.entry_point",
+        "handlers.v2",
     },
 }
 

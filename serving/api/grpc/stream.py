@@ -19,6 +19,8 @@ import orjson
 
 from common.hints import HINTS, timeout_s
 from common.worker_protocol import SERVED_MODEL
+from handlers.text.v2 import DATATYPES
+from handlers.v2 import pack_texts
 from serving.api.gateway import Gateway
 from serving.api.grpc.calls import CLIENT_GONE, Call, Idle, Reply, Routes, superseded
 from serving.api.grpc.convert import EMPTY_END, ModelInferResponse, one_text, parameters
@@ -35,7 +37,6 @@ ModelStreamInferResponse = message("inference.ModelStreamInferResponse")
 FINAL = "triton_final_response"
 AT_ONCE = 64  # concurrent requests of one call; a further one waits until one of them is done
 HEADERS = {"content-type": "application/json", "accept": "application/x-ndjson"}
-DATATYPES = {"generated_text": "BYTES", "tokens": "INT64", "finish_reason": "BYTES"}
 
 
 class Streams:
@@ -171,9 +172,9 @@ class Tokens:
         before = "" if item["index"] in self._begun else self._full
         self._begun.add(item["index"])
         values = {
-            "generated_text": _packed(before + item["text"]),
+            "generated_text": pack_texts([before + item["text"]]),
             "tokens": struct.pack("<q", 1),
-            "finish_reason": _packed(ends[0]["finish_reason"] if ends else ""),
+            "finish_reason": pack_texts([ends[0]["finish_reason"] if ends else ""]),
         }
         response = _head(self._request)
         response.model_name = self.model
@@ -199,9 +200,3 @@ def _error(request: Any, reason: str) -> Any:
     head = _head(request)
     head.parameters[FINAL].bool_param = True
     return ModelStreamInferResponse(error_message=reason, infer_response=head)
-
-
-def _packed(text: str) -> bytes:
-    """Encode a text as a BYTES tensor of one element."""
-    value = text.encode("utf-8", "replace")
-    return struct.pack("<I", len(value)) + value
