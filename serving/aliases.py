@@ -22,6 +22,7 @@ from serving.errors import ArtifactChanged, ServingError, UrlNotAllowed
 from serving.json_file import parse_json
 from serving.names import model_name
 from serving.store import Lookups
+from serving.store.disk import write_whole
 
 logger = logging.getLogger(__name__)
 
@@ -201,10 +202,8 @@ class _Pairs(list[tuple[str, Any]]):
 def _write(path: Path, content: bytes | None) -> None:
     if content is None:
         path.unlink(missing_ok=True)
-        return
-    fresh = path.with_suffix(".new")
-    fresh.write_bytes(content)
-    fresh.replace(path)
+    else:
+        write_whole(path, content)
 
 
 def parse(content: bytes) -> dict[str, Alias]:

@@ -13,6 +13,7 @@ from serving.models.admission import Line
 from serving.models.model import LoadRequest, Model
 from serving.models.model_settings import ModelSettings
 from serving.store import StoredModel, public_url
+from serving.store.disk import write_whole
 
 logger = logging.getLogger(__name__)
 
@@ -47,10 +48,9 @@ class Snapshot:
         text = self._wanted
         if text == self._written:
             return
-        fresh = self._path.with_suffix(".new")
         try:
-            fresh.write_text(text, encoding="utf-8")
-            fresh.replace(self._path)
+            # On the event loop, in the order of changes: 100 KB take 0.1 ms, on a disk 0.5.
+            write_whole(self._path, text.encode())
         except OSError as error:
             if not self._failing:
                 logger.error("the list of loaded models was not written: %s", error)

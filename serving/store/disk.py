@@ -1,4 +1,4 @@
-"""File helpers: locks between processes, full disks, folder trees of any depth."""
+"""File helpers: locks between processes, whole writes, full disks, folder trees of any depth."""
 
 from __future__ import annotations
 
@@ -121,6 +121,16 @@ def size_bytes(folder: Path, *, allocated: bool = False) -> int:
             status = entry.stat(follow_symlinks=False)
             size += min(status.st_size, status.st_blocks * 512) if allocated else status.st_size
     return size
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """Replace a file by a rename: a reader gets all of the old content or all of the new.
+
+    That holds for a crash of the process, not of the machine. Raises `OSError`.
+    """
+    fresh = path.with_suffix(".new")
+    fresh.write_bytes(content)
+    fresh.replace(path)
 
 
 def sync(folder: Path) -> None:
