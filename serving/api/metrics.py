@@ -1,4 +1,7 @@
-"""Metrics of requests and models for Prometheus."""
+"""The gateway's own metrics for Prometheus, and the text of `/metrics`.
+
+Metrics of what other parts count, such as the engine, are declared in `serving.api.collectors`.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +48,7 @@ class Tally:
 
 
 class Metrics:
-    """Everything that `/metrics` shows."""
+    """What the gateway counts and times itself; `text` adds the counts of others."""
 
     def __init__(
         self, now: Callable[[], float] = time.monotonic, run_dir: Path | None = None

@@ -15,8 +15,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from handlers.dispatch import is_hosted
+from handlers.dispatch import built_in, is_hosted
 from handlers.mms_server import Poller
+from handlers.tensors.files import SYMBOL
 from serving.mms.launcher import MMS_HOME
 from serving.server import host_accepts
 from tests.e2e.server import REPOSITORY, eventually
@@ -407,9 +408,14 @@ def test_an_owner_whose_model_is_hosted_takes_no_memory(start: Start) -> None:
 
 
 def test_only_models_of_the_engine_are_hosted(tmp_path: Path) -> None:
-    for file in ("글/m.params", "글/m.spiece", "script/m.params", "graph/model.onnx"):
+    for file in (
+        "글/m.params", "글/m.spiece", "script/m.params", "graph/model.onnx", f"symbol/{SYMBOL}",
+    ):  # fmt: skip
         (tmp_path / file).parent.mkdir(exist_ok=True)
         (tmp_path / file).touch()
     (tmp_path / "script" / "inference.py").write_text("def model_fn(model_dir): ...")
-    assert [name for name in ("글", "script", "graph") if is_hosted(tmp_path / name)] == ["글"]
+    hosted = [name for name in ("글", "script", "graph", "symbol") if is_hosted(tmp_path / name)]
+    assert hosted == ["글"]
     assert not is_hosted(tmp_path / "글", "module:function")
+    for name in ("글", "graph", "symbol"):
+        assert built_in(str(tmp_path / name)).IN_ENGINE == (name in hosted)
