@@ -418,4 +418,4 @@ def test_only_models_of_the_engine_are_hosted(tmp_path: Path) -> None:
     assert hosted == ["글"]
     assert not is_hosted(tmp_path / "글", "module:function")
     for name in ("글", "graph", "symbol"):
-        assert built_in(str(tmp_path / name)).IN_ENGINE == (name in hosted)
+        assert (name in hosted) == built_in(str(tmp_path / name)).IN_ENGINE
