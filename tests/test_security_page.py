@@ -163,8 +163,13 @@ TESTS = {
     "Loading by hand needs `load`.": "test_loading_needs_the_right_and_a_name_that_matches",
     "An [alias](../api/requests.md#aliases) or": (
         "test_a_team_needs_an_aliass_name_and_all_of_its_models "
-        "test_a_team_needs_an_adapters_name_and_its_base test_a_team_needs_the_right_to_the_base "
+        "test_a_team_needs_a_models_name_and_the_base_that_it_needs "
+        "test_a_team_needs_the_right_to_a_base_that_a_model_needs "
         "test_no_route_lets_a_team_use_anothers_model"
+    ),
+    "It needs the right to a base that a": (
+        "test_a_team_needs_the_right_to_a_base_that_a_model_needs "
+        "test_a_team_that_may_not_use_a_base_that_is_looked_up_gets_the_model_whole"
     ),
     "Requests a minute and in flight are": (
         "test_a_minutes_requests_may_come_at_once_and_then_at_the_rate "

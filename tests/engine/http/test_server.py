@@ -181,9 +181,9 @@ WRONG_LOADS: list[tuple[Any, str, str]] = [
     ({"model_dir": "/"}, "InvalidRequest", "name"),
     ({"name": "a"}, "InvalidRequest", "model_dir"),
     ({"name": 1, "model_dir": "/"}, "InvalidRequest", "name"),
-    ({"name": "a", "model_dir": "/없음"}, "ArtifactError", "없음"),
-    ({"name": "a", "model_dir": "/없음", "lease": True}, "ArtifactError", "없음"),
-    ({"name": "a", "model_dir": "/" + "x" * 300}, "ArtifactError", "x"),
+    ({"name": "a", "model_dir": "/없음"}, "ArtifactError", "no such model folder"),
+    ({"name": "a", "model_dir": "/없음", "lease": True}, "ArtifactError", "no such model folder"),
+    ({"name": "a", "model_dir": "/" + "x" * 300}, "ArtifactError", "File name too long"),
     *(
         ({"name": "a", "model_dir": "/", "backend": backend}, "InvalidRequest", "mxnet, native")
         for backend in ("torch", ["mxnet"])

@@ -102,7 +102,7 @@ def test_the_largest_count_and_the_longest_row() -> None:
 @pytest.mark.parametrize(
     ("precision", "changed", "models"),
     [
-        ("int8", {}, 48),
+        ("int8", {}, 47),
         ("fp32", {}, 10),
         ("int8", {"max_rows": 1}, 50),
         ("int8", {"memory_mib": 2048}, 14),
