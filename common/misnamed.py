@@ -9,13 +9,13 @@ from collections.abc import Iterator
 from difflib import get_close_matches
 from pathlib import Path
 
-from common.model_files import ADAPTER, MANIFEST, SYMBOL, programs, visible
+from common.model_files import ADAPTER, DELTA, MANIFEST, SYMBOL, programs, visible
 
 # Files that are read if they are there: without them a model loads, but answers otherwise.
 READ = (
     "config.json", "generation.json", "generation_config.json", "tokenizer.json",
     "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja", "serving.json",
-    ADAPTER, SYMBOL, "model-shapes.json", MANIFEST,
+    ADAPTER, DELTA, SYMBOL, "model-shapes.json", MANIFEST,
 )  # fmt: skip
 FOLDERS = ("code", "mar-inf")  # in lower case; files of others are the model's own
 # What programs add to the name of a second download or a copy.

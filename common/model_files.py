@@ -19,6 +19,7 @@ PARAMS = ".params"
 SYMBOL, GRAPH = "model-symbol.json", "model.onnx"
 BASE_NAME = "_name_or_path"  # in config.json: the model that a fine-tune was trained on
 ADAPTER = "adapter_config.json"  # PEFT writes it beside adapter_model.safetensors
+DELTA = "delta.safetensors"  # what a fine-tune adds to its base, by kogpt2 convert --to delta
 MANIFEST = "MAR-INF/MANIFEST.json"  # in Multi Model Server's archives
 DEFAULT_PROGRAM = "inference.py"  # the SageMaker Inference Toolkit's default
 
@@ -77,7 +78,10 @@ def is_model(
     named = (handler,) if handler else everywhere
     scripts = {path for name in named for path in script_paths(name, environment)} | {MANIFEST}
     return any(
-        path in scripts or path == ADAPTER or WEIGHTS.fullmatch(path) or TENSORS.fullmatch(path)
+        path in scripts
+        or path in (ADAPTER, DELTA)
+        or WEIGHTS.fullmatch(path)
+        or TENSORS.fullmatch(path)
         for path in paths
         if not is_hidden(path)
     )
@@ -88,11 +92,23 @@ def is_adapter(folder: Path) -> bool:
 
     False if the folder cannot be read.
     """
+    return _without_weights(ADAPTER, folder)
+
+
+def is_delta(folder: Path) -> bool:
+    """Return whether a folder has a delta, without weights of a whole model beside it.
+
+    False if the folder cannot be read.
+    """
+    return _without_weights(DELTA, folder)
+
+
+def _without_weights(name: str, folder: Path) -> bool:
     try:
         names = {path.name for path in visible(folder) if path.is_file()}
     except OSError:
         return False
-    return ADAPTER in names and not any(map(WEIGHTS.fullmatch, names))
+    return name in names and not any(map(WEIGHTS.fullmatch, names))
 
 
 # Files that cannot be served, by their suffixes, with an explanation.

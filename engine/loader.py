@@ -13,7 +13,7 @@ from typing import Any
 
 from common.errors import ArtifactError, EngineError, ModelNotFound
 from common.memory import MIB, return_freed_memory
-from common.model_files import is_adapter
+from common.model_files import is_adapter, is_delta
 from engine import backends
 from engine.artifacts import adapter as adapters
 from engine.artifacts.artifact import Artifact
@@ -25,6 +25,7 @@ from engine.cores import Cores
 from engine.model import Core, Model
 from engine.native.adapter import NativeAdapter, load_adapter, num_bytes
 from engine.native.delta import Delta, NoDelta, open_delta
+from engine.native.delta_folder import open_folder
 from engine.prefixes import Prefixes
 from engine.prepared.folder import prune
 from engine.prepared.manifest import Manifests, Run, Stamps, stamps_of
@@ -41,7 +42,7 @@ logger = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """A model to load: the folder of a whole model or an adapter, and of its base if it has one."""
+    """A model to load: the folder of a whole model, adapter or delta, and of its base if any."""
 
     name: str
     path: Path
@@ -122,7 +123,7 @@ class Loader:
         whole: Artifact | None = None
         adapter: adapters.Adapter | Delta | None = None
         of_base, whole_because = None, ""
-        if base is None or not is_adapter(path):
+        if base is None or not (is_adapter(path) or is_delta(path)):
             whole = self._manifests.open(path, reading.run)
         if base is not None:
             try:
@@ -132,9 +133,19 @@ class Loader:
                 whole_because = f"its base: {error.message}"
                 if whole is None:
                     raise ArtifactError(whole_because) from None
-        labeled: Artifact | adapters.Adapter
+        labeled: Artifact | adapters.Adapter | None = None
         if whole is not None:
             labeled = whole
+        elif is_delta(path):
+            assert of_base is not None
+            folder = open_folder(self._manifests, path, reading.run)
+            try:
+                self._check_deltas(request)
+            except NoDelta as error:
+                raise ArtifactError(
+                    f"a delta needs int8 on a CPU: {error.message}; serve the whole fine-tune"
+                ) from None
+            adapter = folder.open(of_base, self._cache_dir, reading.run)
         else:
             assert of_base is not None
             labeled = adapter = self._manifests.open_adapter(path, reading.run)
@@ -149,7 +160,8 @@ class Loader:
                 adapter.check_fits(of_base.config)
         if whole is not None and of_base is not None:
             try:
-                adapter = self._open_delta(request, whole, of_base, reading)
+                self._check_deltas(request)
+                adapter = open_delta(whole, of_base, self._cache_dir, reading.run)
             except NoDelta as error:
                 whole_because = error.message
         if adapter is not None and of_base is not None:
@@ -162,18 +174,15 @@ class Loader:
                 stamps.pop(base, None)
         read = json.dumps([*map(str, stamps), *stamps.values()])
         key = (request.backend, request.precision, read)
-        with_labels = labeled if labeled.classifier else None
+        with_labels = labeled if labeled and labeled.classifier else None
         return Source(artifact, adapter, described, stamps, key, whole_because, with_labels)
 
-    def _open_delta(
-        self, request: Request, whole: Artifact, base: Artifact, reading: Reading
-    ) -> Delta:
-        """Open what a fine-tune adds to its base. Raises `NoDelta` if the model is served whole."""
+    def _check_deltas(self, request: Request) -> None:
+        """Raise `NoDelta` for a model that is not computed in int8 on a CPU."""
         if self._settings.device == "gpu":
             raise NoDelta("a GPU computes no deltas")
         if request.precision != "int8":
             raise NoDelta(f"its precision is {request.precision}, and deltas have int8")
-        return open_delta(whole, base, self._cache_dir, reading.run)
 
     def _bytes(self, artifact: Artifact, precision: str) -> tuple[int, int]:
         config = artifact.config

@@ -22,19 +22,20 @@ if TYPE_CHECKING:
 class Convert:
     source: Path = argument("the model's folder or archive, v1 or Hugging Face")
     target: Path = argument("the folder to make; it must not exist")
-    to: Literal["hf", "v1", "prepared", "adapter", "whole"] = option(..., "the kind to make")
+    to: Literal["hf", "v1", "prepared", "delta", "whole"] = option(..., "the kind to make")
     precision: Literal["int8", "fp32"] = option("int8", "for prepared")
     spiece: Path | None = option(
         None, "for v1: the sentencepiece model, if the source has a tokenizer.json only"
     )
-    base: Path | None = option(None, "for adapter and whole: the adapter's base model")
-    rank: int = option(16, "for adapter")
+    base: Path | None = option(None, "for delta and whole: the base model")
     text: Path | None = option(
         None,
-        "lines for which both tokenizers must give the same ids, beside built-in ones; for adapter"
+        "lines for which both tokenizers must give the same ids, beside built-in ones; for delta"
         " and prepared: lines on which both models are compared",
     )
-    compare: bool = option(True, "for prepared: compare int8 with fp32", "--compare/--no-compare")
+    compare: bool = option(
+        True, "for delta and prepared: compare with fp32", "--compare/--no-compare"
+    )
 
 
 def run(options: Convert) -> None:
@@ -49,8 +50,9 @@ def run(options: Convert) -> None:
     one, on all processors and with both backends of a CPU. Shows what int8 changes: in the lines of
     --text, or in the model's own greedy texts.
 
-    adapter: the difference between a whole fine-tune and its --base, as a LoRA adapter of --rank,
-    and a table of what each rank would cost. Adapters of one base share its memory and its steps.
+    delta: what a whole fine-tune adds to its --base, a fraction of its size and about as exact as
+    int8. It is served beside that very base, whose memory and steps all its deltas share. Shows
+    what it changes, in the lines of --text or in the model's own greedy texts.
 
     whole: an adapter merged into its --base, as hf.
 
@@ -58,13 +60,13 @@ def run(options: Convert) -> None:
     kogpt2 convert kogpt2-v1/ kogpt2-hf/ --to hf
     kogpt2 convert my-fine-tune-hf/ my-fine-tune-v1/ --to v1 --spiece kogpt2.spiece
     kogpt2 convert my-model/ my-model-ready/ --to prepared --precision int8
-    kogpt2 convert my-fine-tune/ my-adapter/ --to adapter --base kogpt2/ --rank 16 --text lines.txt
+    kogpt2 convert my-fine-tune/ my-delta/ --to delta --base kogpt2/ --text lines.txt
     kogpt2 convert my-adapter/ my-fine-tune/ --to whole --base kogpt2/
     """
     if options.target.exists():
         raise Problem(f"{options.target} exists: remove it or choose another name")
-    if (options.base is None) is (options.to in ("adapter", "whole")):
-        raise Problem("--to adapter and --to whole need --base, and no other kind takes it")
+    if (options.base is None) is (options.to in ("delta", "whole")):
+        raise Problem("--to delta and --to whole need --base, and no other kind takes it")
     from scripts.artifacts import conversion
     from scripts.artifacts.folder import model_folder
 
@@ -73,7 +75,7 @@ def run(options: Convert) -> None:
             lines = _convert(options, conversion.open_source(source, options.to == "prepared"))
         else:
             with model_folder(options.base) as base:
-                lines = _convert_adapter(options, source, conversion.open_source(base))
+                lines = _convert_with_base(options, source, conversion.open_source(base))
     for line in [f"{options.source} -> {options.target}", *lines]:
         print(line)
 
@@ -103,16 +105,22 @@ def _convert(options: Convert, source: Artifact) -> list[str]:
     return lines
 
 
-def _convert_adapter(options: Convert, source: Path, base: Artifact) -> list[str]:
-    """Converts a whole model to an adapter of `base`, or back; returns lines for the user."""
-    from scripts.artifacts import conversion, low_rank
+def _convert_with_base(options: Convert, source: Path, base: Artifact) -> list[str]:
+    """Converts a whole model to a delta of `base`, or an adapter to a whole model.
+
+    Returns lines for the user.
+    """
+    from scripts.artifacts import comparison, conversion
 
     with _complete(options.target) as folder:
         if options.to == "whole":
             return conversion.to_whole(source, base, folder)
-        whole = conversion.open_source(source)
-        with _progress(whole) as advance:
-            return low_rank.to_adapter(whole, base, folder, options.rank, _texts(options), advance)
+        whole, texts = conversion.open_source(source), _texts(options)
+        with tempfile.TemporaryDirectory(prefix="convert-") as work:
+            conversion.to_delta(whole, base, folder, Path(work))
+            if not options.compare:
+                return []
+            return comparison.report_delta(options.target, folder, whole, base, texts, Path(work))
 
 
 def _texts(options: Convert) -> list[str]:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import ArtifactError
-from common.model_files import ADAPTER, PARAMS, WEIGHT_FILES, visible
+from common.model_files import ADAPTER, DELTA, PARAMS, WEIGHT_FILES, visible
 from engine.artifacts import artifact
 from engine.artifacts import classifier as classifiers
 from engine.artifacts.artifact import CONFIG_FILE, EMBEDDING, OUTPUT, POSITIONS, list_files
@@ -101,6 +101,10 @@ def is_in(folder: Path) -> bool:
         raise ArtifactError(
             f"the folder holds an adapter ({ADAPTER}), not a whole model: serve it beside its"
             f" base, or {MERGE}"
+        )
+    if DELTA in names and not ours and not theirs:
+        raise ArtifactError(
+            f"the folder holds a delta ({DELTA}), not a whole model: serve it beside its base"
         )
     if not ours and not theirs and not any(name.endswith(".spiece") for name in names):
         raise ArtifactError(

@@ -22,7 +22,7 @@ DEFAULT_HEAD_SIZE = 64
 
 def read(folder: Path, generation: Generation) -> Artifact:
     """Read `*.params`, `*.spiece` and, if it exists, `config.json`. Raises `ArtifactError`."""
-    params_file, spiece_file = _only(folder, "*.params"), _only(folder, "*.spiece")
+    params_file, spiece_file = only_file(folder, "*.params"), only_file(folder, "*.spiece")
     file = params_file.name
     if is_torch(params_file):
         stored = index_torch(params_file)
@@ -54,7 +54,8 @@ def read(folder: Path, generation: Generation) -> Artifact:
     return Artifact(folder, config, weights, artifact.check_plain(spiece_file), generation)
 
 
-def _only(folder: Path, pattern: str) -> Path:
+def only_file(folder: Path, pattern: str) -> Path:
+    """Return the one file of a pattern. Raises `ArtifactError` for none and for several."""
     paths = visible(folder, pattern)
     if len(paths) != 1:
         count = "no" if not paths else f"{len(paths)}"

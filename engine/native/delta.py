@@ -38,6 +38,7 @@ from engine.prepared.manifest import Run, directly
 from engine.sandbox import Limits
 
 FORMAT = 1  # raise it when what a delta is changes
+VERSION = f"{FORMAT} on {prepared.FORMAT}"  # of a delta on its base in int8
 RANKS, BITS = (8, 16, 32), (1, 2, 3)
 # The rule by which a matrix gets rank and bits: in at most so many of its columns, what they leave
 # of the difference is more than so many times the error of int8 in the fine-tune's own column, in
@@ -78,7 +79,7 @@ class Delta:
 
     def load(self) -> NativeAdapter:
         """Return it as an adapter of the base, which closes the file."""
-        config, choices = self.whole.config, _choices(self.file.metadata)
+        config, choices = self.whole.config, choices_of(self.file.metadata)
         tensors = {
             entry.name: (self.file.addresses[entry.name], entry.shape)
             for entry in layout(config, choices)
@@ -100,7 +101,7 @@ def open_delta(
 
     Raises `NoDelta`, and as `engine.native.prepared.prepared`, which also prepares the base.
     """
-    _check_shape(whole.config, base)
+    check_shape(whole.config, base)
     largest = dict.fromkeys(matrices(whole.config), (RANKS[-1], BITS[-1]))
     base_model = prepared.prepared(base, "int8", cache_dir, run)
     if not base_model.file.path.exists():
@@ -118,7 +119,7 @@ def open_delta(
         file = open_prepared(
             whole.path,
             ["delta", FORMAT, content, prepared.non_defaults(whole.config)],
-            lambda metadata: layout(whole.config, _choices(metadata)),
+            lambda metadata: layout(whole.config, choices_of(metadata)),
             list(layout(whole.config, largest)),
             content,
             cache_dir,
@@ -141,7 +142,7 @@ def open_delta(
     return Delta(whole, base, file)
 
 
-def _check_shape(config: GPT2Config, base: Artifact) -> None:
+def check_shape(config: GPT2Config, base: Artifact) -> None:
     """Raise `NoDelta` unless a model has the shape of a base; its head alone may be its own."""
     of_base = asdict(base.config)
     of_base["tie_word_embeddings"] &= config.tie_word_embeddings
@@ -150,7 +151,7 @@ def _check_shape(config: GPT2Config, base: Artifact) -> None:
             raise NoDelta(f"its {name} is {value}, that of its base {of_base[name]}")
 
 
-def _choices(metadata: Mapping[str, str]) -> Choices:
+def choices_of(metadata: Mapping[str, str]) -> Choices:
     """Return ranks and bits from a file's metadata, none if it has a reason for a whole model.
 
     Raises `ArtifactError`.
@@ -256,7 +257,9 @@ def build(sources: Sources, base_sources: Sources, path: str, content: str, file
             data[at : at + entry.num_bytes] = arrays[entry.name].reshape(-1).view(np.uint8)
             at += entry.num_bytes
 
-    return write(file, entries, {"source": content, "choices": json.dumps(choices)}, fill)
+    metadata = {"source": content, "choices": json.dumps(choices)}
+    about = {"format": VERSION, "config": json.dumps(asdict(config))}  # where it is an artifact
+    return write(file, entries, {**metadata, **about}, fill)
 
 
 @dataclass(frozen=True)

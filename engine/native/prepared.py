@@ -73,8 +73,13 @@ class Stored:
     dtype: str
 
     @property
+    def type(self) -> str:
+        """The name of numpy's type."""
+        return DTYPES[self.dtype]
+
+    @property
     def num_bytes(self) -> int:
-        return math.prod(self.shape) * np.dtype(DTYPES[self.dtype]).itemsize
+        return math.prod(self.shape) * np.dtype(self.type).itemsize
 
 
 @dataclass(frozen=True)
@@ -151,13 +156,13 @@ class PreparedFile:
         expected = {entry.name: entry for entry in layout(metadata)}
         for name, tensor in index.items():
             entry = expected.pop(name, None)
-            place = None if entry is None else (DTYPES[entry.dtype], entry.shape)
+            place = None if entry is None else (entry.type, entry.shape)
             if (tensor.dtype, tensor.shape) != place or tensor.offset % ALIGNED:
                 raise ArtifactError(f"{path.name}: {name} is not of this model")
         if expected or metadata.get("source") != content:
             raise ArtifactError(f"{path.name} is not of this model")
         if folders.is_older_than_boot(path):
-            if metadata.get("blake3") != _digest(data[data_begin:]):
+            if metadata.get("blake3") != digest(data[data_begin:]):
                 raise ArtifactError(f"{path.name} is damaged")
             with suppress(OSError):  # another user's file: it is hashed again after the next start
                 os.utime(path)
@@ -189,7 +194,8 @@ class Prepared:
         self.file.close()
 
 
-def _digest(data: NDArray[np.uint8]) -> str:
+def digest(data: NDArray[np.uint8]) -> str:
+    """Return the checksum of a file's data, which is in its metadata."""
     return blake3(data.data, max_threads=blake3.AUTO).hexdigest()
 
 
@@ -349,7 +355,7 @@ def write(
     # The mapping ends with its last array: an error's traceback may still hold one.
     data = np.frombuffer(mmap.mmap(file, size), np.uint8)
     fill(data[begin:])
-    header["__metadata__"]["blake3"] = _digest(data[begin:])
+    header["__metadata__"]["blake3"] = digest(data[begin:])
     text = json.dumps(header).encode().ljust(begin - 8)
     data[:begin] = np.frombuffer((begin - 8).to_bytes(8, "little") + text, np.uint8)
     return size

@@ -53,7 +53,7 @@ NICENESS = 5
 logger = logging.getLogger(__name__)
 
 Stamps = list[list[Any]]
-Opened = TypeVar("Opened", Artifact, Adapter)
+Opened = TypeVar("Opened")  # a dataclass
 
 
 class Run(Protocol):
@@ -82,18 +82,18 @@ class Manifests:
 
     def __init__(self, cache_dir: Path | None = None) -> None:
         self._cache_dir = cache_dir
-        self._known: OrderedDict[Path, tuple[Stamps, Artifact | Adapter]] = OrderedDict()
+        self._known: OrderedDict[Path, tuple[Stamps, Any]] = OrderedDict()
         self._lock = threading.Lock()
 
     def open(self, path: Path, run: Run = directly) -> Artifact:
         """Open an artifact and check that its weights are finite. Raises `ArtifactError`."""
-        return self._open(path, run, Artifact, read, from_manifest)
+        return self.open_as(path, run, Artifact, read, from_manifest)
 
     def open_adapter(self, path: Path, run: Run = directly) -> Adapter:
         """Open an adapter and check that its weights are finite. Raises `ArtifactError`."""
-        return self._open(path, run, Adapter, read_adapter, adapter_from_manifest)
+        return self.open_as(path, run, Adapter, read_adapter, adapter_from_manifest)
 
-    def _open(
+    def open_as(
         self,
         path: Path,
         run: Run,
@@ -106,6 +106,7 @@ class Manifests:
         stamps = stamps_of(path)
         with self._lock:
             known = self._known.get(path)
+        artifact: Any
         if known is not None and known[0] == stamps and isinstance(known[1], kind):
             artifact = known[1]
         else:
@@ -116,7 +117,8 @@ class Manifests:
             self._known.move_to_end(path)
             while len(self._known) > MAX_ARTIFACTS:
                 self._known.popitem(last=False)
-        return dataclasses.replace(artifact)  # a copy: mappings end with it
+        copy: Opened = dataclasses.replace(artifact)  # mappings end with it
+        return copy
 
     def _file(self, path: Path) -> Path | None:
         folder = cache_folder(path, self._cache_dir)
@@ -246,24 +248,35 @@ def to_manifest(artifact: Artifact | Adapter) -> dict[str, Any]:
 def from_manifest(path: Path, value: Any) -> Artifact:
     """Make an artifact of a manifest, checked against the files. Raises `ArtifactError`."""
     try:
-        config = GPT2Config(**value["config"])
-        for name, kind in get_type_hints(GPT2Config).items():
-            size = getattr(config, name)
-            if type(size) is not kind or (kind is int and size < 1):
-                raise ValueError(name)
-        if config.units % config.num_heads:
-            raise ValueError("num_heads")
+        config = config_of(value["config"])
         index = _index(path, value["index"])
         classifier, head = _classifier(value, index)
         if classifier is not None:
             classifier.check_head(head, config.units, "the model")
         check_weights(index, config, "the model")
         index |= head
-        tokenizer_file = path / _plain_name(value["tokenizer"])
+        tokenizer_file = file_in(path, value["tokenizer"])
         generation, content = Generation.from_json(value["generation"]), str(value["content"])
         return Artifact(path, config, index, tokenizer_file, generation, content, classifier)
     except (KeyError, TypeError, ValueError, AttributeError, OSError):
         raise ArtifactError("the model changed while it was read") from None
+
+
+def config_of(fields: Any) -> GPT2Config:
+    """Return a checked configuration. Raises `TypeError`, `ValueError`."""
+    config = GPT2Config(**fields)
+    for name, kind in get_type_hints(GPT2Config).items():
+        size = getattr(config, name)
+        if type(size) is not kind or (kind is int and size < 1):
+            raise ValueError(name)
+    if config.units % config.num_heads:
+        raise ValueError("num_heads")
+    return config
+
+
+def file_in(folder: Path, name: Any) -> Path:
+    """Return the path of a file by its name. Raises `ValueError` for a path in place of a name."""
+    return folder / _plain_name(name)
 
 
 def _classifier(

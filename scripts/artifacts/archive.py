@@ -16,10 +16,12 @@ from tqdm.utils import CallbackIOWrapper
 
 from command.errors import Problem
 from common.errors import EngineError, ServiceError
-from common.model_files import is_adapter
+from common.model_files import BASE_NAME, is_adapter, is_delta
 from engine.artifacts import adapter as adapters
-from engine.artifacts.artifact import Artifact
+from engine.artifacts.artifact import CONFIG_FILE, Artifact
+from engine.artifacts.files import read_json
 from engine.artifacts.open import open_artifact
+from engine.native.delta_folder import read_folder
 from engine.prepared.folder import MODEL
 from engine.prepared.folder import NAME as PREPARED
 from engine.prepared.manifest import content_of
@@ -71,6 +73,8 @@ def check(folder: Path) -> Checked:
             summary = _check_tensors(handler, folder)
         elif is_adapter(folder):
             summary = _check_adapter(folder)
+        elif is_delta(folder):
+            summary = _check_delta(folder)
         else:
             artifact = open_artifact(folder)
             summary = _check_model(artifact)
@@ -116,6 +120,15 @@ def _check_adapter(folder: Path) -> str:
         f"an adapter of {base}: rank {', '.join(map(str, ranks))} on {', '.join(products)} of"
         f" {len(layers)} layers{_labels(adapter)}"
     )
+
+
+def _check_delta(folder: Path) -> str:
+    """Checks a delta without its base; returns its size, parameters and base's name."""
+    delta = read_folder(folder)
+    Prompts(delta.described)
+    base = read_json(folder / CONFIG_FILE).get(BASE_NAME) or "a base that it does not name"
+    parameters = delta.described.config.num_parameters
+    return f"a delta of {base}: {delta.num_bytes / 1e6:.1f} MB for {parameters:,} parameters"
 
 
 def _check_tensors(handler: Any, folder: Path) -> str:

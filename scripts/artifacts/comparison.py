@@ -1,4 +1,4 @@
-"""Compares models on texts: what int8 costs a model, and an adapter its fine-tune."""
+"""Compares models on texts: what int8 costs a model, and a delta its fine-tune."""
 
 from __future__ import annotations
 
@@ -7,14 +7,18 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from tqdm import tqdm
 
-from command.logits import Reference
+from command.logits import Comparison, Reference
 from engine import backends
 from engine.artifacts.artifact import Artifact
 from engine.backends.interface import BackendModel
+from engine.native.delta_folder import read_folder
+from engine.native.model import NativeModel
+from engine.native.prepared import num_bytes, prepared
 from engine.text.prompts import Prompts
 
 MAX_TOKENS = 512  # of texts, compared in int8: 100 MB of logits for a vocabulary of 50,000
@@ -73,17 +77,11 @@ def report(
     """
     with (
         tempfile.TemporaryDirectory(prefix="compare-") as work,
-        tqdm(total=2 * (NEW + 1), desc="comparing", disable=None, leave=False) as bar,
+        _bar(models=2) as bar,
     ):
-        folder = Path(work)
-        with closing(backends.load(artifact, "native", "fp32", cache_dir=folder)) as exact:
-            bar.update()
-            expected = reference(artifact, exact, texts, MAX_TOKENS, bar.update)
-        cache = cache_dir or folder
-        with closing(backends.load(artifact, "native", "int8", cache_dir=cache)) as model:
-            bar.update()
-            c = expected.compare(model, progress=bar.update)
-    if not (c.kl_divergence <= MAX_KL and c.top1_agreement >= MIN_AGREEMENT):  # or NaN
+        expected = _expected(artifact, texts, Path(work), bar)
+        c = _in_int8(artifact, expected, cache_dir or Path(work), bar)
+    if _is_beyond(c):
         print(
             f"{name}: int8 changes this model too much (limits: KL {MAX_KL}, likeliest token"
             f" {MIN_AGREEMENT:.0%}):",
@@ -94,3 +92,66 @@ def report(
         f"int8 against fp32: KL {c.kl_divergence:.1e}, likeliest token the same for"
         f" {c.top1_agreement:.1%} of {c.tokens}, greedy texts for {c.same_texts} of {c.texts}"
     )
+
+
+def report_delta(
+    name: Path, folder: Path, whole: Artifact, base: Artifact, texts: Sequence[str], cache_dir: Path
+) -> list[str]:
+    """Compares a delta, and the whole model in int8, with that in fp32; returns a table.
+
+    Shows a progress bar, and a warning on stderr if the delta changes the model beyond the limits.
+
+    name: of the delta, for the warning
+    folder: of the delta
+    cache_dir: for prepared files
+    """
+    delta = read_folder(folder)
+    with _bar(models=3) as bar:
+        expected = _expected(whole, texts, cache_dir, bar)
+        in_int8 = _in_int8(whole, expected, cache_dir, bar)
+        with (
+            closing(NativeModel(prepared(base, "int8", cache_dir))) as model,
+            closing(delta.open(base, cache_dir).load()) as adapter,
+        ):
+            bar.update()
+            c = expected.compare(model, adapter, bar.update)
+    if _is_beyond(c):
+        print(
+            f"{name}: the delta changes this model too much (limits: KL {MAX_KL}, likeliest token"
+            f" {MIN_AGREEMENT:.0%}): serve the whole model",
+            file=sys.stderr,
+        )
+    sizes = {"delta": delta.num_bytes, "int8": num_bytes(whole.config, "int8")}
+    lines = [f"against fp32      size  likeliest token  KL, nats  greedy texts, of {c.texts}"]
+    for (kind, size), each in zip(sizes.items(), (c, in_int8), strict=True):
+        lines.append(
+            f"{kind:<12} {size / 1e6:>6.1f} MB  {each.top1_agreement:>15.1%}"
+            f"  {each.kl_divergence:>8.1e}  {each.same_texts:>12}"
+        )
+    return lines
+
+
+def _bar(models: int) -> tqdm[Any]:
+    """A progress bar over opening models and making their texts."""
+    return tqdm(total=models * (NEW + 1), desc="comparing", disable=None, leave=False)
+
+
+def _expected(
+    artifact: Artifact, texts: Sequence[str], cache_dir: Path, bar: tqdm[Any]
+) -> Reference:
+    with closing(backends.load(artifact, "native", "fp32", cache_dir=cache_dir)) as exact:
+        bar.update()
+        return reference(artifact, exact, texts, MAX_TOKENS, bar.update)
+
+
+def _in_int8(
+    artifact: Artifact, expected: Reference, cache_dir: Path, bar: tqdm[Any]
+) -> Comparison:
+    with closing(backends.load(artifact, "native", "int8", cache_dir=cache_dir)) as model:
+        bar.update()
+        return expected.compare(model, progress=bar.update)
+
+
+def _is_beyond(c: Comparison) -> bool:
+    """Whether a model is changed beyond the limits, or gives NaN."""
+    return not (c.kl_divergence <= MAX_KL and c.top1_agreement >= MIN_AGREEMENT)

@@ -18,8 +18,8 @@ from command.documents import write_json
 from command.errors import Problem
 from command.logits import logits_after
 from command.model_writer import write_params, write_safetensors
-from common.errors import EngineError
-from common.model_files import BASE_NAME, visible
+from common.errors import EngineError, ServiceError
+from common.model_files import BASE_NAME, DELTA, WEIGHTS, visible
 from engine import backends
 from engine.artifacts import adapter as adapters
 from engine.artifacts import hugging_face
@@ -31,6 +31,7 @@ from engine.artifacts.generation_config import HUGGING_FACE_FILE
 from engine.artifacts.merged import merge
 from engine.artifacts.open import open_artifact
 from engine.native.adapter import load_adapter
+from engine.native.delta import open_delta
 from engine.prepared.folder import NAME as PREPARED
 from engine.prepared.manifest import Manifests
 from engine.text.chat_template import find_chat_template
@@ -38,6 +39,7 @@ from engine.text.files import CHAT_TEMPLATE, read_files
 from engine.text.prompts import Prompts
 from scripts.artifacts import tokenizer_json
 from scripts.artifacts.folder import belongs
+from serving.models.model_settings import FILE, ModelSettings
 
 TOLERANCE = 1e-4  # of logits: fp32 sums in another order differ by less
 BACKEND = "native"
@@ -179,6 +181,37 @@ def _copy_templates(source: Artifact, target: Path) -> list[str]:
             return []
     (target / GENERATION_FILE).unlink()
     return [f"{GENERATION_FILE} is left out: the other tokenizer gives its template other ids"]
+
+
+def to_delta(source: Artifact, base: Artifact, target: Path, cache_dir: Path) -> None:
+    """Writes what a fine-tune adds to its base, with its tokenizer and settings.
+
+    `config.json` names the base as its folder or archive is called: it is looked up by that name
+    where the delta is served. Raises `Problem` where the fine-tune is no delta of the base.
+
+    cache_dir: for prepared files
+    """
+    try:
+        settings = ModelSettings.read(source.path)
+    except ServiceError as error:
+        raise Problem(f"{source.path}: {error.message}") from None
+    if settings.precision not in (None, "int8") or settings.share is False:
+        raise Problem(f"{source.path / FILE} says that the model must be whole: remove that")
+    try:
+        delta = open_delta(source, base, cache_dir)
+    except EngineError as error:
+        raise Problem(
+            f"{source.path.name} cannot be a delta of {base.path.name}: {error.message}"
+        ) from None
+    with contextlib.closing(delta):
+        shutil.copyfile(delta.file.path, target / DELTA)
+    weights = {file.name for file in source.weight_files}
+    for path in source.path.iterdir():
+        of_weights = path.name in weights or WEIGHTS.fullmatch(path.name)
+        if path.is_file() and belongs(path) and not of_weights:
+            shutil.copyfile(path, target / path.name)
+    name = base.path.name.removesuffix(".tar.gz")
+    write_json(target / CONFIG_FILE, {**read_json(target / CONFIG_FILE), BASE_NAME: name}, 2)
 
 
 def to_prepared(source: Artifact, target: Path, precision: str) -> None:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from common.model_files import ADAPTER, PARAMS
+from common.model_files import ADAPTER, DELTA, PARAMS
 from scripts.aws.account import Account
 from scripts.aws.locations import Artifact, Location
 
@@ -64,7 +64,8 @@ def text_model(account: Account, location: Location, models: list[Artifact]) -> 
     for artifact in sorted(callable_ones, key=lambda model: model.size_bytes)[:MOST_READ]:
         files = first_files(begin(account, location, artifact))
         weights = CONFIG in files or any(name.endswith(PARAMS) for name in files)
-        if weights and ADAPTER not in files and not any(name.endswith(".py") for name in files):
+        needs_base = ADAPTER in files or DELTA in files
+        if weights and not needs_base and not any(name.endswith(".py") for name in files):
             return artifact
     return None
 
@@ -99,17 +100,19 @@ def first_files(archive: bytes) -> dict[str, bytes]:
 
 
 def of_model(files: Mapping[str, bytes], archive_bytes: int, precision: str) -> Needs:
-    """Estimate, from the first files of its archive, the memory that a whole model needs."""
+    """Estimate, from the first files of its archive, the memory that a model or delta needs."""
     from engine import backends
     from engine.artifacts.config import KOGPT2
 
     is_v1 = any(name.endswith(PARAMS) for name in files)
     config = _config(files.get(CONFIG, b""), is_v1)
-    if config is None and (ADAPTER in files or is_v1):
+    if config is None and (ADAPTER in files or DELTA in files or is_v1):
         config = KOGPT2  # the release for MXNet has no config.json
     if config is None:  # tensors or a script: a worker process holds the weights as they are
         return Needs(int(archive_bytes * UNPACKED), 0)
     weights = backends.weight_bytes(config, precision, "cpu")
+    if DELTA in files:
+        weights = int(archive_bytes * UNPACKED)
     return Needs(weights, backends.row_bytes(config, precision))
 
 

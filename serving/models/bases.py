@@ -1,4 +1,4 @@
-"""Locates the base models of adapters and of whole fine-tunes."""
+"""Locates the base models of adapters, of deltas and of whole fine-tunes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path, PurePosixPath
 from urllib.parse import unquote, urlsplit
 
 from common.errors import ServiceError
-from common.model_files import ADAPTER, BASE_NAME, is_adapter
+from common.model_files import ADAPTER, BASE_NAME, DELTA, is_adapter, is_delta
 from common.settings import comma_separated
 from handlers.dispatch import is_hosted
 from serving.errors import BadRequest, ModelNotInStore, NotAModel, StartError, UrlNotAllowed
@@ -35,6 +35,7 @@ class Base:
 
     stored: StoredModel | None = None
     is_adapter: bool = False
+    is_delta: bool = False  # a folder with a delta in place of weights
     whole_because: str = ""
 
 
@@ -59,20 +60,28 @@ class Bases:
         in the store, under the name or the last part of it, such as `kogpt2-base-v2` of
         `/home/me/kogpt2-base-v2`. Its name is a path where it was looked up by one.
 
-        Without it an adapter cannot be served, and a whole model whose settings name it is refused;
-        any other is served whole. So it is where the token of the request that loads the model may
-        not use the base. Raises `BadRequest`, `Forbidden`, and errors of the store.
+        Without it an adapter or a folder with a delta cannot be served, and a whole model whose
+        settings name it is refused; any other is served whole. So it is where the token of the
+        request that loads the model may not use the base. Raises `BadRequest`, `Forbidden`, and
+        errors of the store.
         """
         assert model.fetched is not None
         folder, settings = model.fetched.path, model.settings
         if await asyncio.to_thread(is_adapter, folder):
-            return Base(await self._of_adapter(folder, settings), is_adapter=True)
+            name = await _base_name(folder / ADAPTER, "base_model_name_or_path")
+            base = await self._needed(settings, "an adapter", name, [name])
+            return Base(base, is_adapter=True)
         if not await asyncio.to_thread(is_hosted, folder, model.options.get("handler")):
             if settings.base is not None:
                 raise BadRequest(
                     f"base cannot be set for model {model.name}: the engine does not compute it"
                 )
             return Base()
+        if await asyncio.to_thread(is_delta, folder):
+            name = await _base_name(folder / CONFIG, BASE_NAME)
+            names = [name, model.name, model.stored.name]
+            base = await self._needed(settings, f"a delta ({DELTA})", name, names)
+            return Base(base, is_delta=True)
         # The one model of a server has nothing to share its base with.
         if settings.share is False or model.url in self._named:
             return Base()
@@ -93,29 +102,33 @@ class Bases:
         default = server.precision if settings.backend in (None, server.backend) else ""
         return server.device == "cpu" and (settings.precision or default or "int8") == "int8"
 
-    async def _of_adapter(self, folder: Path, settings: ModelSettings) -> StoredModel:
-        config = await asyncio.to_thread(read_object, folder / ADAPTER, MAX_CONFIG_BYTES)
+    async def _needed(
+        self, settings: ModelSettings, kind: str, name: str, names: Iterable[str]
+    ) -> StoredModel:
+        """Return the base of a model without weights of its own. Raises `BadRequest`, `Forbidden`.
+
+        kind: of the model, for errors
+        name, names: as of `_candidates`
+        """
         if settings.share is False:
-            raise BadRequest("share is false, but an adapter cannot be served without its base")
+            raise BadRequest(f"share is false, but {kind} cannot be served without its base")
         if settings.base is not None:
             return await self._explicit(settings.base)
-        name = _text(config.get("base_model_name_or_path"))
-        candidates = self._candidates(name, [name])
+        candidates = self._candidates(name, names)
         for candidate in candidates:
             with contextlib.suppress(ModelNotInStore, UrlNotAllowed):
                 return await self._allowed(candidate)
         tried = ", ".join(candidates) or "nothing, because it gives no name"
         raise BadRequest(
-            f"the model is an adapter of {name!r}, which is not in the store (looked for: {tried});"
+            f"the model is {kind} of {name!r}, which is not in the store (looked for: {tried});"
             f" put its base there under that name, or name the one that is: by base in {FILE} or in"
-            " the load request, or for all adapters by MODEL_BASES"
+            " the load request, or for all such models by MODEL_BASES"
         )
 
     async def _of_whole(self, folder: Path, model: Model) -> Base:
-        config: Mapping[str, object] = {}
+        name = ""
         with contextlib.suppress(BadRequest):  # the engine explains what is wrong with the file
-            config = await asyncio.to_thread(read_object, folder / CONFIG, MAX_CONFIG_BYTES)
-        name = _text(config.get(BASE_NAME))
+            name = await _base_name(folder / CONFIG, BASE_NAME)
         candidates = self._candidates(name, [name, model.name, model.stored.name])
         for candidate in candidates:
             try:
@@ -186,5 +199,7 @@ def parse(text: str) -> Mapping[str, str]:
     return known
 
 
-def _text(value: object) -> str:
+async def _base_name(file: Path, field: str) -> str:
+    """Return the name of a model's base in one of its files, or "". Raises `BadRequest`."""
+    value = (await asyncio.to_thread(read_object, file, MAX_CONFIG_BYTES)).get(field)
     return value if isinstance(value, str) and len(value) <= MAX_NAME else ""

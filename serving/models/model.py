@@ -66,6 +66,7 @@ class Model:
     stored_base: StoredModel | None = None  # of an adapter or a delta
     base: Fetched | None = None  # the fetched `stored_base`
     is_adapter: bool = False
+    is_delta: bool = False  # a folder with a delta in place of weights
     whole_because: str = ""  # why a model that has or names a base is served whole
     in_flight: int = 0
     last_used: float = field(default_factory=lambda: time.monotonic())
@@ -102,9 +103,9 @@ class Model:
     def needs_base(self) -> bool:
         """Whether it is not served without its base, and not to tokens that may not use the base.
 
-        An adapter, and a whole model whose settings name the base.
+        An adapter, a folder with a delta, and a whole model whose settings name the base.
         """
-        return self.is_adapter or self.settings.base is not None
+        return self.is_adapter or self.is_delta or self.settings.base is not None
 
     @property
     def shared_base(self) -> StoredModel | None:

@@ -314,7 +314,8 @@ class Registry:
         if model.settings.queue is not None:
             model.line.max_waiting = model.settings.queue
         base = await self._find_base(model)
-        model.stored_base, model.is_adapter = base.stored, base.is_adapter
+        model.stored_base = base.stored
+        model.is_adapter, model.is_delta = base.is_adapter, base.is_delta
         model.whole_because = base.whole_because
         if model.stored_base is not None:
             # No other model is evicted from the disk for a base that it can be served without.

@@ -107,6 +107,7 @@ def _row(model: Model) -> dict[str, Any]:
         "stored": dataclasses.asdict(model.stored.without_secrets()),
         "stored_base": base and dataclasses.asdict(base.without_secrets()),
         "is_adapter": model.is_adapter,
+        "is_delta": model.is_delta,
     }
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from common.errors import ArtifactError
-from common.model_files import is_model, model_folders, script_paths
+from common.model_files import is_adapter, is_delta, is_model, model_folders, script_paths
 from engine.artifacts import hugging_face
 from handlers.tensors import files
 from handlers.user_code.entry_point import find_script
@@ -104,3 +104,22 @@ def test_a_script_outside_of_the_model_is_none_of_it(tmp_path: Path) -> None:
 def test_a_model_inside_of_a_model_is_part_of_it() -> None:
     paths = ["시/model/model-symbol.json", "시/model/model-0000.params", "a/b/1/model.onnx", "c/d"]
     assert model_folders(paths) == {"시", "a/b"}
+
+
+@pytest.mark.parametrize(
+    ("names", "adapter", "delta"),
+    [
+        (["adapter_config.json", "adapter_model.bin"], True, False),
+        (["delta.safetensors", "kogpt2.spiece"], False, True),
+        (["delta.safetensors", "kogpt2.params"], False, False),
+        (["delta.safetensors", "model.safetensors"], False, False),
+        ([".delta.safetensors"], False, False),
+    ],
+)
+def test_an_adapter_and_a_delta_have_no_weights_beside_them(
+    tmp_path: Path, names: list[str], adapter: bool, delta: bool
+) -> None:
+    for name in names:
+        (tmp_path / name).touch()
+    assert (is_adapter(tmp_path), is_delta(tmp_path)) == (adapter, delta)
+    assert is_model(names, environment={}) == (names[0][0] != ".")

@@ -21,7 +21,7 @@ MODELS = REPOSITORY / "docs" / "models"
 PAGES = [MODELS / "artifacts.md", MODELS / "adapters.md"]
 ANYTHING = "…"
 # Of a model that is trained here: on another processor the last digits differ.
-TRAINED = ("kogpt2 fine-tune ", "--to adapter ")
+TRAINED = ("kogpt2 fine-tune ",)
 NUMBER = re.compile(r" *\b\d[\d.]*")
 
 

@@ -13,6 +13,7 @@ import pytest
 
 from tests.e2e.server import Server, eventually
 from tests.e2e.stores import SHORT, fine_tuned, serving, small, statistics, text
+from tests.scripts import command
 
 pytestmark = pytest.mark.slow
 
@@ -131,3 +132,33 @@ def test_fine_tunes_outlive_the_gateway_and_the_engine(
     assert text(server.predict(name, SHORT)) == texts[name]
     (model,) = (m for m in statistics(server)["models"] if m["name"].startswith(f"{name}#"))
     assert model["base"].endswith(BASE)
+
+
+def test_a_delta_in_place_of_weights_is_a_model_that_needs_its_base(
+    server: Server, texts: dict[str, str]
+) -> None:
+    """Made by the command, listed and loaded by its name, and after a new gateway still there."""
+    name, source, store = "델타-봄", server.store / TUNED[4], server.store
+    options = (source, store / name, "--to", "delta", "--base", store / BASE)
+    command.output(command.run("convert", *options))
+    (store / name / "serving.json").unlink()
+    try:
+        listed = {m["modelName"]: m for m in server.get("/models?available=true").json()["models"]}
+        assert listed[name]["sizeBytes"] < listed[TUNED[4]]["sizeBytes"] / 2
+        assert text(server.predict(name, SHORT)) == texts[TUNED[4]]
+        assert bases(server)[name] == BASE
+        server.kill_gateway()
+        assert text(server.predict(name, SHORT)) == texts[TUNED[4]]
+        assert server.unload(name).status_code == 200
+        for settings, message in (
+            ({"base": OTHER}, "was not made with this base"),
+            ({"precision": "fp32"}, "a delta needs int8 on a CPU"),
+            ({"share": False}, "cannot be served without its base"),
+            ({"base": "없음"}, "없음"),
+        ):
+            answer = server.load(name, **settings)
+            assert (answer.status_code, message in answer.text) == (400, True), answer.text
+        assert name not in bases(server)
+    finally:
+        server.unload(name)
+        shutil.rmtree(store / name)

@@ -13,6 +13,7 @@ import pytest
 import sentencepiece
 
 from command.errors import Problem
+from common.model_files import visible
 from engine.artifacts.artifact import EMBEDDING, OUTPUT
 from engine.artifacts.open import open_artifact
 from engine.artifacts.read_params import read_params
@@ -22,6 +23,7 @@ from engine.text.prompts import Prompts
 from scripts.artifacts import tokenizer_json
 from scripts.artifacts.archive import check, write_archive
 from tests.engine.artifacts.test_hugging_face import TORCH_FILE
+from tests.engine.deltas import fine_tuned
 from tests.engine.engines import Request, make_talkative
 from tests.engine.hugging_face import TINY, make_hugging_face, write_json
 from tests.engine.models import make_artifact, spiece
@@ -146,12 +148,39 @@ def test_a_prepared_model_is_compared_on_lines_unless_it_is_fp32(tmp_path: Path)
     assert not done.stderr
 
 
-def test_an_adapter_is_compared_without_a_text_of_two_tokens(tmp_path: Path) -> None:
-    """Lines of one token each were no texts and no reason for random ones: a division by zero."""
-    model, base = (make_hugging_face(tmp_path / str(i), kind="byte-level", seed=i) for i in (1, 2))
-    (tmp_path / "lines.txt").write_text("a\nb\n", encoding="utf-8")
-    options = ("--to", "adapter", "--base", base, "--text", tmp_path / "lines.txt")
-    assert "greedy texts" in convert(model, tmp_path / "lora", *options)
+def test_a_fine_tune_becomes_a_delta_beside_int8(tmp_path: Path) -> None:
+    base = make_talkative(tmp_path / "바탕", seed=7)
+    whole = fine_tuned(tmp_path / "시", base)
+    write_archive(check(base), tmp_path / "바탕.tar.gz")
+    (tmp_path / "시.txt").write_text("\n".join(SENTENCES), encoding="utf-8")
+    # Lines of one token each are no texts: the model's own are compared.
+    (tmp_path / "자모.txt").write_text("a\nb\n", encoding="utf-8")
+    made = []
+    for i, (of, text) in enumerate((("바탕", "시.txt"), ("바탕.tar.gz", "자모.txt"))):
+        options = ("--to", "delta", "--base", tmp_path / of, "--text", tmp_path / text)
+        lines = convert(whole, tmp_path / str(i), *options).splitlines()
+        assert lines[1].split()[:3] == ["against", "fp32", "size"]
+        assert [line.split()[0] for line in lines[2:]] == ["delta", "int8"]
+        kl = [float(line.split()[4]) for line in lines[2:]]
+        assert kl[0] < 1.5 * kl[1]
+        made.append({p.name: p.read_bytes() for p in visible(tmp_path / str(i))})
+    assert made[0] == made[1]
+    config = json.loads(made[0]["config.json"])
+    assert (config["_name_or_path"], "kogpt2.params" in made[0]) == ("바탕", False)
+    assert check(tmp_path / "0").summary.startswith("a delta of 바탕: 0.1 MB for ")
+
+
+def test_what_is_no_delta_is_refused_with_the_reason(tmp_path: Path) -> None:
+    base = make_talkative(tmp_path / "바탕", seed=7)
+    options = (tmp_path / "델타", "--to", "delta", "--base", base)
+    other = make_talkative(tmp_path / "남", seed=99)
+    assert "남 cannot be a delta of 바탕: it is too far from its base" in refused(other, *options)
+    wide = make_artifact(tmp_path / "큰 것", units=128)
+    assert "its units is 128, that of its base 64" in refused(wide, *options)
+    whole = fine_tuned(tmp_path / "시", base)
+    write_json(whole / "serving.json", {"precision": "fp32"})
+    assert "says that the model must be whole" in refused(whole, *options)
+    assert "need --base" in refused(whole, tmp_path / "델타", "--to", "delta")
 
 
 # Refusals

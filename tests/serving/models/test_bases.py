@@ -45,6 +45,13 @@ def whole(store: Path, name: str, **config: Any) -> Path:
     return folder
 
 
+def delta(store: Path, name: str, **config: Any) -> Path:
+    folder = store / name
+    touch(store, f"{name}/delta.safetensors", f"{name}/kogpt2.spiece")
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    return folder
+
+
 def found(
     store: Path,
     folder: Path,
@@ -329,3 +336,45 @@ def test_model_bases_says_what_is_wrong_with_it(store: Path) -> None:
     for wrong in ("kogpt2", "=b", "a="):
         with pytest.raises(StartError, match="MODEL_BASES"):
             find(store, store / "other", wrong)
+
+
+@pytest.mark.parametrize(
+    ("named", "known", "settings", "expected"),
+    [
+        ("바탕", "바탕=팀/바탕", {}, "팀/바탕"),
+        ("팀/바탕", "", {}, "팀/바탕"),
+        ("other", "시/*=kogpt2-base-v2", {}, "kogpt2-base-v2"),
+        (None, "시/봄=other", {}, "other"),
+        (None, "", {"base": "팀/바탕"}, "팀/바탕"),
+    ],
+)
+def test_a_delta_has_a_base_as_adapters_and_fine_tunes_have(
+    store: Path, named: str | None, known: str, settings: dict[str, str], expected: str
+) -> None:
+    folder = delta(store, "시/봄", **({} if named is None else {"_name_or_path": named}))
+    base = found(store, folder, known, **settings)
+    assert base.stored is not None
+    assert (base.stored.name, base.is_delta, base.is_adapter) == (expected, True, False)
+    # It cannot be served alone: not as a server's one model, and not with other settings.
+    alone = found(store, folder, known, {str(folder): "하나"}, precision="fp32", **settings)
+    assert alone == base
+
+
+def test_a_delta_whose_base_is_missing_is_refused(store: Path) -> None:
+    folder = delta(store, "봄", _name_or_path="skt/바탕")
+    with pytest.raises(BadRequest) as caught:
+        find(store, folder)
+    assert caught.value.message.startswith(
+        "the model is a delta (delta.safetensors) of 'skt/바탕', which is not in the store (looked"
+        " for: skt/바탕, 바탕); put its base there under that name, or name the one that is: by"
+    )
+    with pytest.raises(BadRequest, match="share is false, but a delta"):
+        find(store, folder, share=False)
+    with pytest.raises(BadRequest, match="base is '없음'"):
+        find(store, folder, base="없음")
+    before = current.set(team("봄"))
+    try:
+        with pytest.raises(Forbidden):
+            find(store, folder, base="other")
+    finally:
+        current.reset(before)
