@@ -20,7 +20,7 @@ from command.logits import comparison
 from engine.artifacts.config import GPT2Config
 from engine.artifacts.open import open_artifact
 from engine.text.sentencepiece import SentencePieceTokenizer
-from testbed import hard_model, random_model
+from testbed import fine_tunes, hard_model, random_model
 from testbed.process import ROOT
 
 ROWS = 8  # prompts of a batch
@@ -34,6 +34,7 @@ class Plan:
     batches: int = 3
     new_tokens: int = 64
     prompt_tokens: int = 16
+    train_steps: int = fine_tunes.PAGES_STEPS
 
 
 def _against_peers(results: Results) -> list[float]:
@@ -55,9 +56,10 @@ GOALS: tuple[report.Goal, ...] = (
 def lines(results: Results) -> str:
     config, plan = results["plan"]["config"], results["plan"]
     what = (
-        f"demo models, and random weights of {config['num_layers']} x {config['units']} with a"
-        f" vocabulary of {config['vocab_size']:,}; {ROWS * plan['batches']} prompts of"
-        f" {plan['prompt_tokens']} tokens, {plan['new_tokens']} new ones"
+        f"demo models, one of 5.8 million parameters ({plan['train_steps']} steps on Korean pages),"
+        f" and random weights of {config['num_layers']} x {config['units']} with a vocabulary of"
+        f" {config['vocab_size']:,}; {ROWS * plan['batches']} prompts of {plan['prompt_tokens']}"
+        f" tokens, {plan['new_tokens']} new ones"
     )
     head = ("KL to fp32", *(one.label for one in _compared()))
     columns = ("likeliest token the same", "logit error", "KL", "greedy texts the same")
@@ -97,8 +99,8 @@ def _rows(results: Results) -> Iterator[Row]:
 
 class HardRun(Run):
     plan: Plan
-    PLAN, QUICK = Plan(), Plan(random_model.TINY, 1, 8)
-    PARTS = DEFAULT = ("sowol", "dongju", "random")
+    PLAN, QUICK = Plan(), Plan(random_model.TINY, 1, 8, train_steps=2)
+    PARTS = DEFAULT = ("sowol", "dongju", "pages", "random")
     GOALS = GOALS
     LINES = lines
 
@@ -108,6 +110,11 @@ class HardRun(Run):
     def dongju(self) -> Results:
         return self._demo("dongju")
 
+    def pages(self) -> Results:
+        models = self.workdir / "fine-tunes"
+        folder = fine_tunes.make_base(models, "pages", steps=self.plan.train_steps)
+        return self._on_text(folder, models / "pages.txt")
+
     def random(self) -> Results:
         plan = self.plan
         folder = random_model.make(self.store, plan.config, 0)
@@ -115,10 +122,13 @@ class HardRun(Run):
         return self._measured(folder, random_model.prompts(plan.config, rows, plan.prompt_tokens))
 
     def _demo(self, name: str) -> Results:
-        """Measure a demo model on parts of its training text."""
         folder = random_model.demo(name, self.workdir / "demo")
+        return self._on_text(folder, ROOT / "model_store" / "corpus" / f"{name}.txt")
+
+    def _on_text(self, folder: Path, text: Path) -> Results:
+        """Measure a model on parts of its training text."""
         tokenizer = SentencePieceTokenizer(open_artifact(folder).tokenizer_file)
-        documents = read_documents(ROOT / "model_store" / "corpus" / f"{name}.txt")
+        documents = read_documents(text)
         ids = [i for document in documents for line in document for i in tokenizer.encode(line)]
         size, rows = self.plan.prompt_tokens, ROWS * self.plan.batches
         begins = np.linspace(0, len(ids) - size, rows, dtype=int).tolist()
