@@ -47,6 +47,12 @@ static inline uints16 dot16(uints16 sum, ints16 a, ints16 b) {
   return sum + (uints16)((a << 16 >> 16) * (b << 16 >> 16)) + (uints16)((a >> 16) * (b >> 16));
 }
 
+static inline uints16 bytes16(uints16 sum, uints16 a, ints16 b) {
+  for (int i = 0; i < 4; i++)
+    sum += (uints16)((ints16)(a >> 8 * i & 0xff) * (b << (24 - 8 * i) >> 24));
+  return sum;
+}
+
 #define _mm512_loadu_ps(memory) ((__m512)load16(memory))
 #define _mm512_loadu_si512(memory) ((__m512i)load16(memory))
 #define _mm512_storeu_ps(memory, x) store16(memory, (floats16)(x))
@@ -65,6 +71,7 @@ static inline uints16 dot16(uints16 sum, ints16 a, ints16 b) {
   ((__m512)choose16((floats16)(a) > (floats16)(b), (floats16)(a), (floats16)(b)))
 #define _mm512_cvtph_ps(halves) ((__m512)halves16(halves))
 #define _mm512_dpwssd_epi32(sum, a, b) ((__m512i)dot16((uints16)(sum), (ints16)(a), (ints16)(b)))
+#define _mm512_dpbusd_epi32(sum, a, b) ((__m512i)bytes16((uints16)(sum), (uints16)(a), (ints16)(b)))
 
 typedef struct {
   uint8_t palette, start, reserved[14];
