@@ -19,6 +19,7 @@ from engine.artifacts.artifact import FFN_HIDDEN, FFN_OUT
 from engine.artifacts.open import open_artifact
 from scripts.artifacts.archive import check, write_archive
 from testbed import random_model
+from tests.engine.deltas import fine_tuned
 from tests.engine.hugging_face import make_hugging_face, write_json
 from tests.engine.models import make_artifact, params_of, write_params
 from tests.handlers.tensors.graphs import TinyLM, classifier
@@ -210,6 +211,21 @@ def test_a_model_that_int8_harms_gets_a_warning_until_it_is_served_in_fp32(
     write_json(folder / "serving.json", {"precision": "fp32"})
     done = run(folder, "--check")
     assert ("int8 against" in output(done), done.stderr) == (False, "")
+
+
+def test_a_fine_tune_is_packed_as_a_delta_of_its_base(tmp_path: Path) -> None:
+    base = make_artifact(tmp_path / "바탕", seed=7)
+    whole = fine_tuned(tmp_path / "시", base)
+    done = output(run(whole, "--base", base))
+    assert "delta " in done
+    assert "a delta of 바탕: " in done
+    unpack(tmp_path / "시.tar.gz", tmp_path / "unpacked")
+    names = {path.name for path in (tmp_path / "unpacked").iterdir()}
+    assert names == {"config.json", "delta.safetensors", "kogpt2.spiece"}
+    assert "a delta of 바탕: " in output(run(tmp_path / "시.tar.gz", "--check"))
+    other = make_artifact(tmp_path / "남", seed=99)
+    assert "cannot be a delta" in refusal(run(other, "--base", base), 2)
+    assert not (tmp_path / "남.tar.gz").exists()
 
 
 def test_lines_to_compare_are_read_before_anything_else(folder: Path) -> None:
