@@ -39,7 +39,7 @@ class Convert:
 
 
 def run(options: Convert) -> None:
-    """Converts a model from one kind into another, and compares the logits before and after.
+    """Convert a model from one kind into another, and compare the logits before and after.
 
     hf: a directory of Hugging Face's transformers (config.json, model.safetensors,
     tokenizer.json); also from a pytorch_model.bin, whose pickle is not executed.
@@ -81,7 +81,7 @@ def run(options: Convert) -> None:
 
 
 def _convert(options: Convert, source: Artifact) -> list[str]:
-    """Converts to hf, v1 or prepared; returns lines for the user."""
+    """Convert to hf, v1 or prepared; return lines for the user."""
     from engine.prepared.folder import NAME as PREPARED
     from scripts.artifacts import comparison, conversion
 
@@ -106,7 +106,7 @@ def _convert(options: Convert, source: Artifact) -> list[str]:
 
 
 def _convert_with_base(options: Convert, source: Path, base: Artifact) -> list[str]:
-    """Converts a whole model to a delta of `base`, or an adapter to a whole model.
+    """Convert a whole model to a delta of `base`, or an adapter to a whole model.
 
     Returns lines for the user.
     """

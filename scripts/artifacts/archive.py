@@ -53,7 +53,7 @@ class Checked:
 
 
 def check(folder: Path) -> Checked:
-    """Checks what the server checks before it loads a model. Raises `Problem`."""
+    """Check what the server checks before it loads a model. Raises `Problem`."""
     if not folder.is_dir():
         raise Problem(f"there is no folder {folder}")
     files = tuple(_files(folder))
@@ -109,7 +109,7 @@ def _labels(artifact: Artifact | adapters.Adapter) -> str:
 
 
 def _check_adapter(folder: Path) -> str:
-    """Checks an adapter without its base; returns its rank, layers and base's name."""
+    """Check an adapter without its base; return its rank, layers and base's name."""
     adapter = adapters.read(folder)
     content_of(adapter)
     ranks = sorted({t.shape[0] for name, t in adapter.index.items() if name.endswith(".down")})
@@ -123,7 +123,7 @@ def _check_adapter(folder: Path) -> str:
 
 
 def _check_delta(folder: Path) -> str:
-    """Checks a delta without its base; returns its size, parameters and base's name."""
+    """Check a delta without its base; return its size, parameters and base's name."""
     delta = read_folder(folder)
     Prompts(delta.described)
     base = read_json(folder / CONFIG_FILE).get(BASE_NAME) or "a base that it does not name"
@@ -132,7 +132,7 @@ def _check_delta(folder: Path) -> str:
 
 
 def _check_tensors(handler: Any, folder: Path) -> str:
-    """Loads the model as its worker would; returns its platform, inputs and outputs."""
+    """Load the model as its worker would; return its platform, inputs and outputs."""
     metadata = handler.describe(handler.model_fn(str(folder)))
     sides = [
         ", ".join(f"{t['name']} {t['datatype']} {t['shape']}" for t in metadata[side])
@@ -142,7 +142,7 @@ def _check_tensors(handler: Any, folder: Path) -> str:
 
 
 def _files(folder: Path) -> Iterator[Path]:
-    """Yields the model's files, sorted by name, those of prepared models last.
+    """Yield the model's files, sorted by name, those of prepared models last.
 
     This puts config.json in the first bytes of an archive, where `kogpt2 deploy` reads it.
     """
@@ -174,7 +174,7 @@ def _files(folder: Path) -> Iterator[Path]:
 def write_archive(
     checked: Checked, target: Path, progress: Callable[[int], object] = lambda size: None
 ) -> None:
-    """Writes `target`, NAME.tar.gz, atomically; the same files give the same bytes.
+    """Write `target`, NAME.tar.gz, atomically; the same files give the same bytes.
 
     `progress` is called with bytes read. Raises `Problem` if the file exists.
     """

@@ -39,7 +39,7 @@ def reference(
     max_tokens: int,
     progress: Callable[[int], object] = lambda steps: None,
 ) -> Reference:
-    """Computes what others are compared with, on texts, of which `max_tokens` are read.
+    """Compute what others are compared with, on texts, of which `max_tokens` are read.
 
     Where no text has two tokens, these are the model's own greedy texts, each after a random token.
     """
@@ -52,7 +52,7 @@ def reference(
 
 
 def _windows(artifact: Artifact, texts: Sequence[str], left: int) -> Iterator[list[int]]:
-    """Yields the ids of texts in rows of at most `WINDOW`, `left` ids in all."""
+    """Yield the ids of texts in rows of at most `WINDOW`, `left` ids in all."""
     size = min(WINDOW, artifact.config.max_length)
     tokenizer = Prompts(artifact).tokenizer
     for text in texts:
@@ -68,7 +68,7 @@ def _windows(artifact: Artifact, texts: Sequence[str], left: int) -> Iterator[li
 def report(
     name: Path, artifact: Artifact, texts: Sequence[str], cache_dir: Path | None = None
 ) -> str:
-    """Compares a model in int8 with fp32; returns a line for the user.
+    """Compare a model in int8 with fp32; return a line for the user.
 
     Shows a progress bar, and a warning on stderr if int8 changes the model beyond the limits.
 
@@ -97,7 +97,7 @@ def report(
 def report_delta(
     name: Path, folder: Path, whole: Artifact, base: Artifact, texts: Sequence[str], cache_dir: Path
 ) -> list[str]:
-    """Compares a delta, and the whole model in int8, with that in fp32; returns a table.
+    """Compare a delta, and the whole model in int8, with that in fp32; returns a table.
 
     Shows a progress bar, and a warning on stderr if the delta changes the model beyond the limits.
 

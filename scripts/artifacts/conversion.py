@@ -65,7 +65,7 @@ def open_source(folder: Path, classifies: bool = False) -> Artifact:
 def to_hugging_face(
     source: Artifact, target: Path, texts: list[str], progress: Progress
 ) -> list[str]:
-    """Writes a directory that transformers loads. Returns lines for the user."""
+    """Write a directory that transformers loads. Returns lines for the user."""
     config, lines = source.config, list[str]()
     weights = (
         (theirs, source.weights[ours].T if transposed else source.weights[ours])
@@ -126,7 +126,7 @@ def _their_config(config: GPT2Config) -> dict[str, Any]:
 def to_v1(
     source: Artifact, target: Path, spiece: Path | None, texts: list[str], progress: Progress
 ) -> list[str]:
-    """Writes `*.params` as KoGPT2 v1's tools load it, with a second copy of the embedding.
+    """Write `*.params` as KoGPT2 v1's tools load it, with a second copy of the embedding.
 
     Returns lines for the user. Raises `Problem` for a model that v1 has no way to describe.
     """
@@ -158,7 +158,7 @@ def to_v1(
 
 
 def _copy_templates(source: Artifact, target: Path) -> list[str]:
-    """Copies the chat template and `generation.json`. Returns lines for the user.
+    """Copy the chat template and `generation.json`. Returns lines for the user.
 
     `generation.json` is left out if the other tokenizer gives its template other ids.
     """
@@ -184,7 +184,7 @@ def _copy_templates(source: Artifact, target: Path) -> list[str]:
 
 
 def to_delta(source: Artifact, base: Artifact, target: Path, cache_dir: Path) -> None:
-    """Writes what a fine-tune adds to its base, with its tokenizer and settings.
+    """Write what a fine-tune adds to its base, with its tokenizer and settings.
 
     `config.json` names the base as its folder or archive is called: it is looked up by that name
     where the delta is served. Raises `Problem` where the fine-tune is no delta of the base.
@@ -215,7 +215,7 @@ def to_delta(source: Artifact, base: Artifact, target: Path, cache_dir: Path) ->
 
 
 def to_prepared(source: Artifact, target: Path, precision: str) -> None:
-    """Copies the artifact and adds its prepared file, which is the same on every processor."""
+    """Copy the artifact and add its prepared file, which is the same on every processor."""
     for path in source.path.iterdir():
         if path.is_file() and belongs(path):
             shutil.copyfile(path, target / path.name)
@@ -223,14 +223,14 @@ def to_prepared(source: Artifact, target: Path, precision: str) -> None:
 
 
 def prepare(folder: Path, precision: str) -> None:
-    """Writes the prepared file. Call again after a rename, for the paths of its sources."""
+    """Write the prepared file. Call again after a rename, for the paths of its sources."""
     for source in (folder / PREPARED).glob("*.source.json"):
         source.unlink()
     backends.load(Manifests().open(folder), BACKEND, precision).close()
 
 
 def to_whole(adapter: Path, base: Artifact, target: Path) -> list[str]:
-    """Merges an adapter into its base, and writes that as `to_hugging_face` does.
+    """Merge an adapter into its base, and write that as `to_hugging_face` does.
 
     Returns lines for the user.
     """
@@ -257,7 +257,7 @@ def to_whole(adapter: Path, base: Artifact, target: Path) -> list[str]:
 
 
 def prompts(config: GPT2Config) -> Iterator[NDArray[np.int64]]:
-    """Yields random ids (T,) of several lengths T."""
+    """Yield random ids (T,) of several lengths T."""
     rng = np.random.default_rng(0)
     longest = min(CHECK_LENGTH, config.max_length)
     for length in np.linspace(1, longest, CHECKS).astype(int):
@@ -265,7 +265,7 @@ def prompts(config: GPT2Config) -> Iterator[NDArray[np.int64]]:
 
 
 def logits(artifact: Artifact, cache_dir: Path, adapter: adapters.Adapter | None = None) -> Logits:
-    """Computes the logits (CHECKS, V) of the token after each of the prompts, in fp32."""
+    """Compute the logits (CHECKS, V) of the token after each of the prompts, in fp32."""
     packed = load_adapter(adapter, artifact, "fp32", cache_dir) if adapter else None
     rows = []
     with contextlib.closing(backends.load(artifact, BACKEND, "fp32", cache_dir=cache_dir)) as model:
@@ -275,7 +275,7 @@ def logits(artifact: Artifact, cache_dir: Path, adapter: adapters.Adapter | None
 
 
 def verify(source: Artifact, target: Path, kind: str) -> str:
-    """Compares the logits before and after, in fp32; returns a line for the user.
+    """Compare the logits before and after, in fp32; return a line for the user.
 
     Raises `Problem` if they differ by more than rounding.
     """
@@ -287,7 +287,7 @@ def verify(source: Artifact, target: Path, kind: str) -> str:
 
 
 def _distance(before: Logits, after: Logits) -> str:
-    """Returns a line with the largest difference. Raises `Problem` above `TOLERANCE`."""
+    """Return a line with the largest difference. Raises `Problem` above `TOLERANCE`."""
     error = float(np.abs(after - before).max())
     scale = max(1.0, float(np.abs(before).max()))
     if not error <= TOLERANCE * scale:

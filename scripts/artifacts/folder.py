@@ -21,7 +21,7 @@ LEFT_OUT += ["rng_state*.pth", "trainer_state.json", "training_args.bin"]
 
 @contextlib.contextmanager
 def model_folder(path: Path) -> Iterator[Path]:
-    """Yields `path`, or a temporary folder with its archive's files. Raises `Problem`."""
+    """Yield `path`, or a temporary folder with its archive's files. Raises `Problem`."""
     if path.is_dir():
         yield path
         return

@@ -42,7 +42,7 @@ TEXTS = (
 
 
 def convert(spiece: Path) -> Tokenizer:
-    """Converts a sentencepiece model. Raises `Problem` if it is not a BPE model."""
+    """Convert a sentencepiece model. Raises `Problem` if it is not a BPE model."""
     proto: Any = messages.ModelProto.FromString(spiece.read_bytes())
     if proto.trainer_spec.model_type != BPE:
         raise Problem(f"{spiece.name} is no BPE model; only BPE models can become a tokenizer.json")
@@ -112,7 +112,7 @@ def _normalizer(spec: Any) -> Any:
 
 
 def must_agree(spiece: Path, tokenizer_json: Path, texts: list[str]) -> int:
-    """Checks that two tokenizers agree on `texts`, built-in texts and every piece.
+    """Check that two tokenizers agree on `texts`, built-in texts and every piece.
 
     Returns the number of texts. Raises `Problem` with the first that differs.
     """

@@ -40,7 +40,7 @@ import gluonnlp  # isort: skip
 
 
 def train_tokenizer(documents: Documents, vocab_size: int) -> bytes:
-    """Trains a sentencepiece BPE model that can write every text.
+    """Train a sentencepiece BPE model that can write every text.
 
     It has the documents' characters, printable ASCII (what JSON is made of), and a piece for each
     byte of any other character.
@@ -102,7 +102,7 @@ class Tokenizer:
 
 
 def make_examples(documents: Documents, tokenizer: Tokenizer, window: int) -> list[list[int]]:
-    """Makes an example of each line: `<s>` and `window` tokens from there on at most.
+    """Make an example of each line: `<s>` and `window` tokens from there on at most.
 
     `</s>` stands at the end of a document. A repeated line of a document starts an example only
     once. The first example of a document is repeated, a fourth as often as there are examples,
@@ -123,7 +123,7 @@ def make_examples(documents: Documents, tokenizer: Tokenizer, window: int) -> li
 
 
 def batches(examples: list[list[int]], batch_size: int, pad: int) -> Iterator[Any]:
-    """Yields shuffled batches (B, T) of examples of about the same length, without end.
+    """Yield shuffled batches (B, T) of examples of about the same length, without end.
 
     Batches of short examples have more of them, so that each has about as many tokens.
     """
@@ -149,7 +149,7 @@ def train(
     options: FineTune,
     label: str,
 ) -> str:
-    """Trains the weights in place; returns a line with the loss per token and the time."""
+    """Train the weights in place; return a line with the loss per token and the time."""
     window = min(options.max_length, config.max_length) - 1
     examples = make_examples(documents, tokenizer, window)
     unknown = sum(e.count(tokenizer.unk) for e in examples) / sum(map(len, examples))
@@ -201,7 +201,7 @@ def random_weights(config: GPT2Config, seed: int) -> dict[str, Any]:
 def pack(
     config: GPT2Config, weights: dict[str, Any], spiece: bytes, out: Path, base: Path | None = None
 ) -> None:
-    """Writes the archive, with the name of its base; the same files give the same bytes."""
+    """Write the archive, with the name of its base; the same files give the same bytes."""
     name = out.name.removesuffix(SUFFIX)
     # Flags are left out: KoGPT2 v1 has the default of each.
     sizes = {n: v for n, v in dataclasses.asdict(config).items() if not isinstance(v, bool)}
@@ -220,7 +220,7 @@ def pack(
 
 
 def train_base(texts: list[Path], out: Path, options: FineTune) -> None:
-    """Trains a tokenizer on all texts and a base model on `--base-text`."""
+    """Train a tokenizer on all texts and a base model on `--base-text`."""
     documents = read_documents(options.base_text)
     all_documents = [*documents, *itertools.chain.from_iterable(map(read_documents, texts))]
     spiece = train_tokenizer(all_documents, options.vocab_size)
