@@ -13,7 +13,7 @@ from typing import Any
 
 from common.errors import ArtifactError, EngineError, ModelNotFound
 from common.memory import MIB, return_freed_memory
-from common.model_files import is_adapter, is_delta
+from common.model_files import ADAPTER, DELTA, is_adapter, is_delta
 from engine import backends
 from engine.artifacts import adapter as adapters
 from engine.artifacts.artifact import Artifact
@@ -120,6 +120,8 @@ class Loader:
         """
         path, base = request.path, request.base
         stamps = {path: stamps_of(path)}
+        if is_adapter(path) and is_delta(path):
+            raise ArtifactError(f"the folder has {ADAPTER} and {DELTA}: one of them must go")
         whole: Artifact | None = None
         adapter: adapters.Adapter | Delta | None = None
         of_base, whole_because = None, ""

@@ -19,6 +19,7 @@ from engine.engine import Engine
 from engine.native import prepared
 from engine.native.delta_folder import read_folder
 from scripts.artifacts import conversion
+from tests.engine.adapters import make_adapter
 from tests.engine.conftest import NewEngine
 from tests.engine.deltas import fine_tuned
 from tests.engine.engines import Request, make_talkative
@@ -229,3 +230,11 @@ def test_the_file_of_another_version_says_what_to_do(delta: Path) -> None:
     change_metadata(delta / "delta.safetensors", format="0 on 0")
     with pytest.raises(ArtifactError, match=r"make it again: \./kogpt2 convert"):
         read_folder(delta)
+
+
+def test_a_folder_with_an_adapter_and_a_delta_is_refused(
+    engine: Engine, base: Path, delta: Path
+) -> None:
+    make_adapter(delta, base)
+    with pytest.raises(ArtifactError, match=r"adapter_config.json and delta.safetensors: one"):
+        engine.load("둘", str(delta), base=str(base))
