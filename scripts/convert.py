@@ -54,7 +54,8 @@ def run(options: Convert) -> None:
     int8. It is served beside that very base, whose memory and steps all its deltas share. Shows
     what it changes, in the lines of --text or in the model's own greedy texts.
 
-    whole: an adapter merged into its --base, as hf.
+    whole: an adapter merged into its --base, or the model that a delta is beside its, as hf. What
+    the delta left of the fine-tune is approximate.
 
     Examples:
     kogpt2 convert kogpt2-v1/ kogpt2-hf/ --to hf
@@ -106,7 +107,7 @@ def _convert(options: Convert, source: Artifact) -> list[str]:
 
 
 def _convert_with_base(options: Convert, source: Path, base: Artifact) -> list[str]:
-    """Convert a whole model to a delta of `base`, or an adapter to a whole model.
+    """Convert a whole model to a delta of `base`, or a delta or an adapter to a whole model.
 
     Returns lines for the user.
     """

@@ -19,7 +19,7 @@ from command.errors import Problem
 from command.logits import logits_after
 from command.model_writer import write_params, write_safetensors
 from common.errors import EngineError, ServiceError
-from common.model_files import BASE_NAME, DELTA, WEIGHTS, visible
+from common.model_files import BASE_NAME, DELTA, WEIGHTS, is_delta, visible
 from engine import backends
 from engine.artifacts import adapter as adapters
 from engine.artifacts import hugging_face
@@ -30,14 +30,16 @@ from engine.artifacts.generation_config import FILE as GENERATION_FILE
 from engine.artifacts.generation_config import HUGGING_FACE_FILE
 from engine.artifacts.merged import merge
 from engine.artifacts.open import open_artifact
-from engine.native.adapter import load_adapter
+from engine.native.adapter import NativeAdapter, load_adapter
 from engine.native.delta import open_delta
+from engine.native.delta_folder import read_folder
 from engine.prepared.folder import NAME as PREPARED
 from engine.prepared.manifest import Manifests
 from engine.text.chat_template import find_chat_template
 from engine.text.files import CHAT_TEMPLATE, read_files
 from engine.text.prompts import Prompts
 from scripts.artifacts import tokenizer_json
+from scripts.artifacts.delta_weights import whole_of
 from scripts.artifacts.folder import belongs
 from serving.models.model_settings import FILE, ModelSettings
 
@@ -229,11 +231,30 @@ def prepare(folder: Path, precision: str) -> None:
     backends.load(Manifests().open(folder), BACKEND, precision).close()
 
 
-def to_whole(adapter: Path, base: Artifact, target: Path) -> list[str]:
-    """Merge an adapter into its base, and write that as `to_hugging_face` does.
+def to_whole(source: Path, base: Artifact, target: Path) -> list[str]:
+    """Write the whole model of a delta, or of an adapter, as `to_hugging_face` does.
 
     Returns lines for the user.
     """
+    return (_whole_delta if is_delta(source) else _merge)(source, base, target)
+
+
+def _whole_delta(folder: Path, base: Artifact, target: Path) -> list[str]:
+    with tempfile.TemporaryDirectory(prefix="convert-") as work:
+        cache = Path(work)
+        try:
+            delta = read_folder(folder).open(base, cache)
+        except EngineError as error:
+            raise Problem(f"{folder} cannot be made whole: {error.message}") from None
+        with contextlib.closing(delta.load()) as adapter:
+            lines = to_hugging_face(whole_of(delta, cache), target, [], lambda _: None)
+            after = logits(open_artifact(target), cache)
+            before = logits(base, cache, adapter, "int8")
+    apart = float(np.sqrt(np.mean(np.square(after - before))) / np.std(before))
+    return [*lines, f"approximate: logits {apart:.2%} from those of the delta, in int8"]
+
+
+def _merge(adapter: Path, base: Artifact, target: Path) -> list[str]:
     try:
         opened = adapters.read(adapter)
         if opened.classifier is not None:
@@ -249,7 +270,9 @@ def to_whole(adapter: Path, base: Artifact, target: Path) -> list[str]:
     with tempfile.TemporaryDirectory(prefix="convert-") as work:
         after = logits(open_artifact(target), Path(work) / "after")
         source, beside = (base, opened) if opened.is_thin else (merged, None)
-        before = logits(source, Path(work) / "before", beside)
+        cache = Path(work) / "before"
+        packed = load_adapter(beside, source, "fp32", cache) if beside else None
+        before = logits(source, cache, packed)
     return [*lines, _distance(before, after)]
 
 
@@ -264,13 +287,18 @@ def prompts(config: GPT2Config) -> Iterator[NDArray[np.int64]]:
         yield rng.integers(0, config.vocab_size, length)
 
 
-def logits(artifact: Artifact, cache_dir: Path, adapter: adapters.Adapter | None = None) -> Logits:
-    """Compute the logits (CHECKS, V) of the token after each of the prompts, in fp32."""
-    packed = load_adapter(adapter, artifact, "fp32", cache_dir) if adapter else None
+def logits(
+    artifact: Artifact,
+    cache_dir: Path,
+    adapter: NativeAdapter | None = None,
+    precision: str = "fp32",
+) -> Logits:
+    """Compute the logits (CHECKS, V) of the token after each of the prompts."""
     rows = []
-    with contextlib.closing(backends.load(artifact, BACKEND, "fp32", cache_dir=cache_dir)) as model:
+    model = backends.load(artifact, BACKEND, precision, cache_dir=cache_dir)
+    with contextlib.closing(model):
         for ids in prompts(artifact.config):
-            rows.append(logits_after(model, ids.tolist(), adapter=packed)[0])
+            rows.append(logits_after(model, ids.tolist(), adapter=adapter)[0])
     return np.stack(rows)
 
 

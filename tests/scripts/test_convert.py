@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 from contextlib import closing
 from functools import partial
 from pathlib import Path
@@ -22,6 +23,7 @@ from engine.settings import Settings
 from engine.text.prompts import Prompts
 from scripts.artifacts import tokenizer_json
 from scripts.artifacts.archive import check, write_archive
+from scripts.artifacts.conversion import logits
 from tests.engine.artifacts.test_hugging_face import TORCH_FILE
 from tests.engine.deltas import fine_tuned
 from tests.engine.engines import Request, make_talkative
@@ -168,6 +170,28 @@ def test_a_fine_tune_becomes_a_delta_beside_int8(tmp_path: Path) -> None:
     config = json.loads(made[0]["config.json"])
     assert (config["_name_or_path"], "kogpt2.params" in made[0]) == ("바탕", False)
     assert check(tmp_path / "0").summary.startswith("a delta of 바탕: 0.1 MB for ")
+
+
+@pytest.mark.parametrize("activation", ["gelu", "gelu_new"])
+def test_a_delta_becomes_a_whole_model_that_is_as_near_to_the_fine_tune(
+    tmp_path: Path, activation: str
+) -> None:
+    base = make_artifact(tmp_path / "바탕", activation=activation)
+    whole = fine_tuned(tmp_path / "시", base)
+    convert(whole, tmp_path / "델타", "--to", "delta", "--base", base, "--no-compare")
+    said = convert(tmp_path / "델타", tmp_path / "다시", "--to", "whole", "--base", base)
+    apart = re.search(r"approximate: logits ([\d.]+)% from those of the delta", said)
+    assert apart is not None
+    assert float(apart[1]) < 3
+    ours, theirs = (
+        logits(open_artifact(path), tmp_path / "cache") for path in (whole, tmp_path / "다시")
+    )
+    of_base = logits(open_artifact(base), tmp_path / "cache")
+    error = np.sqrt(np.mean(np.square(theirs - ours)))
+    assert 0 < error < 0.2 * np.sqrt(np.mean(np.square(of_base - ours)))
+    assert "cannot be made whole" in refused(
+        tmp_path / "델타", tmp_path / "남", "--to", "whole", "--base", whole
+    )
 
 
 def test_what_is_no_delta_is_refused_with_the_reason(tmp_path: Path) -> None:
