@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tests.fuzz import forms, tokenizers
+from tests.fuzz import deltas, forms, tokenizers
 
 CORPUS = Path(__file__).with_name("corpus")
 MOST_BYTES = 60_000
@@ -49,6 +49,7 @@ TOKENS = (
 
 # Made by a function.
 MADE: dict[str, Callable[[], list[bytes]]] = {
+    "delta": deltas.seeds,
     "form": forms.seeds,
     **{name: partial(tokenizers.made, name) for name in tokenizers.NAMES},
 }

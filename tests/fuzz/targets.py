@@ -57,7 +57,7 @@ from serving.store.sources import Sources, open_store
 from tests.bounded import bounded
 from tests.engine.hugging_face import make_hugging_face
 from tests.engine.models import make_artifact
-from tests.fuzz import forms
+from tests.fuzz import deltas, forms
 from tests.fuzz.tokenizers import NAMES as TOKENIZERS
 from tests.fuzz.tokenizers import Tokenizer
 
@@ -423,6 +423,7 @@ TARGETS: dict[str, Target] = {
     "classifier": classified("application/json"),
     "classifier-csv": classified(CSV),
     "config.json": in_artifact("config.json"),
+    "delta": deltas.target,
     "form": forms.target,
     "csv": tensors(CSV, FLOATS, TEXTS),
     "generate": lambda data: parse_generate(json_object(data), stream=b"\x01" in data),
