@@ -160,6 +160,7 @@ def test_a_hard_model_without_a_peer_has_an_empty_cell_and_the_goal_is_the_worst
     results = {
         "dongju": {"unchanged": model(**better), "values x 100": model(**worse)},
         "sowol": {"unchanged": model(**better)},
+        "pages": {},
         "random": {"heavy tails": model(**better)},
     }
     (goal,) = judge(results, hard.GOALS)

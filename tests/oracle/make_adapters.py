@@ -24,7 +24,7 @@ import numpy as np
 import peft
 import torch
 from peft.tuners.lora import LoraLayer
-from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2ForSequenceClassification
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.oracle.generate import greedy
 
@@ -41,16 +41,15 @@ def make(base: Path, path: Path, options: dict[str, Any]) -> None:
     name: of the adapter in the model
     beside: by name, configurations of further adapters of the same model
     sum: the sum of all of them is saved in their place
-    over: what PEFT is given: the model, "transformer", which is a part of it, or "classes", which
-        has another head; with "mixin" transformers' own model takes and saves the adapter
+    over: what PEFT is given: the model, or "transformer", which is a part of it; with "mixin"
+        transformers' own model takes and saves the adapter
     converted: one that began with a part of the base is saved as one of the base as it was
     save: what `save_pretrained` is given
     """
     torch.manual_seed(options["seed"])
     over = options.get("over")
     dtype = getattr(torch, options.get("dtype", "float32"))
-    kind = GPT2ForSequenceClassification if over == "classes" else AutoModelForCausalLM
-    model = load(base, dtype, kind)
+    model = load(base, dtype, AutoModelForCausalLM)
     if vocabulary := options.get("vocabulary"):
         model.resize_token_embeddings(vocabulary)
         AutoTokenizer.from_pretrained(base).save_pretrained(path)

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import shutil
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +20,7 @@ from engine.artifacts.open import open_artifact
 from engine.engine import Engine
 from engine.settings import Settings
 from tests.engine.engines import Pause, Request
-from tests.engine.hugging_face import make_hugging_face, their_weights, write_weights
+from tests.engine.hugging_face import make_hugging_face
 from tests.engine.sentences import SENTENCES
 from tests.oracle import oracle
 from tests.scripts.command import run
@@ -156,9 +155,8 @@ ADAPTERS |= {
     if {one, other} not in IMPOSSIBLE
 }
 ROUTER = "router"
-BASE, WHOLE = "base", "whole"  # the base itself, and a fine-tune of it without adapters
-OF_WHOLE = {"rank-8": 8, "rank-64": 64}  # adapters that `convert` makes of the fine-tune
-ASKED = (BASE, *ADAPTERS, *OF_WHOLE)
+BASE = "base"  # the base itself
+ASKED = (BASE, *ADAPTERS)
 MERGED = ("long patterns", "biases that are added", "bfloat16", "dora", "norms", "tokens")
 
 # By what the refusal says, what PEFT saves.
@@ -177,7 +175,6 @@ REFUSED: dict[str, dict[str, Any]] = {
     ".c_attn.lora_velora_embed, which is no LoRA matrix": lora(velora_config={}),
     "lora_monteclora_sampler": lora(monteclora_config={}),
     "rank 65 in layer 0, more than the 64 units": lora(65),
-    "task_type is 'SEQ_CLS'": lora(task_type="SEQ_CLS") | {"over": "classes"},
     "task_type is 'FEATURE_EXTRACTION'": lora(task_type="FEATURE_EXTRACTION") | TRANSFORMER,
     **{
         f"peft_type is '{kind}'": {"kind": config, "config": {"task_type": "CAUSAL_LM", **more}}
@@ -216,9 +213,6 @@ def folder_of(root: Path, name: str) -> Path:
 def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
     root = tmp_path_factory.mktemp("peft")
     base = make_hugging_face(root / "바탕", **SHAPE)
-    fine_tune(base, root / WHOLE)
-    for name, rank in OF_WHOLE.items():
-        convert(root / WHOLE, root / name, "adapter", "--base", base, "--rank", str(rank))
     plan = {
         "base": base,
         "prompts": PROMPTS,
@@ -233,11 +227,9 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
         },
         "ask": {
             BASE: (base, "whole", 0),
-            WHOLE: (root / WHOLE, "whole", 0),
             **{
                 name: (folder_of(root, name), options.get("over", ""), options.get("vocabulary", 0))
-                for name in ASKED[1:]
-                for options in [ADAPTERS.get(name, {})]
+                for name, options in ADAPTERS.items()
             },
         },
     }
@@ -246,17 +238,6 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
     answers = json.loads((root / "answers.json").read_text(encoding="utf-8"))
     with np.load(root / "logprobs.npz") as file:
         return Made(root, base, answers, dict(file))
-
-
-def fine_tune(base: Path, folder: Path) -> None:
-    """The base with other matrices where adapters can add to them."""
-    shutil.copytree(base, folder)
-    rng = np.random.default_rng(5)
-    weights = dict(their_weights(open_artifact(base).config, SHAPE["seed"], "float32"))
-    for name, weight in weights.items():
-        if ".c_" in name and weight.ndim == 2:
-            weights[name] = weight + rng.normal(0, 0.01, weight.shape).astype(np.float32)
-    write_weights(folder, [*weights.items()])
 
 
 @pytest.fixture(scope="module")
@@ -315,9 +296,8 @@ def test_an_adapter_answers_as_peft_does(
 
 
 def test_what_is_compared_is_of_many_adapters_that_change_the_text(made: Made) -> None:
-    names = made.answers.keys() - {*OF_WHOLE}
-    texts = {json.dumps(made.answers[name]["new"]) for name in names}
-    assert len(texts) == len(names) == len(ADAPTERS) + 2
+    texts = {json.dumps(answer["new"]) for answer in made.answers.values()}
+    assert len(texts) == len(made.answers) == len(ADAPTERS) + 1
     margins = [m for answer in made.answers.values() for each in answer["margins"] for m in each]
     assert np.mean(np.array(margins) < TIE) < 0.01
 
@@ -335,12 +315,6 @@ def test_a_router_of_adapters_is_refused(made: Made) -> None:
     """A router's matrices have the same names as an adapter's."""
     with pytest.raises(ArtifactError, match="arrow_config is"):
         read(made.root / ROUTER / "arrow_router")
-
-
-def test_a_converted_adapter_of_all_ranks_is_the_fine_tune_itself(made: Made) -> None:
-    few, full = (made.logprobs[name] for name in OF_WHOLE)
-    np.testing.assert_allclose(full, made.logprobs[WHOLE], rtol=0, atol=TOLERANCE)
-    assert np.abs(few - made.logprobs[WHOLE]).max() > 10 * TOLERANCE
 
 
 @pytest.mark.parametrize("name", MERGED)

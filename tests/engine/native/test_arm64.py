@@ -115,7 +115,10 @@ def engine(python: Path, code: Path, tmp_path: Path) -> Iterator[EngineProcess]:
 
 def test_the_text_is_that_of_x86_64(engine: EngineProcess, tmp_path: Path) -> None:
     body = {"name": "소월", "model_dir": str(random_model.demo("sowol", tmp_path / "시집"))}
-    status, model = engine.call("POST", "/models", body)
+    for _ in range(3):  # its limit for reading a tokenizer is not meant for an emulated processor
+        status, model = engine.call("POST", "/models", body)
+        if status != 503:
+            break
     assert status == 200, model
     assert model["precision"] == "int8"
     body = {"inputs": PROMPT, "parameters": {"max_new_tokens": 12}}
