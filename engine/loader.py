@@ -120,12 +120,13 @@ class Loader:
         """
         path, base = request.path, request.base
         stamps = {path: stamps_of(path)}
-        if is_adapter(path) and is_delta(path):
+        has_adapter, has_delta = is_adapter(path), is_delta(path)
+        if has_adapter and has_delta:
             raise ArtifactError(f"the folder has {ADAPTER} and {DELTA}: one of them must go")
         whole: Artifact | None = None
         adapter: adapters.Adapter | Delta | None = None
         of_base, whole_because = None, ""
-        if base is None or not (is_adapter(path) or is_delta(path)):
+        if base is None or not (has_adapter or has_delta):
             whole = self._manifests.open(path, reading.run)
         if base is not None:
             try:
@@ -138,7 +139,7 @@ class Loader:
         labeled: Artifact | adapters.Adapter | None = None
         if whole is not None:
             labeled = whole
-        elif is_delta(path):
+        elif has_delta:
             assert of_base is not None
             folder = open_folder(self._manifests, path, reading.run)
             try:

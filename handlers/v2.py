@@ -12,13 +12,15 @@ https://github.com/triton-inference-server/server/blob/main/docs/protocol/extens
 
 from __future__ import annotations
 
+import contextlib
 import struct
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from common.errors import InvalidRequest, quoted
-from common.media_types import BINARY, HEADER_SIZE, JSON
+from common.json_body import MAX_VALUES, read_json
+from common.media_types import BINARY, HEADER_SIZE, JSON, media_type
 
 # KServe's client sends `model_name`, which repeats the name in the path.
 FIELDS = ("id", "model_name", "parameters", "inputs", "outputs")
@@ -64,6 +66,25 @@ def split(body: bytes, header_size: str) -> tuple[bytes, bytes]:
             f" {len(body)}, the body's"
         )
     return body[: int(header_size)], body[int(header_size) :]
+
+
+def read_texts(raw: bytes, content_type: str | None) -> tuple[Any, bytes]:
+    """Return the JSON of a body for a model of texts, and the binary tensors behind it.
+
+    None in place of JSON for a body that is no V2 request. Raises `InvalidRequest`,
+    `UnsupportedMediaType`.
+    """
+    kind, options = media_type(content_type)
+    if kind == BINARY:
+        raw, binary = split(raw, options.get(HEADER_SIZE, ""))
+        if raw:
+            return read_json(raw, MAX_VALUES), binary
+        return raw_request("text", "BYTES", [1], binary)
+    if b'"datatype"' in raw:
+        # A body that is not JSON is plain text with that word, or `handlers.payload` reports it.
+        with contextlib.suppress(InvalidRequest):
+            return read_json(raw, MAX_VALUES), b""
+    return None, b""
 
 
 def raw_request(

@@ -16,14 +16,13 @@ from tqdm import tqdm
 from benchmarks.adapters import peers, tables
 from benchmarks.report.tables import Results
 from benchmarks.run import Run, in_turns, seconds_of
+from benchmarks.steps import decode_step, filled
 from benchmarks.switching.clients import Budgeted, Clients
 from command.model_writer import write_adapter
 from common.memory import MIB
 from engine.artifacts.config import GPT2Config
-from engine.backends.interface import Piece
 from engine.budget import budget_bytes
 from engine.native.adapter import LowRank, NativeAdapter
-from engine.native.arena import NativeRow
 from engine.native.model import NativeModel
 from engine.native.prepared import prepared
 from engine.prepared.folder import NAME as PREPARED
@@ -35,7 +34,6 @@ from testbed.server import Server
 from testbed.trace import Kind, trace
 
 ROWS = 8
-CONTEXT = 40  # tokens behind each row of a step
 RANKS = (4, 8, 16, 32, 64)
 PROMPT_TOKENS = 16
 BESIDE = 8  # adapters, and whole fine-tunes, of the runs beside peers
@@ -149,20 +147,20 @@ class AdaptersRun(Run):
             return [NativeAdapter.of(config, "int8", each) for each in matrices]
 
         model = open_model(0)
-        rows = [_filled(model) for _ in range(ROWS)]
-        wholes = [(whole, [_filled(whole)]) for whole in map(open_model, range(ROWS))]
+        rows = [filled(model) for _ in range(ROWS)]
+        wholes = [(whole, [filled(whole)]) for whole in map(open_model, range(ROWS))]
 
         def in_turn() -> None:
             for whole, row in wholes:
-                _step(whole, row, [None])
+                decode_step(whole, row, [None])
 
         kinds: dict[tuple[str, int, int], Callable[[], None]] = {
-            ("one model", 0, 0): partial(_step, model, rows, [None] * ROWS)
+            ("one model", 0, 0): partial(decode_step, model, rows, [None] * ROWS)
         }
         of_rank = {each: packed(each) for each in sorted({*RANKS, rank})}
         for each, count in (*((rank, count) for count in (1, 2, 4)), *((r, ROWS) for r in of_rank)):
             adapters = [of_rank[each][i % count] for i in range(ROWS)]
-            kinds["adapters", each, count] = partial(_step, model, rows, adapters)
+            kinds["adapters", each, count] = partial(decode_step, model, rows, adapters)
         kinds["whole models", 0, ROWS] = in_turn
         steps = {kind: partial(seconds_of, step) for kind, step in kinds.items()}
         return [
@@ -257,19 +255,3 @@ class AdaptersRun(Run):
             log=self.log,
         )
         return peers.measure(case, self.skipping)
-
-
-def _filled(model: NativeModel) -> NativeRow:
-    row = model.open_row()
-    rng = np.random.default_rng(0)
-    model.run([Piece(row, rng.integers(4, model.config.vocab_size, CONTEXT).tolist())])
-    return row
-
-
-def _step(
-    model: NativeModel, rows: Sequence[NativeRow], adapters: Sequence[NativeAdapter | None]
-) -> None:
-    """Run a decode step, then truncate the rows to their length before."""
-    model.run([Piece(row, [5], 1, a) for row, a in zip(rows, adapters, strict=True)])
-    for row in rows:
-        model.truncate(row, CONTEXT)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
 from functools import partial
 from pathlib import Path
@@ -13,17 +13,16 @@ import numpy as np
 from benchmarks.report import tables as report
 from benchmarks.report.tables import Results, Row
 from benchmarks.run import in_turns, seconds_of
+from benchmarks.steps import decode_step, filled
 from engine.artifacts.config import GPT2Config
 from engine.artifacts.open import open_artifact
 from engine.backends.interface import Adapter, Piece
-from engine.backends.interface import Row as RowOf
 from engine.native.delta import open_delta
 from engine.native.model import NativeModel
 from engine.native.prepared import prepared
 from testbed import random_model
 
 ROWS = 8
-CONTEXT = 40  # tokens behind each row of a step
 PROMPT_TOKENS = 1000
 ONE, ONE_DELTA = "one row", "one row of a delta"
 OF_ONE, DELTAS, TURNS = "8 rows of one model", "8 rows of 8 deltas", "8 whole models in turns"
@@ -45,22 +44,22 @@ def measure(workdir: Path, config: GPT2Config, rounds: int) -> Results:
         model, wholes = open_model(base), [open_model(path) for path in paths]
         deltas = [open_delta(open_artifact(path), open_artifact(base), cache) for path in paths]
         adapters = [opened.enter_context(closing(delta.load())) for delta in deltas]
-        rows = [_filled(model, None) for _ in range(ROWS)]
-        of_deltas = [_filled(model, adapter) for adapter in adapters]
-        of_one_delta = [_filled(model, adapters[0]) for _ in range(ROWS)]
-        of_wholes = [_filled(whole, None) for whole in wholes]
+        rows = [filled(model) for _ in range(ROWS)]
+        of_deltas = [filled(model, adapter) for adapter in adapters]
+        of_one_delta = [filled(model, adapters[0]) for _ in range(ROWS)]
+        of_wholes = [filled(whole) for whole in wholes]
 
         def in_turn() -> None:
             for whole, row in zip(wholes, of_wholes, strict=True):
-                _step(whole, [row], [None])
+                decode_step(whole, [row], [None])
 
         prompt = np.arange(min(PROMPT_TOKENS, config.max_length)) % config.vocab_size
         steps: dict[str, Callable[[], None]] = {
-            ONE: partial(_step, model, rows[:1], [None]),
-            ONE_DELTA: partial(_step, model, of_deltas[:1], adapters[:1]),
-            OF_ONE: partial(_step, model, rows, [None] * ROWS),
-            DELTAS: partial(_step, model, of_deltas, adapters),
-            OF_ONE_DELTA: partial(_step, model, of_one_delta, adapters[:1] * ROWS),
+            ONE: partial(decode_step, model, rows[:1], [None]),
+            ONE_DELTA: partial(decode_step, model, of_deltas[:1], adapters[:1]),
+            OF_ONE: partial(decode_step, model, rows, [None] * ROWS),
+            DELTAS: partial(decode_step, model, of_deltas, adapters),
+            OF_ONE_DELTA: partial(decode_step, model, of_one_delta, adapters[:1] * ROWS),
             TURNS: in_turn,
             PROMPT: partial(_read, model, prompt.tolist(), None),
             PROMPT_OF_DELTA: partial(_read, model, prompt.tolist(), adapters[0]),
@@ -71,19 +70,6 @@ def measure(workdir: Path, config: GPT2Config, rounds: int) -> Results:
             "delta_bytes": [delta.num_bytes for delta in deltas],
             "whole_bytes": model.weight_bytes,
         }
-
-
-def _filled(model: NativeModel, adapter: Adapter | None) -> RowOf:
-    row, ids = model.open_row(), np.random.default_rng(0).integers(4, 400, CONTEXT)
-    model.run([Piece(row, ids.tolist(), 1, adapter)])
-    return row
-
-
-def _step(model: NativeModel, rows: Sequence[RowOf], adapters: Sequence[Adapter | None]) -> None:
-    """Run a decode step, then truncate the rows to their length before."""
-    model.run([Piece(row, [5], 1, a) for row, a in zip(rows, adapters, strict=True)])
-    for row in rows:
-        model.truncate(row, CONTEXT)
 
 
 def _read(model: NativeModel, prompt: list[int], adapter: Adapter | None) -> None:

@@ -21,7 +21,8 @@ SENT_BYTES = 64 << 10  # at a time
 def measure(server: Server, model: str, text: str, lines: int) -> dict[str, Any]:
     """Return the seconds of a batch, and the memory of all processes after each part of it.
 
-    Each line asks for one token. The body is sent while the answer is read. Raises `ProgramError`.
+    Each line's request is for one token. The body is sent while the answer is read. Raises
+    `ProgramError`.
     """
     body = {"inputs": text, "parameters": {"max_new_tokens": 1}}
     line = json.dumps(body, ensure_ascii=False).encode() + b"\n"

@@ -23,7 +23,7 @@ from engine.artifacts.artifact import Artifact
 from engine.artifacts.config import GPT2Config
 from engine.backends.page_cache import Span, read_in
 from engine.native import library, rotation
-from engine.native.prepared import Stored, open_prepared, write
+from engine.native.prepared import Stored, open_prepared, write_arrays
 from engine.prepared import manifest as manifests
 from engine.prepared.manifest import Run, directly, to_manifest
 from engine.sandbox import Limits
@@ -191,14 +191,7 @@ def build(
                 for module, matrix in matrices.items()
             }
     arrays = _packed_arrays(matrices, precision)
-
-    def fill(data: NDArray[np.uint8]) -> None:
-        at = 0
-        for entry in entries:
-            data[at : at + entry.num_bytes] = arrays[entry.name].reshape(-1).view(np.uint8)
-            at += entry.num_bytes
-
-    return write(file, entries, {"source": content}, fill)
+    return write_arrays(file, entries, {"source": content}, arrays)
 
 
 def _low_rank(adapter: Adapter, base: Artifact, module: str) -> LowRank:
@@ -246,7 +239,7 @@ def _packed_arrays(matrices: Mapping[str, LowRank], precision: str) -> dict[str,
         for part, bias in (("down_bias", matrix.down_bias), ("bias", matrix.bias)):
             if bias is not None:
                 _check_finite(f"{module}.{part}", bias)
-                arrays[f"{module}.{part}"] = np.pad(bias, (0, -len(bias) % library.LINE))
+                arrays[f"{module}.{part}"] = padded(bias)
     return arrays
 
 
@@ -265,6 +258,11 @@ def grouped(name: str, matrix: NDArray[np.float32], dtype: Any) -> NDArray[Any]:
     padded = np.zeros((-(-n // library.LINE) * library.LINE, k), dtype)
     padded[:n] = fp16(name, matrix) if dtype == np.float16 else matrix
     return np.ascontiguousarray(padded.reshape(-1, library.LINE, k).transpose(0, 2, 1))
+
+
+def padded(vector: NDArray[np.float32]) -> NDArray[np.float32]:
+    """Return a vector with zeros behind it up to whole lines, as the library reads it."""
+    return np.pad(vector, (0, -len(vector) % library.LINE))
 
 
 def fp16(name: str, numbers: NDArray[np.float32]) -> NDArray[np.float16]:

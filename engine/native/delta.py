@@ -30,8 +30,8 @@ from engine.artifacts import artifact as names
 from engine.artifacts.artifact import Artifact
 from engine.artifacts.config import GPT2Config
 from engine.native import library, prepared, rotation
-from engine.native.adapter import NativeAdapter, fp16, grouped
-from engine.native.prepared import PreparedFile, Sources, Stored, open_prepared, write
+from engine.native.adapter import NativeAdapter, fp16, grouped, padded
+from engine.native.prepared import PreparedFile, Sources, Stored, open_prepared, write_arrays
 from engine.native.rotation import Floats
 from engine.prepared import manifest as manifests
 from engine.prepared.manifest import Run, directly
@@ -55,7 +55,7 @@ Choices = Mapping[str, tuple[int, int]]  # rank and bits by a matrix's name
 
 
 class NoDelta(ArtifactError):
-    """A model that cannot be served as a delta of its base; the message says why."""
+    """A model cannot be served as a delta of its base; the message is the reason."""
 
 
 @dataclass(frozen=True)
@@ -170,21 +170,19 @@ def choices_of(metadata: Mapping[str, str]) -> Choices:
 def matrices(config: GPT2Config) -> dict[str, tuple[int, int]]:
     """Return the shapes (n, k) of the matrices of a delta, by the library's names."""
     shapes = dict(names.shapes(config))
-    of_layers = {
-        f"{layer}.{product}": shapes[f"{pattern.format(layer)}.weight"]
+    sources = {
+        f"{layer}.{product}": f"{pattern.format(layer)}.weight"
         for layer in range(config.num_layers)
         for product, pattern in names.PRODUCTS.items()
     }
-    of_tokens = {"embedding": names.EMBEDDING, "head": names.OUTPUT}
-    return {
-        **{name: (n, k) for name, (n, k) in of_layers.items()},
-        **{name: (shape[0], shape[1]) for name, source in of_tokens.items()
-           if (shape := shapes.get(source))},
-    }  # fmt: skip
+    sources |= {"embedding": names.EMBEDDING, "head": names.OUTPUT}
+    # A tied head has no matrix of its own.
+    own = {name: shapes[source] for name, source in sources.items() if source in shapes}
+    return {name: (n, k) for name, (n, k) in own.items()}
 
 
 def layout(config: GPT2Config, choices: Choices) -> Iterator[Stored]:
-    """Yield the tensors of a delta's prepared file, in order; pass.h says what they are."""
+    """Yield the tensors of a delta's prepared file, in order, named after `Adapter` in pass.h."""
     line = library.LINE
 
     def thin(name: str, n: int, k: int) -> Stored:
@@ -233,7 +231,7 @@ def build(sources: Sources, base_sources: Sources, path: str, content: str, file
             changes = {name: task.result() for name, task in tasks.items()}
         except NoDelta as error:
             pool.shutdown(cancel_futures=True)
-            return write(file, [], {"source": content, "whole": error.message}, lambda _: None)
+            return write_arrays(file, [], {"source": content, "whole": error.message}, {})
     arrays = {name: array for change in changes.values() for name, array in change.arrays.items()}
     positions = rotation.floats(whole.weights[names.POSITIONS])
     rotation.rotate_rows(positions, config.units)
@@ -241,7 +239,7 @@ def build(sources: Sources, base_sources: Sources, path: str, content: str, file
     arrays["adapter.positions"] = fp16("the positions", positions)
     for part in ("gamma", "beta"):
         vector = np.asarray(whole.weights[f"{names.FINAL_NORM}.{part}"], np.float32)
-        arrays[f"final_norm.{part}"] = _padded(vector)
+        arrays[f"final_norm.{part}"] = padded(vector)
     choices = {name: change.choice for name, change in changes.items()}
     entries = list(layout(config, choices))
     size, most = sum(e.num_bytes for e in entries), prepared.num_bytes(config, "int8")
@@ -249,17 +247,11 @@ def build(sources: Sources, base_sources: Sources, path: str, content: str, file
         reason = (
             f"it is too far from its base: a delta would have {size} bytes, a whole model {most}"
         )
-        return write(file, [], {"source": content, "whole": reason}, lambda _: None)
-
-    def fill(data: NDArray[np.uint8]) -> None:
-        at = 0
-        for entry in entries:
-            data[at : at + entry.num_bytes] = arrays[entry.name].reshape(-1).view(np.uint8)
-            at += entry.num_bytes
+        return write_arrays(file, [], {"source": content, "whole": reason}, {})
 
     metadata = {"source": content, "choices": json.dumps(choices)}
     about = {"format": VERSION, "config": json.dumps(asdict(config))}  # where it is an artifact
-    return write(file, entries, {**metadata, **about}, fill)
+    return write_arrays(file, entries, {**metadata, **about}, arrays)
 
 
 @dataclass(frozen=True)
@@ -280,7 +272,7 @@ def _change(whole: Artifact, base: PreparedFile, factors: Sequence[Floats], name
     if layer:
         weight, bias = prepared.rotated_product(whole, int(layer), product, factors[int(layer)])
         bias -= _numbers(base.addresses[f"layers.{name}.bias"], len(bias))
-        arrays[f"{name}.bias"] = _padded(bias)
+        arrays[f"{name}.bias"] = padded(bias)
         address = base.addresses[f"layers.{name}.weight"]
     else:
         source = names.OUTPUT if name == "head" else names.EMBEDDING
@@ -369,10 +361,6 @@ def _int8_errors(weight: Floats) -> Floats:
     scales = (highest - lowest) / 254
     errors: Floats = np.square(scales) * (weight.shape[1] / 12)
     return errors
-
-
-def _padded(vector: Floats) -> Floats:
-    return np.pad(vector, (0, -len(vector) % library.LINE))
 
 
 def _numbers(address: int, count: int) -> Floats:

@@ -28,7 +28,7 @@ from engine.artifacts.tensor_index import map_index
 from engine.artifacts.v1 import only_file
 from engine.native import library, prepared
 from engine.native.delta import VERSION, Delta, check_shape, choices_of, layout, matrices
-from engine.native.prepared import Stored, open_prepared, write
+from engine.native.prepared import Stored, open_prepared, write_arrays
 from engine.prepared import manifest as manifests
 from engine.prepared.manifest import Manifests, Run, config_of, directly, file_in
 from engine.sandbox import Limits
@@ -134,15 +134,7 @@ def build(path: str, metadata: dict[str, str], file: int) -> int:
     config, present, arrays = _read_file(Path(path) / DELTA)
     if present != metadata:
         raise ArtifactError("the delta changed while it was read")
-    entries = list(layout(config, choices_of(metadata)))
-
-    def fill(data: NDArray[np.uint8]) -> None:
-        at = 0
-        for entry in entries:
-            data[at : at + entry.num_bytes] = arrays[entry.name].reshape(-1).view(np.uint8)
-            at += entry.num_bytes
-
-    return write(file, entries, metadata, fill)
+    return write_arrays(file, list(layout(config, choices_of(metadata))), metadata, arrays)
 
 
 def _read_file(path: Path) -> tuple[GPT2Config, dict[str, str], Mapping[str, NDArray[Any]]]:

@@ -160,6 +160,11 @@ static float scale_of(const Product *p, size_t row) {
   return kernels->rms_scale(p->x + row * p->stride, p->k, pass.model->epsilon);
 }
 
+static const Change *change_of(const Adapter *adapter, Adapted product) {
+  if (product == HEAD) return &adapter->head;
+  return (const Change *)((const char *)(adapter->layers + pass.layer) + product);
+}
+
 /* Job part: quantizes BESIDE rows, whose numbers share cache lines. */
 static void quantize_part(void *data, size_t part, int thread) {
   const Product *p = data;
@@ -172,17 +177,15 @@ static void quantize_part(void *data, size_t part, int thread) {
       kernels->rotate(memcpy(rotated, x, k * sizeof *x), k / LINE, LINE);
       x = rotated;
     }
-    kernels->quantize(x, k, scale_of(p, row), &p->quantized, row);
-    if (pass.coarse) kernels->coarsen(x, k, scale_of(p, row), &p->coarse, row);
+    const float scale = scale_of(p, row);
+    kernels->quantize(x, k, scale, &p->quantized, row);
+    const Span *span = pass.num_spans ? pass.span_of[row] : NULL;
+    if (span && change_of(span->adapter, p->adapted)->bits)
+      kernels->coarsen(x, k, scale, &p->coarse, row);
   }
 }
 
 static const float no_bias[LINE];
-
-static const Change *change_of(const Adapter *adapter, Adapted product) {
-  if (product == HEAD) return &adapter->head;
-  return (const Change *)((const char *)(adapter->layers + pass.layer) + product);
-}
 
 /* Bytes of a group of columns of an adapter's matrix. */
 static size_t float_group_bytes(size_t k) {

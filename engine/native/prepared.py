@@ -361,6 +361,23 @@ def write(
     return size
 
 
+def write_arrays(
+    file: int,
+    entries: Sequence[Stored],
+    metadata: Mapping[str, str],
+    arrays: Mapping[str, NDArray[Any]],
+) -> int:
+    """Write a prepared file of arrays as `write` does, by the names of its tensors."""
+
+    def fill(data: NDArray[np.uint8]) -> None:
+        at = 0
+        for entry in entries:
+            data[at : at + entry.num_bytes] = arrays[entry.name].reshape(-1).view(np.uint8)
+            at += entry.num_bytes
+
+    return write(file, entries, metadata, fill)
+
+
 def _fill(artifact: Artifact, entries: list[Entry], data: NDArray[np.uint8]) -> None:
     """Quantize or pack an artifact's weights, on all cores."""
     ends = itertools.accumulate(entry.num_bytes for entry in entries)

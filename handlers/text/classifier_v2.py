@@ -8,7 +8,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,8 +15,6 @@ from typing import Any
 
 from common.errors import InvalidRequest
 from common.hints import HINTS
-from common.json_body import MAX_VALUES, read_json
-from common.media_types import BINARY, HEADER_SIZE, media_type
 from handlers import v2
 from handlers.payload import to_json
 from handlers.text.labels import Options, entities, ranked
@@ -65,18 +62,7 @@ def parse(raw: bytes, content_type: str | None, about: Mapping[str, Any]) -> Tex
 
     Raises `InvalidRequest`, `UnsupportedMediaType`.
     """
-    value: Any = None
-    binary = b""
-    kind, options = media_type(content_type)
-    if kind == BINARY:
-        raw, binary = v2.split(raw, options.get(HEADER_SIZE, ""))
-        if raw:
-            value = read_json(raw, MAX_VALUES)
-        else:
-            value, binary = v2.raw_request("text", "BYTES", [1], binary)
-    elif b'"datatype"' in raw:
-        with contextlib.suppress(InvalidRequest):
-            value = read_json(raw, MAX_VALUES)
+    value, binary = v2.read_texts(raw, content_type)
     if not v2.is_request(value):
         return None
     names = {entry["name"] for entry in value["inputs"] if isinstance(entry["name"], str)}

@@ -9,15 +9,12 @@ Converts such a request to one of `handlers.payload`.
 
 from __future__ import annotations
 
-import contextlib
 import struct
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from common.errors import InvalidRequest
 from common.hints import HINTS
-from common.json_body import MAX_VALUES, read_json
-from common.media_types import BINARY, HEADER_SIZE, media_type
 from handlers import v2
 from handlers.payload import GenerateRequest, from_object, to_json
 
@@ -42,19 +39,7 @@ def parse(raw: bytes, content_type: str | None) -> tuple[v2.InferRequest, Genera
 
     Raises `InvalidRequest`, `UnsupportedMediaType`.
     """
-    value: Any = None
-    binary = b""
-    kind, options = media_type(content_type)
-    if kind == BINARY:
-        raw, binary = v2.split(raw, options.get(HEADER_SIZE, ""))
-        if raw:
-            value = read_json(raw, MAX_VALUES)
-        else:
-            value, binary = v2.raw_request("text", "BYTES", [1], binary)
-    elif b'"datatype"' in raw:
-        # A body that is not JSON is plain text with that word, or `handlers.payload` reports it.
-        with contextlib.suppress(InvalidRequest):
-            value = read_json(raw, MAX_VALUES)
+    value, binary = v2.read_texts(raw, content_type)
     if not isinstance(value, dict) or not isinstance(value.get("inputs"), list):
         return None
     match value["inputs"]:

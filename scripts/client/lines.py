@@ -168,7 +168,7 @@ def with_parameters(line: bytes, parameters: dict[str, Any]) -> bytes:
     try:
         value = json.loads(line)
     except (ValueError, RecursionError):
-        return line  # the server says what is wrong
+        return line  # the server's answer names the fault
     if isinstance(value, str):
         value = {"inputs": value}
     if not isinstance(value, dict) or "inputs" not in value:
