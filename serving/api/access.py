@@ -5,10 +5,9 @@ from __future__ import annotations
 import enum
 import secrets
 
-from starlette.requests import Request
-
 from serving.api.gateway import Gateway
 from serving.api.naming import check_no_alias, name_model
+from serving.api.request import Request
 from serving.errors import Unauthorized
 from serving.tokens import current
 

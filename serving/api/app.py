@@ -8,10 +8,10 @@ import re
 import time
 import uuid
 from collections.abc import Mapping
+from dataclasses import asdict
 from typing import Any
 from urllib.parse import quote
 
-from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
@@ -20,6 +20,7 @@ from serving.api.access import authorize
 from serving.api.error_responses import error_response
 from serving.api.gateway import Gateway
 from serving.api.http_protocol import HEALTH_PATHS
+from serving.api.request import Request, RequestState
 from serving.api.routes import MANAGEMENT, REQUESTS, is_managing
 from serving.api.routing import find_route
 from serving.api.sites import check_host, check_site
@@ -49,23 +50,12 @@ class App:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return
-        started = time.monotonic()
         headers = dict(scope["headers"])
-        scope["state"] = {
-            "request_id": _given(headers, REQUEST_ID, GIVEN_ID) or str(uuid.uuid4()),
-            "traceparent": _given(headers, TRACEPARENT, PARENT),
-            "model": None,
-            "alias": None,  # the requested name, if it is an alias
-            "token": None,  # the token of TOKENS_FILE that counts this request as in flight
-            "token_name": None,
-            "counted": None,  # how a call of a model is counted in the metrics
-            "shape": None,  # the format of errors, if the body determines it
-            "started": started,
-            "body_bytes": 0,
-            "lines": None,  # the number of lines of a batch that have begun
-            "error_lines": None,
-        }
-        request_id: str = scope["state"]["request_id"]
+        state = scope["state"] = RequestState(
+            _given(headers, REQUEST_ID, GIVEN_ID) or str(uuid.uuid4()),
+            _given(headers, TRACEPARENT, PARENT),
+            started=time.monotonic(),
+        )
         status = 0
 
         async def send_with_id(message: Any) -> None:
@@ -76,10 +66,10 @@ class App:
                 message["headers"] = [
                     *message["headers"],
                     *((name, value) for name, value in PASSIVE if name not in given),
-                    (REQUEST_ID.encode(), request_id.encode()),
+                    (REQUEST_ID.encode(), state.request_id.encode()),
                 ]
-                if scope["state"]["alias"] is not None:
-                    served = quote(scope["state"]["model"], errors="replace")
+                if state.model is not None and state.alias is not None:
+                    served = quote(state.model, errors="replace")
                     message["headers"].append((SERVED_MODEL.encode(), served.encode()))
             await send(message)
 
@@ -95,10 +85,10 @@ class App:
             if not self._gateway.draining:
                 raise
         finally:
-            self._gateway.body_bytes -= scope["state"]["body_bytes"]
-            if scope["state"]["token"] is not None:
-                scope["state"]["token"].end()
-            self._log(scope, status, time.monotonic() - started)
+            self._gateway.body_bytes -= state.body_bytes
+            if state.token is not None:
+                state.token.end()
+            self._log(request, status)
 
     async def _answer(self, request: Request) -> Response:
         gateway = self._gateway
@@ -118,29 +108,28 @@ class App:
             return error_response(request, Unavailable("the server is stopping", retry_after_s=5))
 
     @staticmethod
-    def _log(scope: Scope, status: int, seconds: float) -> None:
+    def _log(request: Request, status: int) -> None:
+        scope, state = request.scope, request.state
         if scope["path"] in ("/ping", "/health", "/metrics"):
             return
         headers = dict(scope["headers"])
-        alias = scope["state"]["alias"]
         target = headers.get(b"x-amzn-sagemaker-target-model", b"").decode("utf-8", "replace")
         fields = {
-            "request_id": scope["state"]["request_id"],
-            "model": scope["state"]["model"] if alias else target or scope["state"]["model"],
+            "request_id": state.request_id,
+            "model": state.model if state.alias else target or state.model,
             "method": scope["method"],
             "path": scope["path"],
             "status": status,
-            "seconds": round(seconds, 6),
+            "seconds": round(time.monotonic() - state.started, 6),
         }
-        if scope["state"]["traceparent"] is not None:
-            fields["trace_id"] = scope["state"]["traceparent"].split("-")[1]
-        for name in ("lines", "error_lines"):
-            if scope["state"][name] is not None:
-                fields[name] = scope["state"][name]
-        if alias:
-            fields["alias"] = alias
-        if scope["state"]["token_name"] is not None:
-            fields["token"] = scope["state"]["token_name"]
+        if state.traceparent is not None:
+            fields["trace_id"] = state.traceparent.split("-")[1]
+        if state.batch is not None:
+            fields |= asdict(state.batch)
+        if state.alias is not None:
+            fields["alias"] = state.alias
+        if state.token_name is not None:
+            fields["token"] = state.token_name
         logger.info("request", extra={"fields": fields})
 
 

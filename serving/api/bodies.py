@@ -11,8 +11,6 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-from starlette.requests import Request
-
 from common.errors import InvalidRequest, UnsupportedMediaType
 from common.json_body import MAX_VALUES, read_json
 from common.media_types import JSON, media_type
@@ -23,6 +21,7 @@ from serving.api.invoke import Direct
 from serving.api.openai import parsing
 from serving.api.openai.answers import Answer
 from serving.api.openai.errors import error_body
+from serving.api.request import Request
 from serving.api.stream import Stream, wanted
 
 MARKS = (b'"messages"', b'"prompt"', b'"details"', b'"grammar"', b'"adapter_id"')

@@ -9,10 +9,11 @@ from __future__ import annotations
 import asyncio
 import re
 
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import ClientDisconnect
 
 from serving.api.gateway import Gateway
 from serving.api.reading import LARGEST_BODIES
+from serving.api.request import Request
 from serving.errors import BadRequest, BodyTooLarge
 
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"

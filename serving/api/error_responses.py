@@ -4,22 +4,21 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import orjson
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
 from common.errors import PromptTooLong, ServiceError
 from common.media_types import JSON
 from serving.api import tgi
 from serving.api.openai.errors import error_body
+from serving.api.request import Request, Shape
 from serving.errors import MethodNotAllowed, ServingError
 
 logger = logging.getLogger(__name__)
-
-Shape = Callable[[ServiceError], Mapping[str, Any]]
 
 
 def tgi_body(error: ServiceError) -> Mapping[str, Any]:
@@ -48,7 +47,7 @@ def error_response(request: Request, error: Exception) -> Response:
         headers["WWW-Authenticate"] = "Bearer"
     if isinstance(error, MethodNotAllowed):
         headers["Allow"] = ", ".join(error.allowed)
-    shape: Shape = request.state.shape or _shape(request.scope["path"])
+    shape = request.state.shape or _shape(request.scope["path"])
     # OpenAI's clients expect 400 for a prompt that is too long.
     is_400 = shape is error_body and isinstance(error, PromptTooLong)
     status = 400 if is_400 else error.status

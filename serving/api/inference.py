@@ -21,7 +21,6 @@ from contextlib import suppress
 from urllib.parse import unquote
 
 import orjson
-from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
 from common.errors import InvalidRequest, ServiceError, UnsupportedMediaType, cut
@@ -36,6 +35,7 @@ from serving.api.gateway import Gateway
 from serving.api.invoke import invoke
 from serving.api.json_lines import invoke_lines, is_lines
 from serving.api.reading import LARGE_BYTES, header_text, off_loop
+from serving.api.request import Request
 from serving.api.routing import CALL, EVENTS, Kind, Route
 from serving.api.stream import LINES
 from serving.api.worker_calls import CUSTOM_ATTRIBUTES, TARGET_MODEL

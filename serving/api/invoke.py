@@ -11,18 +11,18 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass
 
 from anyio import CancelScope
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
-from common.errors import EngineUnavailable, ServiceError
+from common.errors import EngineUnavailable
 from common.json_body import check_count
 from common.media_types import TEXT
 from serving.api.answering import EngineRequest, Renderer, answer
-from serving.api.error_responses import Shape
 from serving.api.forms import check_form
 from serving.api.gateway import Gateway
 from serving.api.naming import choose_model, described_models, name_model
 from serving.api.reading import off_loop, read_body
+from serving.api.request import Counted, Request, Shape
 from serving.api.worker_calls import WorkerCall, forwarded_headers, read_query
 from serving.errors import BadRequest, ModelNotFound, NotOfTheEngine, Unavailable, no_answer
 from serving.models.model import Model, eviction_timeout
@@ -127,6 +127,7 @@ async def _answer_directly(
         name_model(gateway, request, parsed.adapter)
         name = choose_model(gateway, request, parsed.adapter)
         model = await resources.enter_async_context(gateway.use(name))
+        assert request.state.counted is not None
         request.state.counted.model = model.name
         check_engine(model)
         end = min(end, request.state.started + model.request_timeout_s)
@@ -193,7 +194,8 @@ async def loaded(
     cancelled then, or when the client disconnects. Raises `ClientDisconnect`, `Timeout`, or
     `Unavailable` if the model still waited for memory or disk.
     """
-    gone = False
+    gone, counted = False, request.state.counted
+    assert counted is not None
 
     async def watch() -> None:
         nonlocal gone
@@ -209,7 +211,7 @@ async def loaded(
         late = False
         try:
             model = await used.enter_async_context(gateway.use(name))
-            request.state.counted.model = name
+            counted.model = name
             check_version(request, model)
             scope.deadline = started + min(model.request_timeout_s, limit_s)
             yield model, scope.deadline
@@ -227,30 +229,3 @@ async def loaded(
         if waiting is not None and waiting.shortage is not None:
             raise eviction_timeout(waiting.shortage, limit_s)
         raise no_answer(limit_s)
-
-
-class Counted:
-    """Counts a request as in flight for as long as the context lasts, then in the metrics."""
-
-    def __init__(self, gateway: Gateway, request: Request) -> None:
-        self._gateway = gateway
-        request.state.counted = self
-        self._started = time.monotonic()
-        self.model = ""  # set once the model exists: unknown names must not become labels
-        self.status = 200  # 0: it is not counted in the metrics
-
-    def __enter__(self) -> Counted:
-        self._gateway.requests += 1
-        return self
-
-    def __exit__(self, _: object, error: BaseException | None, traceback: object) -> None:
-        if isinstance(error, ServiceError):
-            self.status = error.status
-        elif isinstance(error, ClientDisconnect | asyncio.CancelledError):
-            self.status = 499
-        elif error is not None:
-            self.status = 500
-        self._gateway.requests -= 1
-        seconds = time.monotonic() - self._started
-        if self.status:
-            self._gateway.metrics.request(self.model, self.status, seconds)

@@ -20,7 +20,7 @@ from contextlib import AsyncExitStack
 from typing import Any
 
 from anyio import CancelScope
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import ClientDisconnect
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Message, Receive, Scope, Send
 
@@ -32,9 +32,10 @@ from serving.api.body_lines import BodyLines
 from serving.api.error_responses import error_response
 from serving.api.gateway import Gateway
 from serving.api.http_protocol import DUPLEX
-from serving.api.invoke import Check, Counted, Read, invoke, loaded
+from serving.api.invoke import Check, Read, invoke, loaded
 from serving.api.naming import CHOSEN, choose_model, name_model
 from serving.api.reading import LARGE_BYTES, check_encoding, off_loop
+from serving.api.request import Counted, LineCounts, Request
 from serving.api.worker_calls import AWS_ACCEPT
 from serving.errors import BadRequest, BodyTooLarge, TooManyRequests, Unavailable, WorkerFailed
 from serving.models.model import Model
@@ -135,6 +136,7 @@ class LinesResponse(StreamingResponse):
         given = [(k, v) for k, v in request.headers.raw if k.decode("latin-1") not in REPLACED]
         kind = JSON.encode()
         self._line_headers = [*given, (b"content-type", kind), (b"accept", kind)]
+        self._counts = LineCounts()
         self._pending: deque[asyncio.Task[bytes]] = deque()
         self._unsent_bytes = 0
         self._failure: Exception | None = None
@@ -143,9 +145,10 @@ class LinesResponse(StreamingResponse):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         scope[DUPLEX] = True
-        scope["state"]["lines"] = scope["state"]["error_lines"] = 0
-        _end(scope["state"]["token"])  # each line counts instead
-        scope["state"]["token"] = None
+        state = self._request.state
+        state.batch = self._counts
+        _end(state.token)  # each line counts instead
+        state.token = None
         gone = False
 
         async def read() -> None:
@@ -253,17 +256,12 @@ class LinesResponse(StreamingResponse):
 
     def request_of(self, number: int, line: bytes) -> Request:
         """Return a request whose body is a line; it is never disconnected, but cancelled."""
-        state = {
-            **self._request.scope["state"],
-            "request_id": f"{self._request.state.request_id}-{number}",
-            "started": time.monotonic(),
-            "token": None,
-            "shape": None,
-            "counted": None,
-            "body_bytes": 0,
+        scope = {
+            **self._request.scope,
+            "headers": self._line_headers,
+            "state": self._request.state.of_line(number),
+            CHOSEN: self._chosen,
         }
-        scope = {**self._request.scope, "headers": self._line_headers, "state": state}
-        scope[CHOSEN] = self._chosen
         body = [line]
 
         async def receive() -> Message:
@@ -277,8 +275,7 @@ class LinesResponse(StreamingResponse):
         self, number: int, line: bytes | BodyTooLarge, request: Request, error: ServiceError | None
     ) -> bytes:
         """Return the line of an answer. Raises `Unavailable` if the server stops before."""
-        counts = self._request.scope["state"]
-        counts["lines"] += 1
+        self._counts.lines += 1
         try:
             if error is not None:
                 raise error
@@ -288,7 +285,7 @@ class LinesResponse(StreamingResponse):
         except Exception as failure:
             if self._gateway.draining and isinstance(failure, Unavailable):
                 raise
-            counts["error_lines"] += 1
+            self._counts.error_lines += 1
             request.state.shape = None
             return b'{"error": ' + bytes(error_response(request, failure).body) + b"}\n"
 
@@ -299,7 +296,7 @@ class LinesResponse(StreamingResponse):
             try:
                 response = await self._invoke(request)
                 if response.status_code not in REFUSED:
-                    return await _line_of(response, self._request.scope["state"])
+                    return await _line_of(response, self._counts)
                 retry_after = response.headers.get("retry-after", "1")
                 wait_s = float(retry_after) if retry_after.isdecimal() else 1.0
                 last: Exception | None = None
@@ -314,7 +311,7 @@ class LinesResponse(StreamingResponse):
             if time.monotonic() + wait_s > refused_at + PATIENCE_S:
                 if last is not None:
                     raise last
-                return await _line_of(response, self._request.scope["state"])
+                return await _line_of(response, self._counts)
             await asyncio.sleep(wait_s)
             token = request.state.token
             request = self.request_of(number, line)
@@ -342,11 +339,11 @@ def _stopping() -> Unavailable:
     return Unavailable("the server is stopping", retry_after_s=5)
 
 
-async def _line_of(response: Response, counts: Any) -> bytes:
+async def _line_of(response: Response, counts: LineCounts) -> bytes:
     """Return a response as one line with its end. Raises `WorkerFailed` for what is no text."""
     body = bytes(response.body)
     if response.status_code >= 400:
-        counts["error_lines"] += 1
+        counts.error_lines += 1
         return await off_loop(len(body), _error_line, response.status_code, body)
     if "json" in response.headers.get("content-type", "") and b"\n" not in body:
         return body.strip() + b"\n"

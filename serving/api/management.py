@@ -15,7 +15,6 @@ import unicodedata
 from collections.abc import Mapping
 from typing import Any
 
-from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from common.errors import quoted
@@ -29,6 +28,7 @@ from serving.api.naming import (
     name_source,
 )
 from serving.api.reading import read_json_object
+from serving.api.request import Request
 from serving.api.routing import FIND, LIST, LOAD, LOADING, Route
 from serving.api.schemas import fields_of
 from serving.errors import BadRequest, ModelNotFound, ServingError

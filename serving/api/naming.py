@@ -7,11 +7,10 @@ or body. Then routes that call a model use `choose_model`, routes that describe 
 
 from __future__ import annotations
 
-from starlette.requests import Request
-
 from serving.aliases import FILE
 from serving.api.gateway import Gateway
 from serving.api.reading import header_text
+from serving.api.request import Request
 from serving.errors import Conflict, Forbidden
 from serving.names import normal_name
 

@@ -7,12 +7,12 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from anyio import CancelScope
-from starlette.requests import Request
 
 from common.errors import InvalidRequest
 from common.json_body import MAX_VALUES, read_json
 from common.media_types import JSON
 from serving.api.gateway import Gateway
+from serving.api.request import Request
 from serving.errors import (
     BadRequest,
     BodyTooLarge,

@@ -8,7 +8,6 @@ import functools
 from typing import Any
 
 import orjson
-from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
 
 from common.errors import EngineError
@@ -19,6 +18,7 @@ from serving.api.gateway import Gateway
 from serving.api.metrics import CONTENT_TYPE
 from serving.api.naming import described_models
 from serving.api.openai import routes as openai
+from serving.api.request import Request
 from serving.api.routing import Kind, Route
 from serving.api.v2 import inference as v2
 

@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from starlette.convertors import Convertor, register_url_convertor
-from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import compile_path
 
 from serving.api.access import Right
 from serving.api.gateway import Gateway
+from serving.api.request import Request
 from serving.errors import MethodNotAllowed, ResourceNotFound
 from serving.names import normal_name
 

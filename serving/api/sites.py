@@ -13,8 +13,7 @@ import ipaddress
 from fnmatch import fnmatchcase
 from urllib.parse import urlsplit
 
-from starlette.requests import Request
-
+from serving.api.request import Request
 from serving.errors import Forbidden
 
 READS = ("GET", "HEAD", "OPTIONS")

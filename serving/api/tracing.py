@@ -21,7 +21,7 @@ import contextlib
 import logging
 import os
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, aclosing
 from typing import Any
 
@@ -38,6 +38,7 @@ from common.errors import SettingError, cut
 from common.worker_protocol import REQUEST_ID, TOKENS_HEADER
 from serving.api.gateway import Gateway
 from serving.api.http_protocol import HEALTH_PATHS
+from serving.api.request import RequestState
 from serving.mms.client import Answer
 from serving.models.model import Model, State
 from serving.models.registry import Registry
@@ -163,15 +164,14 @@ class _App:
 
 def _describe(span: Span, scope: Scope, status: int) -> None:
     """Set a span's attributes once its request is answered; `status` is 0 without an answer."""
-    state: Mapping[str, Any] = scope.get("state", {})
+    state: RequestState = scope["state"]
     if (route := scope.get("route")) is not None:
         span.update_name(f"{scope['method']} {route}")
         span.set_attribute("http.route", route)
-    if (model := state.get("model")) is not None:
-        span.set_attribute(REQUESTED_MODEL, cut(state["alias"] or model))
-        span.set_attribute(ANSWERING_MODEL, cut(model))
-    if "request_id" in state:
-        span.set_attribute(f"http.response.header.{REQUEST_ID}", [state["request_id"]])
+    if state.model is not None:
+        span.set_attribute(REQUESTED_MODEL, cut(state.alias or state.model))
+        span.set_attribute(ANSWERING_MODEL, cut(state.model))
+    span.set_attribute(f"http.response.header.{REQUEST_ID}", [state.request_id])
     if status:
         span.set_attribute(STATUS, status)
     if status >= 500:

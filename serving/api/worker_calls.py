@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from urllib.parse import quote
 
 from anyio import CancelScope
-from starlette.requests import Request
 from starlette.responses import Response
 
 from common.errors import EngineError
@@ -26,6 +25,7 @@ from common.worker_protocol import (
 )
 from serving.api.gateway import Gateway
 from serving.api.reading import header_text
+from serving.api.request import Request
 from serving.errors import (
     BadRequest,
     MMSEnded,

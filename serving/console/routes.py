@@ -14,7 +14,6 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from pathlib import Path
 
-from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
 from common.media_types import ranges
@@ -22,6 +21,7 @@ from handlers.payload import to_json
 from serving.api.access import Right
 from serving.api.gateway import Gateway
 from serving.api.naming import may_call
+from serving.api.request import Request
 from serving.api.routing import EVENTS, Kind, Route
 from serving.console.feed import Feed
 from serving.errors import MethodNotAllowed, ResourceNotFound

@@ -14,7 +14,6 @@ import time
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, TypeVar
 
-from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from common.media_types import JSON
@@ -28,6 +27,7 @@ from serving.api.openai.answers import Answer
 from serving.api.openai.errors import UnknownUrl
 from serving.api.openai.parsing import Body, ParsedRequest, user
 from serving.api.reading import read_json_object
+from serving.api.request import Request
 from serving.api.routing import ANY, CALL, EVENTS, FIND, Kind, Route
 from serving.models.model import Model
 from serving.names import normal_name

@@ -20,7 +20,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import orjson
-from starlette.requests import Request
 from starlette.responses import Response
 
 from common import fields
@@ -33,6 +32,7 @@ from serving.api.engine_calls import Item, choice_logprobs
 from serving.api.gateway import Gateway
 from serving.api.invoke import engine_model
 from serving.api.reading import read_json_object
+from serving.api.request import Request
 from serving.api.routing import EVENTS
 from serving.errors import BadRequest
 

@@ -26,7 +26,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import orjson
-from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from common.errors import cut
@@ -37,6 +36,7 @@ from serving.api.gateway import Gateway
 from serving.api.invoke import Direct, check_version, describe, invoke
 from serving.api.naming import described_models, may_call
 from serving.api.reading import LARGE_BYTES
+from serving.api.request import Request
 from serving.api.routing import CALL, EVENTS, FIND, Kind, Route
 from serving.api.v2 import repository
 from serving.api.v2.generate import generate

@@ -15,7 +15,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from common import fields
@@ -23,6 +22,7 @@ from serving.api.access import Right
 from serving.api.gateway import Gateway
 from serving.api.naming import listed_aliases, may_call
 from serving.api.reading import read_json_object
+from serving.api.request import Request
 from serving.api.routing import CALL, Kind, Route
 from serving.errors import BadRequest
 from serving.models.model import Model, State

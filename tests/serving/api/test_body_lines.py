@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import ClientDisconnect
 
 from serving.api.body_lines import BodyLines
+from serving.api.request import Request, RequestState
 from serving.errors import BadRequest, BodyTooLarge
 from tests.serving.api.gateways import World, settle
 
@@ -30,7 +31,7 @@ def lines_of(world: World, pieces: Sequence[bytes]) -> BodyLines:
     async def receive() -> dict[str, Any]:
         return messages.pop(0) if messages else {"type": "http.disconnect"}
 
-    scope = {"type": "http", "headers": [], "state": {"body_bytes": 0}}
+    scope = {"type": "http", "headers": [], "state": RequestState("봄", None, 0.0)}
     return BodyLines(world.gateway, Request(scope, receive))
 
 
