@@ -247,7 +247,8 @@ class Loop:
         decoded: Counter[Model] = Counter()  # rows by model
         for part in scheduled:
             sequence, count = part.sequence, part.piece.num_logits
-            rows, at = logits[at : at + count], at + count
+            vocab_size = part.piece.vocab_size(core.config)
+            rows, at = logits[at : at + count, :vocab_size], at + count
             if part.num_prompt_tokens:
                 core.prefilled_at = self._turns
             if sequence.state is State.FINISHED:

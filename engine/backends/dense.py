@@ -147,7 +147,7 @@ class DenseModel(BackendModel):
 
     def run(self, pieces: Sequence[Piece]) -> Logits:
         for piece in pieces:
-            check_ids(self.config, piece.ids, piece.row.length + len(piece.ids))
+            check_ids(self.config, piece)
         parts: dict[int, Logits] = {}
         steps = [i for i, piece in enumerate(pieces) if len(piece.ids) == 1 and piece.num_logits]
         steps.sort(key=lambda i: _index(pieces[i].row))

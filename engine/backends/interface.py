@@ -36,6 +36,7 @@ class Adapter(Protocol):
 
     address: int
     num_bytes: int
+    more: int  # tokens that it adds to the base's vocabulary
 
     def read_in(self) -> None: ...
 
@@ -57,6 +58,10 @@ class Piece:
     adapter: Adapter | None = None
     num_states: int = 0
     states: Logits | None = None
+
+    def vocab_size(self, config: GPT2Config) -> int:
+        """Return how many tokens the row's model has, by the configuration of its base."""
+        return config.vocab_size + (0 if self.adapter is None else self.adapter.more)
 
 
 class BackendModel(ABC):
@@ -88,6 +93,7 @@ class BackendModel(ABC):
     def run(self, pieces: Sequence[Piece]) -> Logits:
         """Append pieces, each to a row of its own; return the logits (N, V) in their order.
 
+        V is that of the piece with the most tokens: what a row has beyond its own has no meaning.
         The next call overwrites the array. The logits of a token do not depend on the other pieces.
         Raises `OutOfMemory`, `InvalidRequest` and `PromptTooLong`; then no row has changed.
         """
@@ -106,9 +112,10 @@ class BackendModel(ABC):
         """Resident K/V bytes of all rows."""
 
 
-def check_ids(config: GPT2Config, ids: Sequence[int], end: int) -> None:
-    """Raise `InvalidRequest` for unknown ids, `PromptTooLong` if `end` exceeds the context."""
+def check_ids(config: GPT2Config, piece: Piece) -> None:
+    """Raise `InvalidRequest` for unknown ids, `PromptTooLong` beyond the context."""
+    end, vocab_size = piece.row.length + len(piece.ids), piece.vocab_size(config)
     if end > config.max_length:
         raise PromptTooLong(f"{end} tokens do not fit the {config.max_length} of the model")
-    if min(ids) < 0 or max(ids) >= config.vocab_size:
-        raise InvalidRequest(f"token ids must be from 0 to {config.vocab_size - 1}")
+    if min(piece.ids) < 0 or max(piece.ids) >= vocab_size:
+        raise InvalidRequest(f"token ids must be from 0 to {vocab_size - 1}")

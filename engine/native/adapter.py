@@ -57,14 +57,16 @@ class NativeAdapter:
         close: Callable[[], object],
         mapped: Sequence[Span] = (),
         bits: Mapping[str, int] | None = None,
+        more: int = 0,
     ) -> None:
         """`tensors`: addresses, valid until `close`, and packed shapes.
 
         Their names are those of the structures' fields, such as `3.qkv.down` and `head.rest`.
         `bits`: of the numbers of a rest, by `3.qkv` and `head`
+        `more`: tokens that the base does not have
         """
         self._layers = (library.AdapterLayer * config.num_layers)()
-        self._adapter = library.Adapter(layers=self._layers)
+        self._adapter, self.more = library.Adapter(layers=self._layers, more=more), more
         self.address = ctypes.addressof(self._adapter)
         self.num_bytes, self._mapped, self._close = num_bytes, mapped, close
         self._lock, self._readers, self._closed = threading.Lock(), 0, False

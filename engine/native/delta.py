@@ -2,8 +2,9 @@
 
 For each matrix of the base in int8, a delta has the largest directions of its difference from the
 fine-tune's, as an adapter has them (`engine.native.adapter`), and a few bits a number of the rest.
-Biases and the final LayerNorm are the fine-tune's own. The difference is that from the base as it
-is quantized, so that a delta takes back the base's rounding, too.
+Biases, the final LayerNorm and the rows of tokens that the base does not have are the fine-tune's
+own. The difference is that from the base as it is quantized, so that a delta takes back the base's
+rounding, too.
 
 BitDelta: https://arxiv.org/abs/2402.10193. Delta-CoMe, of low rank and few bits:
 https://arxiv.org/abs/2406.08903.
@@ -70,6 +71,11 @@ class Delta:
     def num_bytes(self) -> int:
         return self.file.num_bytes
 
+    @property
+    def more(self) -> int:
+        """How many tokens it has that its base does not have."""
+        return self.whole.config.vocab_size - self.base.config.vocab_size
+
     def described(self, base: Artifact) -> Artifact:
         """Return the artifact with the tokenizer and the generation settings."""
         return self.whole
@@ -79,10 +85,10 @@ class Delta:
 
     def load(self) -> NativeAdapter:
         """Return it as an adapter of the base, which closes the file."""
-        config, choices = self.whole.config, choices_of(self.file.metadata)
+        config, choices, more = self.whole.config, choices_of(self.file.metadata), self.more
         tensors = {
             entry.name: (self.file.addresses[entry.name], entry.shape)
-            for entry in layout(config, choices)
+            for entry in layout(config, choices, more)
         }
         bits = {name: bits for name, (_, bits) in choices.items()}
         if config.tie_word_embeddings:
@@ -90,8 +96,10 @@ class Delta:
             for part in ("up", "rest"):
                 if (name := f"embedding.{part}") in tensors:
                     tensors[f"head.{part}"] = tensors[name]
+            if more:
+                tensors["adapter.more_head"] = tensors["adapter.more_embedding"]
         file = self.file
-        return NativeAdapter(config, tensors, self.num_bytes, file.close, [file.span], bits)
+        return NativeAdapter(config, tensors, self.num_bytes, file.close, [file.span], bits, more)
 
 
 def open_delta(
@@ -102,7 +110,8 @@ def open_delta(
     Raises `NoDelta`, and as `engine.native.prepared.prepared`, which also prepares the base.
     """
     check_shape(whole.config, base)
-    largest = dict.fromkeys(matrices(whole.config), (RANKS[-1], BITS[-1]))
+    more = whole.config.vocab_size - base.config.vocab_size
+    largest = dict.fromkeys(matrices(whole.config, more), (RANKS[-1], BITS[-1]))
     base_model = prepared.prepared(base, "int8", cache_dir, run)
     if not base_model.file.path.exists():
         base_model.close()
@@ -119,8 +128,8 @@ def open_delta(
         file = open_prepared(
             whole.path,
             ["delta", FORMAT, content, prepared.non_defaults(whole.config)],
-            lambda metadata: layout(whole.config, choices_of(metadata)),
-            list(layout(whole.config, largest)),
+            lambda metadata: layout(whole.config, choices_of(metadata), more),
+            list(layout(whole.config, largest, more)),
             content,
             cache_dir,
             functools.partial(
@@ -143,9 +152,13 @@ def open_delta(
 
 
 def check_shape(config: GPT2Config, base: Artifact) -> None:
-    """Raise `NoDelta` unless a model has the shape of a base; its head alone may be its own."""
+    """Raise `NoDelta` unless a model has the shape of a base.
+
+    Its head may be its own, and its vocabulary may have more tokens.
+    """
     of_base = asdict(base.config)
     of_base["tie_word_embeddings"] &= config.tie_word_embeddings
+    of_base["vocab_size"] = max(of_base["vocab_size"], config.vocab_size)
     for name, value in asdict(config).items():
         if value != of_base[name]:
             raise NoDelta(f"its {name} is {value}, that of its base {of_base[name]}")
@@ -167,9 +180,12 @@ def choices_of(metadata: Mapping[str, str]) -> Choices:
     return choices
 
 
-def matrices(config: GPT2Config) -> dict[str, tuple[int, int]]:
-    """Return the shapes (n, k) of the matrices of a delta, by the library's names."""
-    shapes = dict(names.shapes(config))
+def matrices(config: GPT2Config, more: int = 0) -> dict[str, tuple[int, int]]:
+    """Return the shapes (n, k) of the matrices that change, by the library's names.
+
+    config: of the fine-tune, which has `more` tokens than its base
+    """
+    shapes = dict(names.shapes(replace(config, vocab_size=config.vocab_size - more)))
     sources = {
         f"{layer}.{product}": f"{pattern.format(layer)}.weight"
         for layer in range(config.num_layers)
@@ -181,7 +197,7 @@ def matrices(config: GPT2Config) -> dict[str, tuple[int, int]]:
     return {name: (n, k) for name, (n, k) in own.items()}
 
 
-def layout(config: GPT2Config, choices: Choices) -> Iterator[Stored]:
+def layout(config: GPT2Config, choices: Choices, more: int) -> Iterator[Stored]:
     """Yield the tensors of a delta's prepared file, in order, named after `Adapter` in pass.h."""
     line = library.LINE
 
@@ -190,7 +206,7 @@ def layout(config: GPT2Config, choices: Choices) -> Iterator[Stored]:
 
     if not choices:  # the fine-tune is no delta
         return
-    for name, (n, k) in matrices(config).items():
+    for name, (n, k) in matrices(config, more).items():
         rank, bits = choices.get(name, (0, 0))
         if rank:
             yield thin(f"{name}.down", *((k, rank) if name == "embedding" else (rank, k)))
@@ -201,6 +217,8 @@ def layout(config: GPT2Config, choices: Choices) -> Iterator[Stored]:
             yield Stored(f"{name}.rest", (-(-n // line), library.rest_bytes(line, k, bits)), "U8")
         if name not in ("embedding", "head"):
             yield Stored(f"{name}.bias", (_whole_lines(n),), "F32")
+        elif more:
+            yield thin(f"adapter.more_{name}", more, k)
     yield Stored("adapter.positions", (config.max_length, _whole_lines(config.units)), "F16")
     for part in ("gamma", "beta"):
         yield Stored(f"final_norm.{part}", (_whole_lines(config.units),), "F32")
@@ -221,11 +239,13 @@ def build(sources: Sources, base_sources: Sources, path: str, content: str, file
     """
     whole, of_base = prepared.artifact_of(sources), prepared.artifact_of(base_sources)
     config, layout_of_base = whole.config, prepared.layout(of_base.config, "int8")
+    more = config.vocab_size - of_base.config.vocab_size
     base = PreparedFile(Path(path), lambda _: layout_of_base, of_base.content)
     factors = [rotation.head_factors(of_base.weights, i) for i in range(config.num_layers)]
     with ThreadPoolExecutor(cpu_count()) as pool:  # the largest first
         tasks = {
-            n: pool.submit(_change, whole, base, factors, n) for n in reversed(matrices(config))
+            name: pool.submit(_change, whole, base, factors, name, shape[0])
+            for name, shape in reversed(matrices(config, more).items())
         }
         try:
             changes = {name: task.result() for name, task in tasks.items()}
@@ -241,7 +261,7 @@ def build(sources: Sources, base_sources: Sources, path: str, content: str, file
         vector = np.asarray(whole.weights[f"{names.FINAL_NORM}.{part}"], np.float32)
         arrays[f"final_norm.{part}"] = padded(vector)
     choices = {name: change.choice for name, change in changes.items()}
-    entries = list(layout(config, choices))
+    entries = list(layout(config, choices, more))
     size, most = sum(e.num_bytes for e in entries), prepared.num_bytes(config, "int8")
     if size > min(MOST_BYTES, most):
         reason = (
@@ -250,7 +270,8 @@ def build(sources: Sources, base_sources: Sources, path: str, content: str, file
         return write_arrays(file, [], {"source": content, "whole": reason}, {})
 
     metadata = {"source": content, "choices": json.dumps(choices)}
-    about = {"format": VERSION, "config": json.dumps(asdict(config))}  # where it is an artifact
+    # where it is an artifact
+    about = {"format": VERSION, "config": json.dumps(asdict(config)), "more": str(more)}
     return write_arrays(file, entries, {**metadata, **about}, arrays)
 
 
@@ -262,10 +283,13 @@ class Change:
     arrays: dict[str, NDArray[Any]]
 
 
-def _change(whole: Artifact, base: PreparedFile, factors: Sequence[Floats], name: str) -> Change:
+def _change(
+    whole: Artifact, base: PreparedFile, factors: Sequence[Floats], name: str, rows: int
+) -> Change:
     """Return a matrix's difference from the base's. Raises `NoDelta` if it is too large.
 
     factors: of the base's heads, by layers
+    rows: of the base's matrix; the fine-tune's may have more
     """
     config, arrays = whole.config, dict[str, NDArray[Any]]()
     layer, _, product = name.rpartition(".")
@@ -278,19 +302,24 @@ def _change(whole: Artifact, base: PreparedFile, factors: Sequence[Floats], name
         source = names.OUTPUT if name == "head" else names.EMBEDDING
         weight = rotation.floats(whole.weights[source])
         rotation.rotate_rows(weight, config.units)
+        weight, more = weight[:rows], weight[rows:]
+        if len(more):
+            arrays[f"adapter.more_{name}"] = grouped(
+                f"the further rows of {name}", more, np.float16
+            )
         address = base.addresses.get(f"{name}.weight", base.addresses["embedding.weight"])
     errors = _int8_errors(weight)
-    for rows in _chunks(len(weight)):
-        of_base = np.empty_like(weight[rows])
-        groups = rows.start // library.LINE
+    for part in _chunks(len(weight)):
+        of_base = np.empty_like(weight[part])
+        groups = part.start // library.LINE
         at = address + groups * library.packed_bytes(library.LINE, weight.shape[1], True)
         library.unpack_int8(at, *of_base.shape, of_base.ctypes.data)
-        weight[rows] -= of_base
+        weight[part] -= of_base
     up, down = largest_directions(weight, RANKS[-1])
     rank, bits = _choose(name, weight, up, errors)
     up, down = _in_fp16(name, up[:, :rank], down[:rank])
-    for rows in _chunks(len(weight)):
-        weight[rows] -= up[rows] @ down
+    for part in _chunks(len(weight)):
+        weight[part] -= up[part] @ down
     rest = np.empty(library.rest_bytes(*weight.shape, bits), np.uint8)
     library.pack_rest(weight.ctypes.data, *weight.shape, bits, rest.ctypes.data)
     arrays[f"{name}.rest"] = rest

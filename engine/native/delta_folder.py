@@ -33,7 +33,7 @@ from engine.prepared import manifest as manifests
 from engine.prepared.manifest import Manifests, Run, config_of, directly, file_in
 from engine.sandbox import Limits
 
-METADATA = ("source", "format", "config", "choices", "blake3")
+METADATA = ("source", "format", "config", "choices", "more", "blake3")
 AGAIN = "make it again: ./kogpt2 convert FINE-TUNE FOLDER --to delta --base BASE"
 BUILD_MIB, BUILD_CPU_S = 512, 60
 
@@ -64,7 +64,10 @@ class DeltaFolder:
                 f" one that it was made with (base), or {AGAIN}"
             )
         check_shape(whole.config, base)
-        entries = list(layout(whole.config, choices_of(self.metadata)))
+        more = more_of(self.metadata, whole.config)
+        if more != whole.config.vocab_size - base.config.vocab_size:
+            raise ArtifactError(f"{DELTA} was made with a base of another vocabulary: {AGAIN}")
+        entries = list(layout(whole.config, choices_of(self.metadata), more))
         limits = Limits(
             memory_mib=BUILD_MIB + 3 * self.num_bytes // MIB,
             cpu_s=BUILD_CPU_S,
@@ -134,7 +137,17 @@ def build(path: str, metadata: dict[str, str], file: int) -> int:
     config, present, arrays = _read_file(Path(path) / DELTA)
     if present != metadata:
         raise ArtifactError("the delta changed while it was read")
-    return write_arrays(file, list(layout(config, choices_of(metadata))), metadata, arrays)
+    entries = list(layout(config, choices_of(metadata), more_of(metadata, config)))
+    return write_arrays(file, entries, metadata, arrays)
+
+
+def more_of(metadata: Mapping[str, str], config: GPT2Config) -> int:
+    """Return how many tokens a delta has that its base does not have. Raises `ArtifactError`."""
+    given = metadata["more"]
+    more = int(given) if given.isascii() and given.isdecimal() and len(given) < 10 else -1
+    if not 0 <= more < config.vocab_size:
+        raise ArtifactError(f"{DELTA} has {given[:100]} more tokens than its base: {AGAIN}")
+    return more
 
 
 def _read_file(path: Path) -> tuple[GPT2Config, dict[str, str], Mapping[str, NDArray[Any]]]:
@@ -156,10 +169,10 @@ def _read_file(path: Path) -> tuple[GPT2Config, dict[str, str], Mapping[str, NDA
         raise ArtifactError(f"{DELTA} has no configuration of a GPT-2: {AGAIN}") from None
     if config.num_layers > len(index):  # the layout of any number of layers has no end
         raise ArtifactError(f"{DELTA} has {len(index)} tensors for {config.num_layers} layers")
-    choices = choices_of(metadata)
+    choices, more = choices_of(metadata), more_of(metadata, config)
     if choices.keys() != matrices(config).keys():
         raise ArtifactError(f"{DELTA} has ranks and bits of other matrices: {AGAIN}")
-    expected = {entry.name: entry for entry in layout(config, choices)}
+    expected = {entry.name: entry for entry in layout(config, choices, more)}
     for name, entry in expected.items():
         tensor = index.get(name)
         if tensor is None or (tensor.dtype, tensor.shape) != (entry.type, entry.shape):

@@ -63,6 +63,7 @@ class AdapterLayer(Structure):
 class Adapter(Structure):
     _fields_ = (
         ("layers", POINTER(AdapterLayer)), ("embedding", Change), ("head", Change),
+        ("more_embedding", Pointer), ("more_head", Pointer), ("more", c_int32),
         ("positions", Pointer), ("final_norm", Norm),
     )  # fmt: skip
 

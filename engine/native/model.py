@@ -70,7 +70,6 @@ class NativeModel(BackendModel):
         self._page_bytes = library.page_bytes(config, prepared.precision)
         self._arena = _open_arena(self._page_bytes)
         self._rows: set[NativeRow] = set()
-        self._width = -(-config.vocab_size // library.LINE) * library.LINE
         self._row = -(-config.units // library.LINE) * library.LINE
 
     def open_row(self, source: Row | None = None, length: int = 0) -> NativeRow:
@@ -94,7 +93,7 @@ class NativeModel(BackendModel):
 
     def run(self, pieces: Sequence[Piece]) -> Logits:
         for piece in pieces:
-            check_ids(self.config, piece.ids, piece.row.length + len(piece.ids))
+            check_ids(self.config, piece)
         array = (library.Piece * len(pieces))()
         ids = np.array([token for piece in pieces for token in piece.ids], np.int32)
         at, wanted = ids.ctypes.data, 0
@@ -111,12 +110,13 @@ class NativeModel(BackendModel):
                 piece.states = states[:, : self.config.units]
             at += 4 * count
             wanted += piece.num_logits
-        logits = _logits_rows(wanted, self._width)
+        vocab = max((p.vocab_size(self.config) for p in pieces), default=self.config.vocab_size)
+        logits = _logits_rows(wanted, -(-vocab // library.LINE) * library.LINE)
         self._run_pass(self._model, self._arena.address, array, len(array), logits.ctypes.data)
         for piece in pieces:
             assert isinstance(piece.row, NativeRow)
             piece.row.length += len(piece.ids)
-        return logits[:, : self.config.vocab_size]
+        return logits[:, :vocab]
 
     def kv_bytes_for(self, lengths: Sequence[int]) -> int:
         return self._page_bytes * sum(-(-n // library.PAGE_TOKENS) for n in lengths)

@@ -22,7 +22,8 @@ enum {
   AHEAD = 4,       /* tokens whose keys and values are prefetched before they are stored */
   THREAD_PARTS = 4, /* parts of attention for each thread, at least */
   RUN = 48,        /* queries of one row and head that a thread takes at once */
-  MAX_RANK = 1 << 16 /* of an adapter */
+  MAX_RANK = 1 << 16, /* of an adapter */
+  MAX_VOCAB = 1 << 24
 };
 
 /* Tokens of a piece that one thread attends for. */
@@ -64,6 +65,7 @@ static struct {
   Span *spans; /* of the rows that have adapters */
   size_t num_spans;
   const Span **span_of; /* (T,): a row's; NULL: none */
+  int32_t more;         /* tokens that an adapter adds to the vocabulary, at most */
   float *down;          /* (T, R): what an adapter's first matrix makes of a product's x */
   size_t down_row;      /* R, the padded largest rank */
   void *coarse;         /* (T, max(C, F)); NULL: no adapter has few bits */
@@ -517,6 +519,13 @@ static void look_up(const void *packed, int int8, size_t column, size_t k, float
     row[i] = ((int)group[i / 4 * 4 * LINE + lane * 4 + i % 4] - zero) * scales[lane];
 }
 
+/* Unpacks the embedding of a token that the model does not have. */
+static void look_up_more(const Adapter *adapter, size_t number, float *row) {
+  const size_t k = pass.model->units, lane = number % LINE;
+  const uint16_t *group = (const uint16_t *)adapter->more_embedding + (number - lane) * k;
+  for (size_t i = 0; i < k; i++) row[i] = read_number(group, SOURCE_FLOAT16, i * LINE + lane);
+}
+
 /* Adds what an adapter adds to a row of the embedding. */
 static void add_looked_up(const Change *change, size_t column, float *low, float *row) {
   const size_t k = pass.model->units, rank = change->rank, lane = column % LINE;
@@ -558,9 +567,13 @@ static void embed_part(void *data, size_t part, int thread) {
     float *x = pass.x + (run->token + i) * pass.row;
     const int32_t id = run->piece->ids[run->position + i - run->piece->position];
     const Adapter *adapter = run->piece->adapter;
-    look_up(m->embedding, m->int8, id, m->units, x);
-    if (adapter)
-      add_looked_up(&adapter->embedding, id, pass.down + (run->token + i) * pass.down_row, x);
+    if (id >= m->vocab) {
+      look_up_more(adapter, id - m->vocab, x);
+    } else {
+      look_up(m->embedding, m->int8, id, m->units, x);
+      if (adapter)
+        add_looked_up(&adapter->embedding, id, pass.down + (run->token + i) * pass.down_row, x);
+    }
     add_position(adapter, run->position + i, x);
     for (size_t c = m->units; c < pass.row; c++) x[c] = 0;
     if (m->int8) center(x, m->units);
@@ -582,7 +595,7 @@ static void compute_layer(const Layer *layer, double *time) {
 }
 
 static int changes_logits(const Adapter *adapter) {
-  return adapter->head.rank || adapter->head.bits || adapter->final_norm.gamma;
+  return adapter->head.rank || adapter->head.bits || adapter->final_norm.gamma || adapter->more;
 }
 
 /* The rows of a part of the pass: one for each token, for each that a head needs, for each with logits. */
@@ -628,6 +641,25 @@ static size_t take_states(void) {
   return left;
 }
 
+static size_t logits_row(void) { return padded(pass.model->vocab + pass.more); }
+
+/* Job part: the logits of a span's rows for some groups of tokens that the model does not have. */
+static void more_part(void *data, size_t part, int thread) {
+  const Model *m = pass.model;
+  const Span *span = &pass.spans[part % pass.num_spans];
+  const size_t more = span->adapter->more, first = part / pass.num_spans * HEAD_GROUPS * LINE;
+  const size_t bytes = float_group_bytes(m->units) / LINE;
+  (void)thread;
+  for (size_t at = first; at < more && at < first + HEAD_GROUPS * LINE; at += LINE)
+    for (size_t row = span->row; row < span->row + span->count; row++) {
+      const size_t count = more - at < LINE ? more - at : LINE;
+      float out[LINE] = {0};
+      kernels->add_product(m->int8, pass.h + row * pass.row, m->units,
+                           (const uint8_t *)span->adapter->more_head + at * bytes, out);
+      memcpy((float *)data + row * logits_row() + m->vocab + at, out, count * sizeof *out);
+    }
+}
+
 /* Computes the logits or states of the tokens that require them; their rows move to the front of `x` and
    `h`. */
 static void compute_logits(float *logits, double *time) {
@@ -648,21 +680,28 @@ static void compute_logits(float *logits, double *time) {
     find_spans(LOGITS);
   }
   if (wanted)
-    multiply(&m->head, HEAD, 0, pass.h, pass.row, NULL, logits, padded(m->vocab), wanted, m->units,
+    multiply(&m->head, HEAD, 0, pass.h, pass.row, NULL, logits, logits_row(), wanted, m->units,
              m->vocab, 0);
+  if (wanted && pass.more)
+    in_parallel(more_part, logits,
+                pass.num_spans * ceil_div(ceil_div(pass.more, LINE), HEAD_GROUPS));
   count_time(HEAD_TIME, time);
+}
+
+static int is_vocab(int32_t vocab, int32_t more) {
+  return more >= 0 && vocab <= MAX_VOCAB && more <= MAX_VOCAB - vocab;
 }
 
 static int is_model(const Model *m) {
   const int32_t most = 1 << 16; /* sums of so many numbers fit into 32 bits, see largest_number */
   return m->num_layers >= 1 && m->units >= 1 && m->heads >= 1 && m->hidden >= 1 && m->vocab >= 1 &&
          m->max_length >= 1 && m->num_layers <= most && m->units <= most && m->hidden <= most &&
-         m->vocab <= 1 << 24 && m->max_length <= most && m->units % m->heads == 0;
+         is_vocab(m->vocab, 0) && m->max_length <= most && m->units % m->heads == 0;
 }
 
 /* What the adapters of a pass need memory for. */
 typedef struct {
-  int32_t rank; /* the largest */
+  int32_t rank, more; /* the largest */
   int has_rest;
 } Widest;
 
@@ -676,8 +715,9 @@ static int is_change(const Model *m, const Change *change, int is_of_layer, Wide
 static int is_adapter(const Model *m, const Adapter *adapter, Widest *widest) {
   if (!adapter) return 1;
   int right = is_change(m, &adapter->embedding, 0, widest) &&
-              is_change(m, &adapter->head, 0, widest) &&
-              (m->int8 || !(adapter->positions || adapter->final_norm.gamma));
+              is_change(m, &adapter->head, 0, widest) && is_vocab(m->vocab, adapter->more) &&
+              (m->int8 || !(adapter->positions || adapter->final_norm.gamma || adapter->more));
+  if (adapter->more > widest->more) widest->more = adapter->more;
   for (const AdapterLayer *layer = adapter->layers; layer < adapter->layers + m->num_layers; layer++)
     right = right && is_change(m, &layer->qkv, 1, widest) &&
             is_change(m, &layer->attention_out, 1, widest) &&
@@ -689,8 +729,9 @@ static int is_piece(const Model *m, const Piece *piece) {
   if (piece->count < 1 || piece->position < 0 || piece->num_logits < 0 ||
       piece->num_logits > piece->count || piece->count > m->max_length - piece->position)
     return 0;
+  const int32_t more = piece->adapter ? piece->adapter->more : 0;
   for (int32_t i = 0; i < piece->count; i++)
-    if (piece->ids[i] < 0 || piece->ids[i] >= m->vocab) return 0;
+    if (piece->ids[i] < 0 || piece->ids[i] >= m->vocab + more) return 0;
   return 1;
 }
 
@@ -765,7 +806,7 @@ PassStatus run_pass(const Model *model, uint8_t *arena, const Piece *pieces, siz
   Widest widest = {0};
   if (!is_model(model)) return PASS_BAD_MODEL;
   for (size_t i = 0; i < num_pieces; i++) {
-    if (!is_piece(model, &pieces[i]) || !is_adapter(model, pieces[i].adapter, &widest))
+    if (!is_adapter(model, pieces[i].adapter, &widest) || !is_piece(model, &pieces[i]))
       return PASS_BAD_PIECE;
     const size_t end = (size_t)pieces[i].position + pieces[i].count;
     count += pieces[i].count;
@@ -782,6 +823,7 @@ PassStatus run_pass(const Model *model, uint8_t *arena, const Piece *pieces, siz
   pass.pieces = pieces;
   pass.num_pieces = num_pieces;
   pass.tokens = count;
+  pass.more = widest.more;
   pass.head_bytes = page_bytes(model) / model->num_layers / model->heads / 2;
   pass.num_runs = 0;
   size_t token = 0;

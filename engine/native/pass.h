@@ -66,10 +66,12 @@ typedef struct {
 
 /* The difference of a fine-tune from its base: that of LoRA, in some products of the layers, or that of a
    whole fine-tune, in all weights. `down` of the embedding is (units, rank), because its rows are looked
-   up. */
+   up. A fine-tune may have more tokens than its base, with rows of their own, packed as `up` is. */
 typedef struct {
   const AdapterLayer *layers; /* as many as the model's */
   Change embedding, head;
+  const void *more_embedding, *more_head; /* (more, units): of the tokens from the model's vocab on */
+  int32_t more;
   const uint16_t *positions; /* (max_length, padded units) in fp16; NULL: the model's */
   Norm final_norm;           /* NULL: the model's */
 } Adapter;
@@ -88,7 +90,8 @@ typedef struct {
 typedef enum { PASS_OK, PASS_BAD_MODEL, PASS_BAD_PIECE, PASS_NO_MEMORY } PassStatus;
 
 /* Computes `pieces` of one model, each of another row. Writes the logits that the pieces require, in
-   order, as rows of padded(vocab) floats. `arena` is where page 0 begins. One call at a time. */
+   order, as rows of padded(vocab + the most that an adapter has more) floats. `arena` is where page 0
+   begins. One call at a time. */
 PassStatus run_pass(const Model *model, uint8_t *arena, const Piece *pieces, size_t num_pieces,
                     float *logits);
 

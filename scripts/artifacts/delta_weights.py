@@ -46,7 +46,7 @@ def whole_of(delta: Delta, cache_dir: Path) -> Artifact:
     with closing(prepared(delta.base, "int8", cache_dir)) as base:
         tensors = {
             entry.name: _array(delta.file.addresses[entry.name], entry.shape, entry.dtype)
-            for entry in layout(config, choices_of(delta.file.metadata))
+            for entry in layout(config, choices_of(delta.file.metadata), delta.more)
         }
         weights: dict[str, Floats] = {}
         for layer in range(config.num_layers):
@@ -67,6 +67,9 @@ def whole_of(delta: Delta, cache_dir: Path) -> Artifact:
                 place = f"{name}.weight"
                 place = place if place in base.file.addresses else "embedding.weight"
                 weights[source] = _rotated(name, tensors, delta, base.file, place)
+                if delta.more:
+                    further = _ungrouped(tensors[f"adapter.more_{name}"])[: delta.more]
+                    weights[source] = np.concatenate([weights[source], further])
                 rotation.rotate_rows(weights[source], config.units)
     positions = rotation.floats(tensors["adapter.positions"][:, : config.units])
     rotation.rotate_rows(positions, config.units)
@@ -82,7 +85,7 @@ def _rotated(
     name: str, tensors: dict[str, NDArray[Any]], delta: Delta, base: PreparedFile, place: str
 ) -> Floats:
     """Return a matrix (n, k) in the rotated basis: the base's and what the delta adds."""
-    n, k = matrices(delta.whole.config)[name]
+    n, k = matrices(delta.whole.config, delta.more)[name]
     up, down = _ungrouped(tensors[f"{name}.up"])[:n], _ungrouped(tensors[f"{name}.down"])
     down = down[:k].T.copy() if name == "embedding" else down[: up.shape[1]]
     if name.endswith("ffn_out"):

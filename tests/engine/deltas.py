@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from tokenizers import Tokenizer
 
+from tests.engine.artifacts.reading import read_safetensors
+from tests.engine.hugging_face import write_json, write_weights
 from tests.engine.models import params_of, write_params
 
 
@@ -25,6 +30,34 @@ def fine_tuned(path: Path, base: Path, *, seed: int = 0, size: float = 0.02, ran
     for name in names:  # v1 files hold the tied matrix twice
         weights[name] = weights["_embed.weight"]
     write_params(path / "kogpt2.params", weights)
+    return path
+
+
+def with_more_tokens(
+    path: Path, base: Path, tokens: Sequence[str], *, seed: int = 0, tied: bool = True
+) -> Path:
+    """Writes a fine-tune of the Hugging Face folder `base`, to whose tokenizer special tokens were
+    added and whose embedding was resized for them, as transformers does it."""
+    rng = np.random.default_rng(3000 + seed)
+    shutil.copytree(base, path, ignore=shutil.ignore_patterns("*.safetensors", ".prepared"))
+    tokenizer = Tokenizer.from_file(str(path / "tokenizer.json"))
+    tokenizer.add_special_tokens(list(tokens))
+    tokenizer.save(str(path / "tokenizer.json"))
+    weights = {
+        name: changed(np.array(w), rng, 0.02, 4)
+        for name, w in read_safetensors(base / "model.safetensors").items()
+    }
+    embedding = weights["transformer.wte.weight"]
+    spread = np.float32(embedding.std())
+    more = spread * rng.standard_normal((len(tokens), embedding.shape[1]), np.float32)
+    weights["transformer.wte.weight"] = np.concatenate([embedding, more])
+    weights.pop("lm_head.weight", None)
+    if not tied:
+        weights["lm_head.weight"] = np.concatenate([changed(embedding, rng, 0.02, 4), -more])
+    write_weights(path, list(weights.items()))
+    fields = json.loads((path / "config.json").read_text("utf-8"))
+    fields |= {"vocab_size": len(embedding) + len(tokens), "tie_word_embeddings": tied}
+    write_json(path / "config.json", fields)
     return path
 
 

@@ -455,8 +455,8 @@ def test_trained_rows_replace_those_of_the_embedding(base: Path, tmp_path: Path)
 
 def test_an_adapter_may_bring_a_vocabulary_of_its_own(native: Engine, tmp_path: Path) -> None:
     base = make_hugging_face(tmp_path / "base", vocab=700)
-    other = make_hugging_face(tmp_path / "other", vocab=730, seed=3)
-    embedding = np.array(open_artifact(other).weights[EMBEDDING])
+    embedding = np.array(open_artifact(base).weights[EMBEDDING])
+    embedding = np.concatenate([embedding, embedding[:30] + embedding[30:60]])
     tensors = {
         "base_model.model.transformer.wte.weight": embedding,
         "base_model.model.lm_head.weight": embedding,
@@ -465,13 +465,17 @@ def test_an_adapter_may_bring_a_vocabulary_of_its_own(native: Engine, tmp_path: 
     with pytest.raises(ArtifactError, match=r"brings a vocabulary of 730 instead of 700"):
         native.load("a", str(adapter), base=str(base))
     for name in ("tokenizer.json", "tokenizer_config.json"):
-        (adapter / name).write_bytes((other / name).read_bytes())
+        (adapter / name).write_bytes((base / name).read_bytes())
     model = native.load("a", str(adapter), base=str(base))
-    assert (model.config.vocab_size, model.adapter) == (730, None)
-    assert "vocab_size is 730" in model.describe()["whole_because"]
+    assert model.adapter is not None, model.whole_because
+    assert (model.config.vocab_size, model.adapter.more) == (700, 30)
     assert len(ask(native, "a", 4).wait().ids()) > 0
+    biased = {"max_new_tokens": 4, "logit_bias": {"729": 100}}
+    assert Request(native, "a", "오늘", **biased).wait().ids() == [729] * 4
     native.load("base", str(base))
-    assert native._models["base"].core is not model.core
+    assert native._models["base"].core is model.core
+    with pytest.raises(InvalidRequest, match="token 729, but the model's vocabulary ends at 699"):
+        Request(native, "base", "오늘", **biased)
     for name in ("a", "base"):
         native.unload(name)
     assert (native.budget.declared_bytes, native.budget.weight_bytes) == (0, 0)

@@ -8,20 +8,23 @@ import re
 import shutil
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from numpy.typing import NDArray
+from tokenizers import Tokenizer
 
+from common.errors import InvalidRequest
 from engine.artifacts.open import open_artifact
 from engine.backends.interface import Piece
 from engine.engine import Engine
 from engine.native import delta as deltas
 from engine.native import library
-from engine.native.adapter import load_adapter
+from engine.native.adapter import NativeAdapter, load_adapter
 from engine.native.delta import Delta, NoDelta, open_delta
 from engine.native.model import NativeModel
 from engine.native.prepared import prepared
@@ -29,8 +32,9 @@ from engine.prepared.manifest import Manifests
 from tests.engine.adapters import make_adapter
 from tests.engine.backends.running import logits_of
 from tests.engine.conftest import NewEngine
-from tests.engine.deltas import fine_tuned
+from tests.engine.deltas import fine_tuned, with_more_tokens
 from tests.engine.engines import Request, make_talkative
+from tests.engine.hugging_face import make_hugging_face, train_tokenizer
 from tests.engine.models import make_artifact, params_of, write_params
 
 PROMPT = "오늘은 날씨가"
@@ -293,3 +297,111 @@ def test_a_damaged_file_is_made_again(base: Path, tmp_path: Path) -> None:
         path.write_bytes(len(text).to_bytes(8, "little") + text + whole[8 + length :])
         open_delta(open_artifact(own), open_artifact(base), cache).close()
         assert path.read_bytes() == whole
+
+
+# --- More tokens than the base --------------------------------------------------------------------
+
+ADDED = ["<질문>", "<대답>", "<끝>"]
+QUESTION = "<질문>오늘은 날씨가<대답>"
+
+
+@pytest.fixture(scope="module")
+def theirs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Hugging Face folder whose vocabulary is what its tokenizer has, and no multiple of 16."""
+    size = train_tokenizer("metaspace").get_vocab_size()
+    assert size % library.LINE
+    return make_hugging_face(tmp_path_factory.mktemp("theirs") / "바탕", units=128, vocab=size)
+
+
+def ids_of(folder: Path, text: str) -> list[int]:
+    return list(Tokenizer.from_file(str(folder / "tokenizer.json")).encode(text).ids)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_tokens_that_the_base_lacks_have_rows_of_their_own(
+    theirs: Path, tmp_path: Path, tied: bool
+) -> None:
+    path = with_more_tokens(tmp_path / "시", theirs, ADDED, tied=tied)
+    whole, base = open_artifact(path), open_artifact(theirs)
+    ids = ids_of(path, QUESTION + "비가 온다<끝>" + QUESTION)
+    added = range(base.config.vocab_size, base.config.vocab_size + len(ADDED))
+    assert set(added) < set(ids)
+    with closing(NativeModel(prepared(whole, "fp32", tmp_path))) as exact:
+        expected = logits_of(exact, ids)
+    with closing(NativeModel(prepared(whole, "int8", tmp_path))) as int8:
+        error = kl(logits_of(int8, ids), expected)
+    with (
+        closing(NativeModel(prepared(base, "int8", tmp_path))) as model,
+        closing(open_delta(whole, base, tmp_path).load()) as adapter,
+    ):
+        logits = logits_of(model, ids, adapter)
+        with pytest.raises(InvalidRequest, match=f"from 0 to {added[0] - 1}"):
+            logits_of(model, ids)
+    assert logits.shape == expected.shape == (len(ids), added[-1] + 1)
+    assert kl(logits, expected) < 1.5 * error
+    errors = np.abs(logits - expected)
+    assert errors[:, list(added)].mean() < 1.2 * errors.mean() < 0.02 * np.std(expected)
+
+
+def test_a_token_is_the_same_beside_rows_with_more_tokens(theirs: Path, tmp_path: Path) -> None:
+    more = [f"<표시 {i}>" for i in range(40)]
+    paths = [with_more_tokens(tmp_path / str(i), theirs, more[:i], seed=i) for i in (0, 3, 40)]
+    base = open_artifact(theirs)
+    size = base.config.vocab_size
+    with (
+        closing(NativeModel(prepared(base, "int8", tmp_path))) as model,
+        ExitStack() as opened,
+    ):
+        kinds: list[NativeAdapter | None] = [None]
+        for path in paths:
+            delta = open_delta(open_artifact(path), base, tmp_path)
+            kinds.append(opened.enter_context(closing(delta.load())))
+        sizes = [size, size, size + 3, size + 40]
+        rng = np.random.default_rng(1)
+        ids = [rng.integers(0, n, 20).tolist() for n in sizes]
+        alone = [logits_of(model, *of) for of in zip(ids, kinds, strict=True)]
+        assert [logits.shape for logits in alone] == [(20, n) for n in sizes]
+        for _ in range(5):
+            order = rng.permutation(len(kinds))
+            rows = [model.open_row() for _ in order]
+            pieces = [Piece(row, ids[i], 20, kinds[i]) for row, i in zip(rows, order, strict=True)]
+            logits = model.run(pieces)
+            for at, i in enumerate(order):
+                of_piece = logits[20 * at : 20 * (at + 1), : pieces[at].vocab_size(model.config)]
+                assert of_piece.tobytes() == alone[i].tobytes()
+            for row in rows:
+                model.close_row(row)
+
+
+def test_fine_tunes_with_tokens_of_their_own_share_a_step(
+    engine: Engine, theirs: Path, tmp_path: Path
+) -> None:
+    """Greedy, drawn and with log-probabilities: the same beside others, with and without more."""
+    names = {"셋": ADDED, "하나": ADDED[:1], "없음": []}
+    models = [
+        engine.load(name, str(with_more_tokens(tmp_path / name, theirs, tokens)), base=str(theirs))
+        for name, tokens in names.items()
+    ]
+    assert len({model.core for model in models}) == 1
+    assert all("whole_because" not in model.describe() for model in models)
+    options: list[dict[str, Any]] = [
+        {"do_sample": False, "logprobs": 5},
+        {"do_sample": True, "temperature": 2.0, "seed": 3},
+        {"do_sample": True, "top_p": 0.9, "repetition_penalty": 1.3, "seed": 4},
+    ]
+
+    def answer(of: tuple[str, dict[str, Any]]) -> list[int]:
+        return Request(engine, of[0], QUESTION, max_new_tokens=NEW, **of[1]).wait().ids()
+
+    kinds = [(name, how) for name in names for how in options]
+    alone = [answer(kind) for kind in kinds]
+    assert max(map(max, alone)) >= open_artifact(theirs).config.vocab_size
+    with ThreadPoolExecutor(len(kinds)) as pool:
+        assert list(pool.map(answer, kinds * 2)) == alone * 2
+
+
+def test_a_smaller_vocabulary_is_whole(engine: Engine, theirs: Path, tmp_path: Path) -> None:
+    more = with_more_tokens(tmp_path / "바탕", theirs, ADDED)
+    described = engine.load("시", str(theirs), base=str(more)).describe()
+    size = open_artifact(theirs).config.vocab_size
+    assert described["whole_because"] == f"its vocab_size is {size}, that of its base {size + 3}"

@@ -160,24 +160,37 @@ static const Adapter *random_adapter(const Model *m) {
     if (between(0, 1)) adapter->positions = random_thin(m, m->max_length * padded(c), 1);
     adapter->head = random_change(m, m->vocab, c);
     adapter->final_norm = random_norm(c);
+    if ((adapter->more = between(0, 1) ? between(1, 40) : 0)) {
+      adapter->more_embedding = random_thin(m, adapter->more, c);
+      adapter->more_head = random_thin(m, adapter->more, c);
+    }
   }
   return adapter;
+}
+
+/* How many tokens a row with an adapter, or NULL, knows. */
+static int32_t vocab_of(const Model *m, const Adapter *adapter) {
+  return m->vocab + (adapter ? adapter->more : 0);
 }
 
 typedef struct {
   const Adapter *adapter;
   int32_t ids[MAX_LENGTH], pages[MAX_LENGTH];
   int32_t done; /* tokens that are computed */
-  float *logits; /* (max_length, padded vocab), of the row alone */
+  float *logits; /* (max_length, padded vocab_of), of the row alone */
   float *states; /* (max_length, padded units), of the row alone */
 } Row;
 
 /* Computes the pieces and compares the logits or states with those of the rows alone. */
 static void run_and_compare(const Model *m, uint8_t *arena, Row *rows, const Piece *pieces,
                             const int *row_of, int count) {
-  const size_t width = padded(m->vocab), units = padded(m->units);
-  size_t wanted = 0;
-  for (int i = 0; i < count; i++) wanted += pieces[i].states ? 0 : pieces[i].num_logits;
+  const size_t units = padded(m->units);
+  size_t wanted = 0, width = padded(m->vocab);
+  for (int i = 0; i < count; i++) {
+    const size_t own = padded(vocab_of(m, pieces[i].adapter));
+    wanted += pieces[i].states ? 0 : pieces[i].num_logits;
+    width = own > width ? own : width;
+  }
   float *logits = allocate(wanted * width * sizeof *logits), *at = logits;
   CHECK(run_pass(m, arena, pieces, count, logits) == PASS_OK);
   for (int i = 0; i < count; i++) {
@@ -189,7 +202,8 @@ static void run_and_compare(const Model *m, uint8_t *arena, Row *rows, const Pie
         CHECK(!memcmp(states, row->states + t * units, m->units * sizeof *states));
         states += units;
       } else {
-        CHECK(!memcmp(at, row->logits + t * width, m->vocab * sizeof *at));
+        const size_t own = vocab_of(m, row->adapter);
+        CHECK(!memcmp(at, row->logits + t * padded(own), own * sizeof *at));
         at += width;
       }
     free(pieces[i].states);
@@ -233,22 +247,24 @@ static void check_pieces(const Model *m, uint8_t *arena, const Row *rows) {
   Piece pieces[ROWS];
   int32_t ids[ROWS][MAX_LENGTH];
   int right = 1;
-  size_t wanted = 0;
+  size_t wanted = 0, width = padded(m->vocab);
   for (int i = 0; i < ROWS; i++) {
+    const int32_t vocab = vocab_of(m, rows[i].adapter);
+    width = padded(vocab) > width ? padded(vocab) : width;
     int32_t numbers[3] = {between(1, 4), between(0, m->max_length), between(0, 2)};
     if (between(0, 3) == 0) numbers[between(0, 2)] = odd[between(0, 6)];
     memcpy(ids[i], rows[i].ids, sizeof *ids);
     if (between(0, 5) == 0)
-      ids[i][between(0, 3)] = between(0, 1) ? m->vocab + (between(0, 1) ? top - m->vocab : 0) : -1;
+      ids[i][between(0, 3)] = between(0, 1) ? vocab + (between(0, 1) ? top - vocab : 0) : -1;
     pieces[i] =
         (Piece){ids[i], rows[i].pages, numbers[0], numbers[1], numbers[2], rows[i].adapter, NULL};
     const int64_t n = numbers[0], position = numbers[1], logits = numbers[2];
     right = right && n > 0 && position >= 0 && n + position <= m->max_length && logits >= 0 &&
             logits <= n;
-    for (int t = 0; right && t < n; t++) right = ids[i][t] >= 0 && ids[i][t] < m->vocab;
+    for (int t = 0; right && t < n; t++) right = ids[i][t] >= 0 && ids[i][t] < vocab;
     if (right) wanted += logits;
   }
-  const size_t bytes = wanted * padded(m->vocab) * sizeof(float);
+  const size_t bytes = wanted * width * sizeof(float);
   uint8_t *logits = allocate(bytes);
   CHECK(run_pass(m, arena, pieces, ROWS, (float *)logits) == (right ? PASS_OK : PASS_BAD_PIECE));
   for (size_t i = 0; i < bytes && !right; i++) CHECK(logits[i] == 0xff);
@@ -282,9 +298,19 @@ static void check_adapters(const Model *m, uint8_t *arena, const Row *rows) {
     const Piece piece = {rows[0].ids, rows[0].pages, 1, 0, 1, &adapter, NULL};
     CHECK(run_pass(m, arena, &piece, 1, NULL) == PASS_BAD_PIECE);
   }
-  for (int i = 0; i < 3 && !m->int8; i++) { /* what only models in int8 may have */
+  const int32_t odd[] = {INT32_MIN, -1, (1 << 24) + 1 - m->vocab, INT32_MAX};
+  for (int i = 0; i < 4; i++) {
+    AdapterLayer layers[2] = {0};
+    const Adapter adapter = {.layers = layers, .more = odd[i]};
+    const Piece piece = {rows[0].ids, rows[0].pages, 1, 0, 1, &adapter, NULL};
+    CHECK(run_pass(m, arena, &piece, 1, NULL) == PASS_BAD_PIECE);
+  }
+  for (int i = 0; i < 4 && !m->int8; i++) { /* what only models in int8 may have */
     AdapterLayer layers[2] = {{.ffn_out.bits = i == 0}};
-    const Adapter adapter = {.layers = layers, .head.rank = i == 1, .final_norm.gamma = rows[0].logits};
+    const Adapter adapter = {.layers = layers,
+                             .head.rank = i == 1,
+                             .final_norm.gamma = i == 2 ? rows[0].logits : NULL,
+                             .more = i == 3};
     const Piece piece = {rows[0].ids, rows[0].pages, 1, 0, 1, &adapter, NULL};
     CHECK(run_pass(m, arena, &piece, 1, NULL) == PASS_BAD_PIECE);
   }
@@ -375,18 +401,21 @@ static void check_sampling(const float *logits, size_t count) {
 
 static void check_model(void) {
   const Model m = random_model();
-  const size_t width = padded(m.vocab), pages = (m.max_length + PAGE_TOKENS - 1) / PAGE_TOKENS;
+  const size_t pages = (m.max_length + PAGE_TOKENS - 1) / PAGE_TOKENS;
   uint8_t *arena = keep(ROWS * pages * page_bytes(&m));
   Row rows[ROWS];
   /* None, one, and one that two rows may share. */
   const Adapter *adapters[] = {NULL, random_adapter(&m), random_adapter(&m)};
   for (int i = 0; i < ROWS; i++) {
     rows[i].adapter = adapters[between(0, 2)];
-    for (int t = 0; t < m.max_length; t++) rows[i].ids[t] = between(0, m.vocab - 1);
+    const int32_t vocab = vocab_of(&m, rows[i].adapter);
+    for (int t = 0; t < m.max_length; t++) rows[i].ids[t] = between(0, vocab - 1);
     for (size_t p = 0; p < pages; p++) rows[i].pages[p] = (int)((pages - 1 - p) * ROWS) + i;
-    rows[i].logits = keep(m.max_length * width * sizeof(float));
+    rows[i].logits = keep(m.max_length * padded(vocab) * sizeof(float));
     rows[i].states = keep(m.max_length * padded(m.units) * sizeof(float));
   }
+  const int32_t vocab = vocab_of(&m, rows[ROWS - 1].adapter); /* of the row that is compared */
+  const size_t width = padded(vocab);
   float *first = keep(m.max_length * width * sizeof *first);
   int compared = 0;
   for (const char *const *name = (const char *const[]){"amx", "vnni", "avx2", "neon", "plain", NULL}; *name;
@@ -400,7 +429,7 @@ static void check_model(void) {
     const float *found = rows[ROWS - 1].logits;
     double difference = 0, all = 0;
     for (int t = 0; t < m.max_length; t++)
-      for (int v = 0; v < m.vocab; v++) {
+      for (int v = 0; v < vocab; v++) {
         const double x = found[t * width + v];
         CHECK(isfinite(x));
         if (compared) difference += pow(x - first[t * width + v], 2);
