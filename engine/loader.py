@@ -148,6 +148,7 @@ class Loader:
                 raise ArtifactError(
                     f"a delta needs int8 on a CPU: {error.message}; serve the whole fine-tune"
                 ) from None
+            labeled = folder.described
             adapter = folder.open(of_base, self._cache_dir, reading.run)
         else:
             assert of_base is not None

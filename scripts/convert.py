@@ -116,10 +116,10 @@ def _convert_with_base(options: Convert, source: Path, base: Artifact) -> list[s
     with _complete(options.target) as folder:
         if options.to == "whole":
             return conversion.to_whole(source, base, folder)
-        whole, texts = conversion.open_source(source), _texts(options)
+        whole, texts = conversion.open_source(source, classifies=True), _texts(options)
         with tempfile.TemporaryDirectory(prefix="convert-") as work:
             conversion.to_delta(whole, base, folder, Path(work))
-            if not options.compare:
+            if not options.compare or whole.classifier is not None:
                 return []
             return comparison.report_delta(options.target, folder, whole, base, texts, Path(work))
 

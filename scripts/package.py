@@ -83,13 +83,13 @@ def _delta(
     from scripts.artifacts.folder import model_folder
 
     assert options.base is not None
-    whole = conversion.open_source(folder)
+    whole = conversion.open_source(folder, classifies=True)
     base = conversion.open_source(opened.enter_context(model_folder(options.base.resolve())))
     cache, made = (
         Path(opened.enter_context(tempfile.TemporaryDirectory(prefix="package-"))) for _ in "12"
     )
     conversion.to_delta(whole, base, made, cache)
-    if options.compare:
+    if options.compare and whole.classifier is None:
         for line in comparison.report_delta(options.folder, made, whole, base, texts, cache):
             print(line)
     return made

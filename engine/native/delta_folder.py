@@ -1,7 +1,8 @@
 """Deltas as artifacts: `delta.safetensors` in place of a fine-tune's weights.
 
 The file is a prepared file of `engine.native.delta`, so it is of one base's content and of one
-format of int8. The engine maps a checked copy of it, which is among the prepared models.
+format of int8; a classifier's has its head behind that, in fp32. The engine maps a checked copy of
+it, which is among the prepared models.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import functools
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,12 +20,13 @@ from common.errors import ArtifactError
 from common.memory import MIB
 from common.model_files import DELTA
 from engine.artifacts.artifact import CONFIG_FILE, Artifact
+from engine.artifacts.classifier import BIAS, WEIGHT, Classifier
 from engine.artifacts.config import GPT2Config
 from engine.artifacts.files import map_file, parse_json, read_json
 from engine.artifacts.generation_config import Generation, read_generation, read_generation_config
 from engine.artifacts.hugging_face import TOKENIZER_FILE
 from engine.artifacts.read_safetensors import read_safetensors
-from engine.artifacts.tensor_index import map_index
+from engine.artifacts.tensor_index import Index, map_index
 from engine.artifacts.v1 import only_file
 from engine.native import library, prepared
 from engine.native.delta import VERSION, Delta, check_shape, choices_of, layout, matrices
@@ -34,6 +36,7 @@ from engine.prepared.manifest import Manifests, Run, config_of, directly, file_i
 from engine.sandbox import Limits
 
 METADATA = ("source", "format", "config", "choices", "more", "blake3")
+LABELS = "classifier"  # in the metadata of a classifier's: what its outputs mean
 AGAIN = "make it again: ./kogpt2 convert FINE-TUNE FOLDER --to delta --base BASE"
 BUILD_MIB, BUILD_CPU_S = 512, 60
 
@@ -42,7 +45,8 @@ BUILD_MIB, BUILD_CPU_S = 512, 60
 class DeltaFolder:
     """A checked folder with a delta.
 
-    described: the fine-tune without weights: configuration, tokenizer, generation settings
+    described: the fine-tune without weights but a classifier's head: configuration, tokenizer,
+        generation settings
     metadata: of the delta's file
     num_bytes: of the file
     """
@@ -104,9 +108,14 @@ def _from_manifest(path: Path, value: Any) -> DeltaFolder:
         metadata = {name: str(value["metadata"][name]) for name in METADATA}
         config, generation = config_of(value["config"]), Generation.from_json(value["generation"])
         tokenizer = file_in(path, value["tokenizer"])
-        whole = Artifact(path, config, {}, tokenizer, generation, metadata["source"])
+        head, labels = manifests.index_of(path, value["head"]), value[LABELS]
+        classifier = None if labels is None else Classifier.from_json(labels)
+        if classifier is not None:
+            classifier.check_head(head, config.units, DELTA)
+        source = metadata["source"]
+        whole = Artifact(path, config, head, tokenizer, generation, source, classifier)
         return DeltaFolder(whole, metadata, int(value["num_bytes"]))
-    except (KeyError, TypeError, ValueError, AttributeError):
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError, OSError):
         raise ArtifactError("the delta changed while it was read") from None
 
 
@@ -116,7 +125,7 @@ def _from_manifest(path: Path, value: Any) -> DeltaFolder:
 def read(path: str) -> dict[str, Any]:
     """Read the delta in a folder; return its manifest. Raises `ArtifactError`."""
     folder = Path(path)
-    config, metadata, _ = _read_file(folder / DELTA)
+    content = _read_file(folder / DELTA)
     generation, tokenizer = read_generation(folder), folder / TOKENIZER_FILE
     if tokenizer.is_file():
         fields = read_json(folder / CONFIG_FILE)
@@ -124,8 +133,10 @@ def read(path: str) -> dict[str, Any]:
     else:
         tokenizer = only_file(folder, "*.spiece")
     return {
-        "config": asdict(config),
-        "metadata": metadata,
+        "config": asdict(content.config),
+        "metadata": content.metadata,
+        LABELS: content.classifier and content.classifier.to_json(),
+        "head": {name: list(tensor) for name, tensor in content.head.items()},
         "generation": generation.to_json(),
         "tokenizer": tokenizer.name,
         "num_bytes": (folder / DELTA).stat().st_size,
@@ -134,7 +145,7 @@ def read(path: str) -> dict[str, Any]:
 
 def build(path: str, metadata: dict[str, str], file: int) -> int:
     """Copy the delta in a folder into a prepared file; returns its bytes."""
-    config, present, arrays = _read_file(Path(path) / DELTA)
+    config, present, _, _, arrays = _read_file(Path(path) / DELTA)
     if present != metadata:
         raise ArtifactError("the delta changed while it was read")
     entries = list(layout(config, choices_of(metadata), more_of(metadata, config)))
@@ -150,8 +161,18 @@ def more_of(metadata: Mapping[str, str], config: GPT2Config) -> int:
     return more
 
 
-def _read_file(path: Path) -> tuple[GPT2Config, dict[str, str], Mapping[str, NDArray[Any]]]:
-    """Return a delta's configuration, metadata, and tensors. Raises `ArtifactError`."""
+class Content(NamedTuple):
+    """A checked file of a delta; `head`: the tensors of a classifier's."""
+
+    config: GPT2Config
+    metadata: dict[str, str]
+    classifier: Classifier | None
+    head: Index
+    arrays: Mapping[str, NDArray[Any]]
+
+
+def _read_file(path: Path) -> Content:
+    """Read and check a file. Raises `ArtifactError`."""
     try:
         index, given, begin = read_safetensors(path)
     except FileNotFoundError:
@@ -172,12 +193,13 @@ def _read_file(path: Path) -> tuple[GPT2Config, dict[str, str], Mapping[str, NDA
     choices, more = choices_of(metadata), more_of(metadata, config)
     if choices.keys() != matrices(config).keys():
         raise ArtifactError(f"{DELTA} has ranks and bits of other matrices: {AGAIN}")
+    classifier, head = _head(given, index, config.units)
     expected = {entry.name: entry for entry in layout(config, choices, more)}
     for name, entry in expected.items():
         tensor = index.get(name)
         if tensor is None or (tensor.dtype, tensor.shape) != (entry.type, entry.shape):
             raise ArtifactError(f"{DELTA}: {name} is not as its configuration says: {AGAIN}")
-    if other := min(index.keys() - expected.keys(), default=None):
+    if other := min(index.keys() - expected.keys() - head.keys(), default=None):
         raise ArtifactError(f"{DELTA} holds {other}, which is no part of a delta")
     arrays = map_index(path.parent, index)
     if prepared.digest(map_file(path)[begin:]) != metadata["blake3"]:
@@ -185,7 +207,23 @@ def _read_file(path: Path) -> tuple[GPT2Config, dict[str, str], Mapping[str, NDA
     for entry in expected.values():
         if not _is_finite(entry, arrays[entry.name]):
             raise ArtifactError(f"{DELTA}: {entry.name} holds NaN or infinity")
-    return config, metadata, arrays
+    for name in head:
+        if not np.isfinite(arrays[name]).all():
+            raise ArtifactError(f"{DELTA}: {name} holds NaN or infinity")
+    return Content(config, metadata, classifier, head, arrays)
+
+
+def _head(given: Mapping[str, Any], index: Index, units: int) -> tuple[Classifier | None, Index]:
+    """Return what a classifier's outputs mean, and the tensors of its head."""
+    if LABELS not in given:
+        return None, {}
+    try:
+        labels = Classifier.from_json(parse_json(str(given[LABELS]).encode(), f"{DELTA}'s labels"))
+    except (KeyError, TypeError, ValueError, AttributeError):
+        raise ArtifactError(f"{DELTA} does not say what its labels are: {AGAIN}") from None
+    head = {name: index[name] for name in (WEIGHT, BIAS) if name in index}
+    labels.check_head(head, units, DELTA)
+    return labels, head
 
 
 def _is_finite(entry: Stored, array: NDArray[Any]) -> bool:

@@ -249,7 +249,7 @@ def from_manifest(path: Path, value: Any) -> Artifact:
     """Make an artifact of a manifest, checked against the files. Raises `ArtifactError`."""
     try:
         config = config_of(value["config"])
-        index = _index(path, value["index"])
+        index = index_of(path, value["index"])
         classifier, head = _classifier(value, index)
         if classifier is not None:
             classifier.check_head(head, config.units, "the model")
@@ -294,7 +294,7 @@ def _classifier(
 def adapter_from_manifest(path: Path, value: Any) -> Adapter:
     """Make an adapter of a manifest, checked against the files. Raises `ArtifactError`."""
     try:
-        index = _index(path, value["index"])
+        index = index_of(path, value["index"])
         classifier, head = _classifier(value, index)
         scales = {str(module): float(scale) for module, scale in value["scales"].items()}
         for module, product in (module.split(".") for module in scales):
@@ -318,7 +318,8 @@ def adapter_from_manifest(path: Path, value: Any) -> Adapter:
         raise ArtifactError("the adapter changed while it was read") from None
 
 
-def _index(path: Path, value: Any) -> dict[str, Tensor]:
+def index_of(path: Path, value: Any) -> dict[str, Tensor]:
+    """Return a manifest's index, checked against the files in `path`."""
     index = {
         str(name): Tensor(_plain_name(file), offset, dtype, tuple(shape), tuple(strides))
         for name, (file, offset, dtype, shape, strides) in value.items()

@@ -128,7 +128,8 @@ def _check_delta(folder: Path) -> str:
     Prompts(delta.described)
     base = read_json(folder / CONFIG_FILE).get(BASE_NAME) or "a base that it does not name"
     parameters = delta.described.config.num_parameters
-    return f"a delta of {base}: {delta.num_bytes / 1e6:.1f} MB for {parameters:,} parameters"
+    size = f"{delta.num_bytes / 1e6:.1f} MB for {parameters:,} parameters"
+    return f"a delta of {base}: {size}{_labels(delta.described)}"
 
 
 def _check_tensors(handler: Any, folder: Path) -> str:

@@ -24,15 +24,19 @@ from engine import backends
 from engine.artifacts import adapter as adapters
 from engine.artifacts import hugging_face
 from engine.artifacts.artifact import CONFIG_FILE, EMBEDDING, OUTPUT, Artifact
+from engine.artifacts.classifier import BIAS, WEIGHT
 from engine.artifacts.config import GPT2Config
 from engine.artifacts.files import read_json
 from engine.artifacts.generation_config import FILE as GENERATION_FILE
 from engine.artifacts.generation_config import HUGGING_FACE_FILE
 from engine.artifacts.merged import merge
 from engine.artifacts.open import open_artifact
+from engine.artifacts.read_safetensors import read_safetensors
+from engine.artifacts.tensor_index import map_index, read_tensor
 from engine.native.adapter import NativeAdapter, load_adapter
-from engine.native.delta import open_delta
-from engine.native.delta_folder import read_folder
+from engine.native.delta import Delta, choices_of, layout, open_delta
+from engine.native.delta_folder import LABELS, read_folder
+from engine.native.prepared import Stored, header_of, write_arrays
 from engine.prepared.folder import NAME as PREPARED
 from engine.prepared.manifest import Manifests
 from engine.text.chat_template import find_chat_template
@@ -60,7 +64,9 @@ def open_source(folder: Path, classifies: bool = False) -> Artifact:
     except EngineError as error:
         raise Problem(f"{folder} cannot be converted: {error.message}") from None
     if artifact.classifier is not None and not classifies:
-        raise Problem(f"{folder} is a classifier, which can only be converted --to prepared")
+        raise Problem(
+            f"{folder} is a classifier, which becomes only prepared, or a delta of a base"
+        )
     return artifact
 
 
@@ -206,7 +212,7 @@ def to_delta(source: Artifact, base: Artifact, target: Path, cache_dir: Path) ->
             f"{source.path.name} cannot be a delta of {base.path.name}: {error.message}"
         ) from None
     with contextlib.closing(delta):
-        shutil.copyfile(delta.file.path, target / DELTA)
+        _write_delta(delta, target / DELTA)
     weights = {file.name for file in source.weight_files}
     for path in source.path.iterdir():
         of_weights = path.name in weights or WEIGHTS.fullmatch(path.name)
@@ -214,6 +220,27 @@ def to_delta(source: Artifact, base: Artifact, target: Path, cache_dir: Path) ->
             shutil.copyfile(path, target / path.name)
     name = base.path.name.removesuffix(".tar.gz")
     write_json(target / CONFIG_FILE, {**read_json(target / CONFIG_FILE), BASE_NAME: name}, 2)
+
+
+def _write_delta(delta: Delta, path: Path) -> None:
+    """Write the file of a delta, for a classifier with its head behind it."""
+    whole, source = delta.whole, delta.file.path
+    if whole.classifier is None:
+        shutil.copyfile(source, path)
+        return
+    index, metadata, _ = read_safetensors(source)
+    metadata[LABELS] = json.dumps(whole.classifier.to_json())
+    head = {
+        name: np.asarray(read_tensor(whole.path, name, whole.index[name]), np.float32)
+        for name in (WEIGHT, BIAS)
+        if name in whole.index
+    }
+    entries: list[Stored] = [*layout(whole.config, choices_of(metadata), delta.more)]
+    entries += [Stored(name, array.shape, "F32") for name, array in head.items()]
+    _, begin, data_bytes = header_of(entries, metadata)
+    with path.open("w+b") as file:
+        file.truncate(begin + data_bytes)
+        write_arrays(file.fileno(), entries, metadata, map_index(source.parent, index) | head)
 
 
 def to_prepared(source: Artifact, target: Path, precision: str) -> None:
@@ -243,7 +270,10 @@ def _whole_delta(folder: Path, base: Artifact, target: Path) -> list[str]:
     with tempfile.TemporaryDirectory(prefix="convert-") as work:
         cache = Path(work)
         try:
-            delta = read_folder(folder).open(base, cache)
+            opened = read_folder(folder)
+            if opened.described.classifier is not None:
+                raise Problem(f"{folder} is a classifier, which is served beside its base only")
+            delta = opened.open(base, cache)
         except EngineError as error:
             raise Problem(f"{folder} cannot be made whole: {error.message}") from None
         with contextlib.closing(delta.load()) as adapter:

@@ -73,3 +73,14 @@ def changed(
     norm = size * np.linalg.norm(weight)
     change = thin / np.linalg.norm(thin) + full / np.linalg.norm(full) / 3
     return weight + np.float32(norm) * change
+
+
+def change_metadata(file: Path, **changes: Any) -> None:
+    """Changes metadata in the header of a safetensors file, or removes those that are None."""
+    data = file.read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + length])
+    metadata = {**header["__metadata__"], **changes}
+    header["__metadata__"] = {name: x for name, x in metadata.items() if x is not None}
+    text = json.dumps(header).encode()
+    file.write_bytes(len(text).to_bytes(8, "little") + text + data[8 + length :])

@@ -18,12 +18,14 @@ from engine.artifacts.open import open_artifact
 from engine.backends.interface import Piece
 from engine.engine import Engine
 from engine.http.answer import Logits
+from engine.native.delta_folder import read_folder
 from engine.native.model import NativeModel
 from engine.native.prepared import prepared
 from engine.settings import Settings
+from scripts.artifacts import conversion
 from tests.engine.adapters import make_adapter
 from tests.engine.artifacts.reading import read_safetensors
-from tests.engine.deltas import changed
+from tests.engine.deltas import change_metadata, changed
 from tests.engine.engines import WAIT_S, Pause, Request
 from tests.engine.hugging_face import make_hugging_face, their_head, write_json, write_weights
 
@@ -255,24 +257,69 @@ def test_heads_that_do_not_fit_are_refused(
         engine.load("a", str(path), base=str(base))
 
 
-def test_a_whole_classifier_is_a_delta_of_its_base(tmp_path: Path) -> None:
-    base = make_hugging_face(tmp_path / "base", units=128)
+@pytest.fixture(params=["Sequence", "Token"])
+def tuned(tmp_path: Path, request: pytest.FixtureRequest) -> tuple[Path, Path]:
+    """A base, and a whole classifier that was trained from it."""
+    base = make_hugging_face(tmp_path / "바탕", units=128)
     path = tmp_path / "c"
     shutil.copytree(base, path)
     rng = np.random.default_rng(0)
     weights = read_safetensors(base / "model.safetensors")
     tuned = {name: changed(np.array(w), rng, 0.02, 4) for name, w in weights.items()}
-    write_weights(path, [*tuned.items(), *their_head(3, 128)])
+    write_weights(path, [*tuned.items(), *their_head(3, 128, of_tokens=request.param == "Token")])
     fields = json.loads((path / "config.json").read_text("utf-8"))
-    names = {"architectures": ["GPT2ForSequenceClassification"], "num_labels": 3}
+    labels = {str(i): label for i, label in enumerate(LABELS)}
+    names = {"architectures": [f"GPT2For{request.param}Classification"], "id2label": labels}
     write_json(path / "config.json", {**fields, **names})
+    return base, path
+
+
+def test_a_whole_classifier_is_a_delta_of_its_base(
+    tuned: tuple[Path, Path], tmp_path: Path
+) -> None:
+    """Made at the load, or before, as a folder without weights."""
+    base, path = tuned
+    folder = tmp_path / "델타"
+    folder.mkdir()
+    source = conversion.open_source(path, classifies=True)
+    conversion.to_delta(source, conversion.open_source(base), folder, tmp_path)
+    assert not (folder / "model.safetensors").exists()
     found = []
-    for precision, of in (("fp32", None), ("int8", None), ("int8", str(base))):
+    for precision, of, loaded in (
+        ("fp32", None, path),
+        ("int8", None, path),
+        ("int8", str(base), path),
+        ("int8", str(base), folder),
+    ):
         with closing(Engine(Settings(backend="native", precision=precision))) as engine:
             engine.load("base", str(base))
-            model = engine.load("c", str(path), base=of)
+            model = engine.load("c", str(loaded), base=of)
             assert len(model.core.models) == (2 if of else 1), model.whole_because
-            found.append(np.array(logits(engine, TEXTS, first=0)))
-    exact, whole, delta = found
+            assert model.head is not None
+            assert model.head.classifier == source.classifier
+            found.append(np.concatenate(logits(engine, TEXTS, first=0)))
+    exact, whole, delta, of_folder = found
     spread = np.std(exact)
     assert np.abs(delta - exact).max() < 3 * np.abs(whole - exact).max() + 0.02 * spread
+    assert np.abs(of_folder - delta).max() < 0.02 * spread  # BLAS's sums in another order
+
+
+def test_a_damaged_head_of_a_delta_is_refused(tuned: tuple[Path, Path], tmp_path: Path) -> None:
+    base, path = tuned
+    folder = tmp_path / "델타"
+    folder.mkdir()
+    source = conversion.open_source(path, classifies=True)
+    conversion.to_delta(source, conversion.open_source(base), folder, tmp_path)
+    file = folder / "delta.safetensors"
+    assert source.classifier is not None
+    right = source.classifier.to_json()
+    for labels, message in (
+        ("[" * 100_000, "labels"),
+        ("[]", "labels must be a JSON object"),
+        (json.dumps({**right, "labels": []}), "does not say what its labels are"),
+        (json.dumps({**right, "labels": LABELS[:2]}), r"is \(3, 128\), must be \(2, 128\)"),
+        (None, "holds classifier.(weight|bias), which is no part of a delta"),
+    ):
+        change_metadata(file, classifier=labels)
+        with pytest.raises(ArtifactError, match=message):
+            read_folder(folder)

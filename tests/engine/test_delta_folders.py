@@ -21,7 +21,7 @@ from engine.native.delta_folder import read_folder
 from scripts.artifacts import conversion
 from tests.engine.adapters import make_adapter
 from tests.engine.conftest import NewEngine
-from tests.engine.deltas import fine_tuned
+from tests.engine.deltas import change_metadata, fine_tuned
 from tests.engine.engines import Request, make_talkative
 from tests.engine.models import params_of, write_params
 
@@ -148,15 +148,6 @@ def test_a_base_that_computes_otherwise_is_refused(
     config = {**read_json(other / "config.json"), "num_heads": 1}
     (other / "config.json").write_text(json.dumps(config), "utf-8")
     assert "its num_heads is" in refused(engine, made, other)
-
-
-def change_metadata(file: Path, **changes: Any) -> None:
-    data = file.read_bytes()
-    length = int.from_bytes(data[:8], "little")
-    header = json.loads(data[8 : 8 + length])
-    header["__metadata__"] |= changes
-    text = json.dumps(header).encode()
-    file.write_bytes(len(text).to_bytes(8, "little") + text + data[8 + length :])
 
 
 CONFIG = {

@@ -228,6 +228,24 @@ def test_a_fine_tune_is_packed_as_a_delta_of_its_base(tmp_path: Path) -> None:
     assert not (tmp_path / "남.tar.gz").exists()
 
 
+def test_a_classifier_is_packed_as_a_delta_of_its_base(tmp_path: Path) -> None:
+    """Its head and labels are in the archive; there are no texts to compare."""
+    base = make_hugging_face(tmp_path / "바탕", units=128)
+    labels = ["부정", "긍정"]
+    whole = make_hugging_face(tmp_path / "감정", units=128, labels=labels)  # the same weights
+    done = output(run(whole, "--base", base))
+    assert re.search("a delta of 바탕: .*; a classifier of texts with 2 labels: 부정, 긍정", done)
+    assert "delta against" not in done
+    unpack(tmp_path / "감정.tar.gz", tmp_path / "unpacked")
+    names = {path.name for path in (tmp_path / "unpacked").iterdir()}
+    assert names == {
+        "config.json", "delta.safetensors", "tokenizer.json", "tokenizer_config.json",
+    }  # fmt: skip
+    options = (tmp_path / "unpacked", tmp_path / "다시", "--to", "whole", "--base", base)
+    refused = command.run("convert", *options)
+    assert "is a classifier, which is served beside its base only" in refusal(refused, 2)
+
+
 def test_lines_to_compare_are_read_before_anything_else(folder: Path) -> None:
     lines = folder.with_name("문장.txt")
     lines.write_text("나는 오늘\n", encoding="cp949")
