@@ -81,22 +81,21 @@ def _goals(results: Results, missed: bool = False) -> list[Results]:
 
 HEADLINES = {
     "headline": (
-        "On two cores it makes {b1:.0f} tokens a second for one client and {b8:.0f} for eight"
-        " (in the same run {peers}), {guides:.0f} times as fast as the AWS guides' loop, and a"
-        " full-size model that is prepared, but not loaded, gives its first token after"
-        " {cold:.1f} s ([how that was measured](docs/develop/benchmark.md)).",
+        "On two cores: {b1:.0f} tokens a second for one client, {b8:.0f} for eight ({peers}),"
+        " {guides:.0f} times as fast as the AWS guides' loop. A full-size model that is prepared,"
+        " but not loaded, gives its first token after {cold:.1f} s"
+        " ([measured](docs/develop/benchmark.md) at {commit:.8}).",
         "{name} {b1:.0f} and {b8:.0f}",
-        "Of {count} goals of the engine and the gateway {missed} are missed"
-        " ([which, and why](docs/develop/benchmark.md#what-is-missed-and-why)).",
+        "Of {count} goals [{missed} are missed](docs/develop/benchmark.md#what-is-missed-and-why).",
     ),
     "headline.ko": (
-        "코어 두 개에서 클라이언트가 하나일 때 초당 {b1:.0f}토큰, 여덟일 때 {b8:.0f}토큰을 만듭니다"
-        "(같은 측정에서 {peers}). AWS 가이드의 루프보다 {guides:.0f}배 빠르고, 준비되어 있지만"
-        " 로드하지 않은 전체 크기 모델도 {cold:.1f}초면 첫 토큰이 나옵니다"
-        "([측정 방법](docs/develop/benchmark.md)).",
+        "코어 두 개에서 클라이언트가 하나면 초당 {b1:.0f}토큰, 여덟이면 {b8:.0f}토큰을 만듭니다"
+        "({peers}). AWS 가이드의 루프보다 {guides:.0f}배 빠르고, 준비되어 있지만 로드하지 않은"
+        " 전체 크기 모델도 {cold:.1f}초면 첫 토큰이 나옵니다"
+        "({commit:.8}에서 [측정](docs/develop/benchmark.md)).",
         "{name} {b1:.0f}/{b8:.0f}",
-        "엔진과 게이트웨이의 목표 {count}개 가운데 {missed}개에는 아직 못 미칩니다"
-        "([어떤 것이고 왜 그런지](docs/develop/benchmark.md#what-is-missed-and-why)).",
+        "목표 {count}개 가운데"
+        " [{missed}개에는 아직 못 미칩니다](docs/develop/benchmark.md#what-is-missed-and-why).",
     ),
 }
 
@@ -118,6 +117,7 @@ def _headline(results: Results, texts: tuple[str, str, str]) -> str:
     headline = text.format(
         **rates(tables.INT8),
         peers=", ".join(peers),
+        commit=results["commit"],
         guides=guides["value"]["median"],
         cold=statistics.median(results["gateway"]["cold"]["full"]),
     )
