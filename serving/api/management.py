@@ -176,8 +176,8 @@ async def scale(gateway: Gateway, request: Request) -> Response:
         known = gateway.registry.request(model.name) or LoadRequest(model.stored.name)
         settings = dataclasses.replace(known.settings, pinned=pinned)
         gateway.registry.remember(model.name, dataclasses.replace(known, settings=settings))
-        gateway.registry.save()
         model.set()
+        await gateway.registry.save()
         if not {"min_worker", "max_worker"} & query.keys():
             return JSONResponse({"status": f"Model pinned: {str(pinned).lower()}"})
     low = _integer(query, "min_worker", 1, MAX_WORKERS, 1)
@@ -194,7 +194,7 @@ async def scale(gateway: Gateway, request: Request) -> Response:
     known = gateway.registry.request(model.name) or LoadRequest(model.stored.name)
     options = {**known.options, "initial_workers": low}
     gateway.registry.remember(model.name, dataclasses.replace(known, options=options))
-    gateway.registry.save()
+    await gateway.registry.save()
     return JSONResponse({"status": "Workers scaled"})
 
 

@@ -74,7 +74,7 @@ class Recovery:
                 for _ in range(round(POLL_S / SOCKET_POLL_S)):
                     await asyncio.sleep(SOCKET_POLL_S)
                     await self._poll_sockets()
-                self._snapshot.retry()
+                await self._snapshot.retry()
                 await self._poll()
                 self._poll_error = ""
             # OSError and RuntimeError: there are too many open files or threads.
@@ -186,7 +186,7 @@ class Recovery:
             restarts.back_at, restarts.reason = time.monotonic(), ""
             if own:
                 self._back_off(model)
-            self._registry.save()  # it has a new socket
+            await self._registry.save()  # it has a new socket
         except (Unavailable, EngineUnavailable) as error:  # the model is not at fault: no back-off
             logger.error("model %s did not come back yet: %s", model.name, error.message)
         except Exception as error:

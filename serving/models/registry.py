@@ -75,7 +75,7 @@ class Registry:
         workers: Workers,
         cache: Cache,
         observe: Callable[[str, Model, float], None],
-        save: Callable[[Iterable[Model], Mapping[str, LoadRequest]], None],
+        save: Callable[[Iterable[Model], Mapping[str, LoadRequest]], Awaitable[None]],
         changed: Callable[[Model], None],
         find_base: FindBase,
     ) -> None:
@@ -152,9 +152,9 @@ class Registry:
         if error is not None and not isinstance(error, ServiceError):
             logger.error("work on a model failed", exc_info=error)
 
-    def save(self) -> None:
+    async def save(self) -> None:
         """Call the `save` callback; necessary after a change that the snapshot contains."""
-        self._save(self.models(), self._requests)
+        await self._save(self.models(), self._requests)
 
     # Loading
 
@@ -227,7 +227,7 @@ class Registry:
         if old is model:
             self.remember(model.name, request)
         model.set(State.READY)
-        self.save()
+        await self.save()
         if old is not model and old.state is State.READY:
             self.drain(old)
         seconds = time.monotonic() - started
@@ -417,7 +417,7 @@ class Registry:
         if known is not None and (model is None or model.state is State.DRAINING):
             while model is not None and self.find(name) is model:  # it is being evicted
                 await model.change()
-            self.save()
+            await self.save()
             return
         if model is None:
             raise ModelNotFound(f"Model not found: {name}")
@@ -441,7 +441,7 @@ class Registry:
         if model.work is not None:  # the worker is being restarted
             await _cancelled(model.work)
         await self._remove(model)
-        self.save()
+        await self.save()
         self._observe("unloaded", model, time.monotonic() - started)
         logger.info("unloaded model %s", model.name, extra={"fields": {"model": model.name}})
 

@@ -61,75 +61,66 @@ class Residency:
         self._victims.used(model.name)
 
     async def evict_and_retry(self, model: Model, step: Step) -> None:
-        """Run a step of a model's load; while it lacks memory or disk, evict others and retry.
+        """Run a step of a model's load; while it lacks memory or disk, free some and run it again.
 
-        Evicts no model if evicting all would not be enough. Then waits as long as other models have
-        requests, whose end frees memory. Raises the step's error.
+        After a shortage, the first of these that applies:
+
+        1. Draining models free enough: wait for one of them.
+        2. Evicting others frees the rest, or models are loading or have changed their state during
+           the step: evict as few as possible, idle ones first, and wait for their end; if none can
+           be evicted yet, wait for RETRY_S.
+        3. Other models have requests, whose end frees K/V pages or memory: wait for RETRY_S.
+        4. Evict nothing, and raise the shortage.
         """
-        freed = 0
+        freed = 0  # bytes, by evictions for this step
         while True:
-            before = self._others(model)
-            try:
-                await step()
-            except NeverFits:  # no eviction helps
-                raise
-            except (InsufficientStorage, OutOfMemory) as error:
-                shortage = model.shortage = error
-            else:
-                model.shortage = None
+            before = self._states(model)
+            model.shortage = shortage = await _shortage(step)
+            if shortage is None:
                 return
             self._waiting.add(model.name)
             try:
-                freed += await self._evict(model, shortage, freed, before)
+                missing = shortage.missing_bytes or await _stored_bytes(model) - freed
+                freed += await self._free(model, shortage, missing, before)
             finally:
                 self._waiting.discard(model.name)
 
-    def _others(self, model: Model) -> dict[str, State]:
+    def _states(self, model: Model) -> dict[str, State]:
         """Return the states of all models but this one, by id."""
         return {other.id: other.state for other in self._registry.all() if other is not model}
 
-    async def _evict(
-        self, model: Model, shortage: Shortage, freed: int, before: Mapping[str, State]
+    async def _free(
+        self, model: Model, shortage: Shortage, missing: int, before: Mapping[str, State]
     ) -> int:
-        """Evict models, or wait for models that are loading, draining or answering requests.
+        """Do what follows a shortage; return the bytes that evictions freed.
 
-        Returns the bytes freed by evictions. `freed` are those of earlier calls for this step, and
-        `before` the states of the other models before the step. Raises `shortage` if no eviction is
-        enough, no other model has a request, and no state has changed.
+        missing: bytes; 0 or less if evictions have freed the artifact's size already, of a shortage
+            whose size is not known
+        before: the states of the other models before the step
         """
-        missing = shortage.missing_bytes
-        if not missing:  # unknown: take the size of the artifact
-            folder = model.fetched and model.fetched.path
-            size = await asyncio.to_thread(size_bytes, folder) if folder else None
-            missing = (model.stored.size_bytes if size is None else size) - freed
-            if missing <= 0:
-                return await self._wait_for_requests(model, shortage)
-        held = await self._held_bytes(shortage)
+        held = await self._held_bytes(shortage) if missing > 0 else {}
         others = [m for m in self._registry.all() if m not in (model, model.replaces)]
-        useful = [m for m in others if held.get(m.id)]
-        draining = [m for m in useful if m.state is State.DRAINING]
-        missing -= sum(held[m.id] for m in draining)
-        if missing <= 0:
+        holding = [m for m in others if held.get(m.id)]
+
+        draining = [m for m in holding if m.state is State.DRAINING]
+        leaving = sum(held[m.id] for m in draining)
+        if 0 < missing <= leaving:
             await _any_changes(draining)
             return 0
-        useful = [m for m in useful if m.state is State.READY and not m.settings.pinned]
+
+        missing -= leaving
+        evictable = [m for m in holding if m.state is State.READY and not m.settings.pinned]
         coming = sum(self._workers.promised_bytes(m) for m in others)
-        moving = any(self._is_arriving(m) for m in others) or self._others(model) != before
-        if not moving and sum(held[m.id] for m in useful) + coming < missing:
-            return await self._wait_for_requests(model, shortage)
-        victims = self._choose(useful, held, shortage, missing)
-        if victims:
-            await asyncio.wait([self._unload_for(model, victim) for victim in victims])
-        else:
-            await asyncio.sleep(RETRY_S)
-        return sum(held[victim.id] for victim in victims)
+        enough = sum(held[m.id] for m in evictable) + coming >= missing
+        moving = any(self._is_arriving(m) for m in others) or self._states(model) != before
+        if missing > 0 and (enough or moving):
+            victims = self._choose(evictable, held, shortage, missing)
+            if victims:
+                await asyncio.wait([self._unload_for(model, victim) for victim in victims])
+            else:
+                await asyncio.sleep(RETRY_S)
+            return sum(held[victim.id] for victim in victims)
 
-    async def _wait_for_requests(self, model: Model, shortage: Shortage) -> int:
-        """Wait RETRY_S for requests of other models, whose end frees K/V pages or memory.
-
-        Returns 0. Raises `shortage` if there are no such requests.
-        """
-        others = (m for m in self._registry.all() if m not in (model, model.replaces))
         if not any(m.in_flight for m in others):
             raise shortage
         await asyncio.sleep(RETRY_S)
@@ -198,6 +189,24 @@ class Residency:
                 if limit_s is not None and idle_s >= limit_s and not model.settings.pinned:
                     logger.info("model %s is unloaded: idle for %.0f s", model.name, idle_s)
                     self._registry.drain(model)
+
+
+async def _shortage(step: Step) -> Shortage | None:
+    """Run a step; return its shortage of memory or disk, unless no eviction can end that."""
+    try:
+        await step()
+    except NeverFits:
+        raise
+    except (InsufficientStorage, OutOfMemory) as error:
+        return error
+    return None
+
+
+async def _stored_bytes(model: Model) -> int:
+    """Return the size of a model's artifact, which stands for the size of its shortage."""
+    if model.fetched is None:
+        return model.stored.size_bytes
+    return await asyncio.to_thread(size_bytes, model.fetched.path)
 
 
 async def _any_changes(models: Iterable[Model]) -> None:

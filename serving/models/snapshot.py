@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import json
 import logging
@@ -26,11 +27,14 @@ class Snapshot:
         self._written = self._wanted = ""  # content of the file, and what it should be
         self._rows: dict[str, tuple[dict[str, Any], str]] = {}  # values and JSON, by id
         self._failing = False
+        self._writing: asyncio.Task[None] | None = None
 
-    def write(self, models: Iterable[Model], requests: Mapping[str, LoadRequest]) -> None:
+    async def write(self, models: Iterable[Model], requests: Mapping[str, LoadRequest]) -> None:
         """Write the lists of models and of remembered load requests, whose urls lose secrets.
 
-        An error such as a full disk is logged; `retry` tries again."""
+        Returns once the file has them, or later ones. An error such as a full disk is logged;
+        `retry` tries again.
+        """
         known, self._rows = self._rows, {}
         for model in models:  # reuse the JSON of unchanged ones: there may be hundreds
             values = _values(model)
@@ -41,21 +45,26 @@ class Snapshot:
         rows = ", ".join(text for _, text in self._rows.values())
         known_requests = {name: _request_row(request) for name, request in requests.items()}
         self._wanted = f'{{"models": [{rows}], "requests": {json.dumps(known_requests)}}}'
-        self.retry()
+        await self.retry()
 
-    def retry(self) -> None:
-        """Write the list, unless the file has it already."""
-        text = self._wanted
-        if text == self._written:
+    async def retry(self) -> None:
+        """Write the lists, unless the file has them already."""
+        if self._wanted == self._written:
             return
-        try:
-            # On the event loop, in the order of changes: 100 KB take 0.1 ms, on a disk 0.5.
-            write_whole(self._path, text.encode())
-        except OSError as error:
-            if not self._failing:
-                logger.error("the list of loaded models was not written: %s", error)
-            self._failing = True
-        else:
+        if self._writing is None or self._writing.done():
+            self._writing = asyncio.create_task(self._write())
+        await asyncio.shield(self._writing)  # a cancelled request must not break off a write
+
+    async def _write(self) -> None:
+        """Write on a thread, one list after the other, until the file has the last one."""
+        while (text := self._wanted) != self._written:
+            try:
+                await asyncio.to_thread(write_whole, self._path, text.encode())
+            except OSError as error:
+                if not self._failing:
+                    logger.error("the list of loaded models was not written: %s", error)
+                self._failing = True
+                return
             self._written, self._failing = text, False
 
     def exists(self) -> bool:

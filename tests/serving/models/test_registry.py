@@ -287,7 +287,7 @@ async def test_a_new_gateway_knows_which_models_share_a_base(parts: Parts) -> No
     with_base(parts)
     whole = await parts.load("델타")
     whole.whole_because = "they have nothing in common"
-    parts.registry.save()
+    await parts.registry.save()
     delta, adapter = parts.snapshot.read()[0]
     assert (adapter.is_adapter, adapter.shared_base) == (True, stored("소월"))
     adapter.whole_because = "it is merged"

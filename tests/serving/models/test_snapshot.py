@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import asyncio
+import json
+import os
 from pathlib import Path
 
 import pytest
@@ -14,8 +17,12 @@ SECRET = "X-Amz-Signature=0123abcd"  # noqa: S105
 URL = f"https://user:0123abcd@models.example/%EC%8B%9C.tar.gz?{SECRET}#0123abcd"
 
 
-def model(stored: StoredModel) -> Model:
-    return Model("시", public_url(stored.url), "a-1", stored, {"response_timeout": 60})
+def model(stored: StoredModel, id: str = "a-1") -> Model:
+    return Model("시", public_url(stored.url), id, stored, {"response_timeout": 60})
+
+
+def several() -> list[Model]:
+    return [model(StoredModel("시", f"/봄/{i}", "v1", 10, "folder"), f"a-{i}") for i in range(3)]
 
 
 @pytest.mark.parametrize(
@@ -33,12 +40,12 @@ def test_an_address_is_shown_without_its_keys(url: str, shown: str) -> None:
     assert public_url(url) == shown
 
 
-def test_a_url_with_a_key_is_not_written_and_its_model_is_found_in_the_cache(
+async def test_a_url_with_a_key_is_not_written_and_its_model_is_found_in_the_cache(
     tmp_path: Path,
 ) -> None:
     stored = StoredModel("시", URL, "v1", 10, "archive")
     snapshot = Snapshot(tmp_path)
-    snapshot.write([model(stored)], {})
+    await snapshot.write([model(stored)], {})
     for path in tmp_path.iterdir():
         assert b"0123abcd" not in path.read_bytes()
     (restored,) = snapshot.read()[0]
@@ -50,19 +57,38 @@ def test_a_url_with_a_key_is_not_written_and_its_model_is_found_in_the_cache(
     assert cache.acquire(restored.stored).path == cache.acquire(stored).path
 
 
-def test_what_changes_of_one_of_many_models_is_written(tmp_path: Path) -> None:
+async def test_what_changes_of_one_of_many_models_is_written(tmp_path: Path) -> None:
     snapshot = Snapshot(tmp_path)
-    models = [model(StoredModel("시", f"/봄/{i}", "v1", 10, "folder")) for i in range(3)]
-    for number, changed in enumerate(models):
-        changed.id = f"a-{number}"
-    snapshot.write(models, {})
+    models = several()
+    await snapshot.write(models, {})
     models[1].line.capacity = 7
     models[2].socket, models[2].load_s = "/run/9001", 2.5
-    snapshot.write(models, {})
+    await snapshot.write(models, {})
     assert [(m.line.capacity, m.socket, m.load_s) for m in snapshot.read()[0]] == [
         (1, "", LOAD_S),
         (7, "", LOAD_S),
         (1, "/run/9001", 2.5),
     ]
-    snapshot.write(models[1:], {})
+    await snapshot.write(models[1:], {})
     assert [m.url for m in snapshot.read()[0]] == ["/봄/1", "/봄/2"]
+
+
+async def test_a_write_that_hangs_holds_up_no_other_work_and_the_last_list_wins(
+    tmp_path: Path,
+) -> None:
+    snapshot = Snapshot(tmp_path)
+    models = several()
+    os.mkfifo(tmp_path / "models.new")  # a write to it waits for a reader
+    first = asyncio.create_task(snapshot.write(models[:1], {}))
+    await asyncio.sleep(0)
+    cancelled = asyncio.create_task(snapshot.write(models[:2], {}))
+    await asyncio.sleep(0)
+    cancelled.cancel()
+    last = asyncio.create_task(snapshot.write(models, {}))
+    await asyncio.sleep(0)
+    assert not first.done()
+    assert not last.done()
+    text = await asyncio.to_thread((tmp_path / "models.new").read_text)
+    assert [row["url"] for row in json.loads(text)["models"]] == ["/봄/0"]
+    await asyncio.gather(first, last)
+    assert [m.url for m in snapshot.read()[0]] == ["/봄/0", "/봄/1", "/봄/2"]
