@@ -3,22 +3,21 @@
 A limit is checked before the bytes that it limits are stored. Data that does not become a request
 (too large, too slow, not HTTP) is answered here, in the format of all errors.
 
-A connection is *silent* while the server waits for its client: to send a head or a body, to read an
-answer, to close. Silent connections have time limits, and the longest silent one is closed for a
-new one if `max_connections` are open: idle clients cannot block others.
+Silent connections (`connections.Port`) have time limits, each by a part of its own: a timer for
+the head, the paces of a body and of an answer, and lingering at the end. The longest silent one is
+closed for a new one if `max_connections` are open: idle clients cannot block others.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import enum
 import json
 import logging
 import socket
 import struct
 import uuid
-from collections import OrderedDict, defaultdict
-from collections.abc import Callable
 from typing import Any
 
 import httptools
@@ -30,7 +29,9 @@ from uvicorn.protocols.http.httptools_impl import (
 
 from common.one_write import join
 from common.worker_protocol import REQUEST_ID
-from serving.api.pace import Pace, unacknowledged
+from serving.api.connections import PORTS, Port
+from serving.api.lingering import Lingering
+from serving.api.pace import Pace, Timer, unacknowledged
 from serving.errors import BadRequest, HeadersTooLarge, RequestTimeout, ServingError, Unavailable
 
 logger = logging.getLogger(__name__)
@@ -46,46 +47,12 @@ DUPLEX = "kogpt2.duplex"  # key in an ASGI scope: the answer begins before the b
 FRAMING = (b"content-length", b"transfer-encoding")
 
 
-class Port:
-    """The connections of a port, the silent ones in the order in which they fell silent."""
+class Part(enum.Enum):
+    """The part of a request that the parser is in."""
 
-    def __init__(self) -> None:
-        self.open: set[HTTPProtocol] = set()
-        self.silent: OrderedDict[HTTPProtocol, None] = OrderedDict()
-
-    @property
-    def busy(self) -> int:
-        """The number of connections with a request that the server works on."""
-        return len(self.open) - len(self.silent)
-
-    def limit_unread(self, most: int) -> None:
-        """Close connections, the longest silent first, until unread answers fit into `most` bytes.
-
-        The one that fell silent last stays.
-        """
-        unread = {protocol: protocol.unwritten_bytes for protocol in self.silent}
-        total = sum(unread.values())
-        for protocol, size in list(unread.items())[:-1]:
-            if total <= most:
-                return
-            if size:
-                total -= size
-                self._end(protocol)
-
-    def evict_silent(self) -> bool:
-        """Close the connection that has been silent for longest; return False if none is."""
-        if not self.silent:
-            return False
-        self._end(next(iter(self.silent)))
-        return True
-
-    def _end(self, protocol: HTTPProtocol) -> None:
-        self.silent.pop(protocol)
-        self.open.discard(protocol)
-        protocol.abort()
-
-
-PORTS: defaultdict[int, Port] = defaultdict(Port)  # by number
+    HEAD = enum.auto()
+    BODY = enum.auto()  # with a trailer, and what precedes the next head
+    REPLAY = enum.auto()  # a head for a new parser, of a request whose head is known; see `_feed`
 
 
 class HTTPProtocol(HttpToolsProtocol):
@@ -102,24 +69,21 @@ class HTTPProtocol(HttpToolsProtocol):
     # Unread answers of a port in this process. Above it, clients that do not read lose theirs
     # before `read_s`. It is checked at each answer larger than `large_bytes`.
     max_unread_bytes, large_bytes = 256 << 20, 1 << 20
-    # A client that still sends when it is answered would lose the answer to a TCP reset. So what it
-    # sends is read and discarded until it stops, within these limits (nginx: lingering close).
-    linger_s = 10.0
-    linger_bytes = 128 << 20
+    linger_s, linger_bytes = 10.0, 128 << 20  # for a client that still sends when it is answered
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self._port: Port | None = None
         self._answering: RequestResponseCycle | None = None  # the request passed on last
-        self._timer: asyncio.TimerHandle | None = None
+        self._head_timer = Timer()
         self._sending = Pace(self.pace_s, self.pace_bytes, self._sent, self._sends_too_slowly)
         self._reading = Pace(self.read_s, self.pace_bytes, self._read, self._reads_too_slowly)
+        self._lingering = Lingering(self.linger_s, self.linger_bytes, self.abort)
+        self._part = Part.BODY
         self._received = 0  # bytes
         self._unread = 0  # bytes since the last callback of the parser
         self._body_left = 0  # missing bytes of a body with a Content-Length
         self._unparsed = b""
-        self._in_head = self._is_replay = False
-        self._lingers = self._lingering = False
 
     # A connection
 
@@ -134,9 +98,8 @@ class HTTPProtocol(HttpToolsProtocol):
             connected.setsockopt(socket.IPPROTO_TCP, TCP_NOTSENT_LOWAT, self.unsent_bytes)
         super().connection_made(transport)
         self._port = port
-        port.open.add(self)
-        self._note()
-        self._start_timer(self.head_s, self._too_slow)
+        port.add(self)
+        self._head_timer.start(self.head_s, self._too_slow)
 
     def abort(self) -> None:
         """Close the connection at once, and drop data that the client has not read."""
@@ -147,44 +110,29 @@ class HTTPProtocol(HttpToolsProtocol):
         self.transport.abort()
 
     def _note(self) -> None:
-        """Update the port's order of silent connections.
+        """Note in the port whether the server works on a request, or waits for the client.
 
         Call it whenever the client has sent or read, or the server begins or ends to wait for it.
         """
-        cycle, port = self.cycle, self._port
-        if port is None or self not in port.open:
-            return
+        cycle = self.cycle
         answering = cycle is not None and not (
             cycle.response_complete or (cycle.more_body and DUPLEX not in cycle.scope)
         )
-        if (answering or self.pipeline) and not self.flow.write_paused:
-            port.silent.pop(self, None)
-        else:
-            port.silent[self] = None
-            port.silent.move_to_end(self)
+        works = (answering or self.pipeline) and not self.flow.write_paused
+        if self._port is not None:
+            self._port.note(self, is_silent=not works)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._stop_timer()
-        self._sending.stop()
-        self._reading.stop()
+        for limit in (self._head_timer, self._sending, self._reading, self._lingering):
+            limit.stop()
         self._unparsed = b""
         self.pipeline.clear()
         if self._answering is not None:  # uvicorn notifies only the request that came last
             self._answering.disconnected = True
             self._answering.message_event.set()
         if self._port is not None:  # else the connection was refused as one too many
-            self._port.open.discard(self)
-            self._port.silent.pop(self, None)
+            self._port.remove(self)
             super().connection_lost(exc)
-
-    def _start_timer(self, seconds: float, act: Callable[[], None]) -> None:
-        self._stop_timer()
-        self._timer = self.loop.call_later(seconds, act)
-
-    def _stop_timer(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
 
     # The pace of a client that sends a body or reads an answer
 
@@ -210,7 +158,7 @@ class HTTPProtocol(HttpToolsProtocol):
         return cycle is not None and cycle.more_body and not cycle.response_complete
 
     def _sent(self) -> int | None:
-        return self._received if self._owes_body() and not self._lingering else None
+        return self._received if self._owes_body() and not self._lingering.discards else None
 
     def _sends_too_slowly(self) -> None:
         if self.flow.read_paused:  # by the server
@@ -235,20 +183,18 @@ class HTTPProtocol(HttpToolsProtocol):
     # A request
 
     def _too_slow(self) -> None:
-        if self._in_head:
+        if self._part is Part.HEAD:
             self._refuse(RequestTimeout(f"a request's head has {self.head_s:g} s to arrive"))
         else:
             self.transport.close()
 
     def data_received(self, data: bytes) -> None:
-        if self._lingering:
-            self._unread += len(data)
-            if self._unread > self.linger_bytes:
-                self.abort()
+        if self._lingering.discards:
+            self._lingering.discard(len(data))
             return
         self._unset_keepalive_if_required()
-        if self._is_answered() and self._timer is None:
-            self._start_timer(self.head_s, self._too_slow)
+        if self._is_answered() and not self._head_timer.started:
+            self._head_timer.start(self.head_s, self._too_slow)
         self._received += len(data)
         owed = self._owes_body()
         self._parse(data)
@@ -260,7 +206,7 @@ class HTTPProtocol(HttpToolsProtocol):
     def _parse(self, data: bytes) -> None:
         """Pass received bytes to the parser, chunk by chunk, until a limit is reached."""
         at = 0
-        while at < len(data) and not self._lingering and not self.transport.is_closing():
+        while at < len(data) and not self._lingering.discards and not self.transport.is_closing():
             if len(self.pipeline) >= MAX_PIPELINED:
                 self._unparsed = data[at:]
                 return
@@ -295,30 +241,30 @@ class HTTPProtocol(HttpToolsProtocol):
                     b"%s: %s\r\n" % (name, value) for name, value in self.headers if name in FRAMING
                 )
                 self.parser = httptools.HttpRequestParser(self)
-                self._is_replay = True
+                self._part = Part.REPLAY
                 self.parser.feed_data(b"POST / HTTP/1.1\r\n" + framing)
-                self._is_replay = False
+                self._part = Part.BODY
                 data = b"\r\n" + data
 
     def on_message_begin(self) -> None:
-        if not self._is_replay:
-            self._unread, self._in_head = 0, True
+        if self._part is not Part.REPLAY:
+            self._unread, self._part = 0, Part.HEAD
             super().on_message_begin()
 
     def on_url(self, url: bytes) -> None:
-        if self._in_head:
+        if self._part is Part.HEAD:
             super().on_url(url)
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        if self._in_head:  # else a trailer, which is dropped
+        if self._part is Part.HEAD:  # else a trailer, which is dropped
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        if not self._in_head:
+        if self._part is not Part.HEAD:
             return
         self._check_head()
-        self._unread, self._in_head = 0, False
-        self._stop_timer()
+        self._unread, self._part = 0, Part.BODY
+        self._head_timer.stop()
         super().on_headers_complete()
         self._note()
 
@@ -390,18 +336,19 @@ class HTTPProtocol(HttpToolsProtocol):
             if is_old:
                 cycle.expected_content_length = len(message.get("body", b""))
             if cycle.more_body and not cycle.keep_alive and not message.get("more_body"):
-                self._lingers = cycle.keep_alive = True  # instead of closing
+                cycle.keep_alive = True  # instead of closing
+                self._lingering.begin_after_answer()
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
         self._reading.start()
         self._note()
         if self.cycle.response_complete:  # else a pipelined request follows
-            if self._lingers:
+            if self._lingering.is_due:
                 self._linger()
-            elif self._in_head:
+            elif self._part is Part.HEAD:
                 self._unset_keepalive_if_required()
-                self._start_timer(self.head_s, self._too_slow)
+                self._head_timer.start(self.head_s, self._too_slow)
         if self._unparsed and not self.transport.is_closing():
             data, self._unparsed = self._unparsed, b""
             self._parse(data)
@@ -409,12 +356,11 @@ class HTTPProtocol(HttpToolsProtocol):
             self.flow.pause_reading()
 
     def _linger(self) -> None:
-        self._lingering, self._unread = True, 0
         self._unset_keepalive_if_required()
+        self._head_timer.stop()
+        self._lingering.begin(self.transport)
         if not self.transport.is_closing():
-            self.transport.write_eof()
             self.flow.resume_reading()
-            self._start_timer(self.linger_s, self.abort)
 
     def _refuse(self, error: ServingError) -> None:
         """Answer data that is no valid request with an error, and close the connection.
@@ -424,7 +370,8 @@ class HTTPProtocol(HttpToolsProtocol):
         cycle = self.cycle
         if cycle is not None and not cycle.response_complete:
             if not cycle.more_body:
-                cycle.keep_alive, self._lingering = False, True
+                cycle.keep_alive = False
+                self._lingering.discard_rest()
                 return
             cycle.disconnected = True
             cycle.message_event.set()

@@ -1,4 +1,4 @@
-"""The pace that a client must hold while it sends a body or reads an answer."""
+"""The time limits of a client: a timer, and the pace to send a body or read an answer."""
 
 from __future__ import annotations
 
@@ -9,6 +9,27 @@ import socket
 import struct
 import termios
 from collections.abc import Callable
+
+
+class Timer:
+    """Calls a function after a time, unless it is stopped or started again before."""
+
+    def __init__(self) -> None:
+        self._handle: asyncio.TimerHandle | None = None
+
+    @property
+    def started(self) -> bool:
+        """Whether it runs or has run out; False once it is stopped."""
+        return self._handle is not None
+
+    def start(self, seconds: float, act: Callable[..., None], *arguments: object) -> None:
+        self.stop()
+        self._handle = asyncio.get_running_loop().call_later(seconds, act, *arguments)
+
+    def stop(self) -> None:
+        if self._handle is not None:
+            self._handle.cancel()
+            self._handle = None
 
 
 class Pace:
@@ -27,19 +48,16 @@ class Pace:
     ) -> None:
         self._window_s, self._num_bytes = window_s, num_bytes
         self._moved, self._too_slow = moved, too_slow
-        self._timer: asyncio.TimerHandle | None = None
+        self._timer = Timer()
 
     def start(self) -> None:
         """Begin a window, in place of the current one."""
-        self.stop()
+        self._timer.stop()
         if (moved := self._moved()) is not None:
-            loop = asyncio.get_running_loop()
-            self._timer = loop.call_later(self._window_s, self._check, moved)
+            self._timer.start(self._window_s, self._check, moved)
 
     def stop(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
+        self._timer.stop()
 
     def _check(self, before: int) -> None:
         moved = self._moved()
