@@ -22,7 +22,9 @@ from common.media_types import JSON, TEXT, accepted, media_type
 from common.parameters import Parameters
 
 
-class Form(enum.Enum):
+class BodyKind(enum.Enum):
+    """What a body is: an object of fields, the JSON string of KoGPT2's guide, or plain text."""
+
     OBJECT = enum.auto()
     GUIDE = enum.auto()
     TEXT = enum.auto()
@@ -32,7 +34,7 @@ class Form(enum.Enum):
 class GenerateRequest:
     """A checked request; `parameters` is as the client sent it."""
 
-    form: Form
+    body_kind: BodyKind
     inputs: str | Mapping[str, str]
     parameters: Mapping[str, Any]
     stream: bool = False
@@ -47,11 +49,11 @@ def parse(body: bytes | str, content_type: str | None) -> GenerateRequest:
             " (with curl: -H 'Content-Type: application/json')"
         )
     if kind == TEXT:
-        return GenerateRequest(Form.TEXT, _checked(read_text(body)), {})
+        return GenerateRequest(BodyKind.TEXT, _checked(read_text(body)), {})
     value = read_json(body, MAX_VALUES)
     if isinstance(value, str):
         # The guide's loop ends at `</s>` only; this answer ends also when the context is full.
-        return GenerateRequest(Form.GUIDE, _checked(value), {"max_new_tokens": 1_000_000})
+        return GenerateRequest(BodyKind.GUIDE, _checked(value), {"max_new_tokens": 1_000_000})
     if not isinstance(value, dict):
         raise InvalidRequest(
             'the body must be {"inputs": text, "parameters": {...}} or a JSON string'
@@ -77,7 +79,7 @@ def from_object(value: Mapping[str, Any]) -> GenerateRequest:
     stream = value.get("stream", False)
     if not isinstance(stream, bool):
         raise InvalidRequest("stream must be true or false")
-    return GenerateRequest(Form.OBJECT, _checked(inputs), parameters or {}, stream)
+    return GenerateRequest(BodyKind.OBJECT, _checked(inputs), parameters or {}, stream)
 
 
 def to_json(value: Any) -> bytes:
@@ -95,9 +97,9 @@ def _checked(inputs: str | dict[str, Any]) -> str | dict[str, Any]:
     return inputs
 
 
-def answer_type(accept: str | None, form: Form) -> str:
+def answer_type(accept: str | None, body_kind: BodyKind) -> str:
     """Choose `application/json` or `text/plain` by Accept. Raises `NotAcceptable`."""
-    return accepted(accept, (TEXT, JSON) if form is Form.TEXT else (JSON, TEXT))
+    return accepted(accept, (TEXT, JSON) if body_kind is BodyKind.TEXT else (JSON, TEXT))
 
 
 def sequences_of(request: GenerateRequest, answer: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -105,7 +107,7 @@ def sequences_of(request: GenerateRequest, answer: Mapping[str, Any]) -> list[di
 
     Each is as the engine describes it, but with `generated_text`, which may begin with the prompt.
     """
-    full = request.form is Form.GUIDE or bool(request.parameters.get("return_full_text"))
+    full = request.body_kind is BodyKind.GUIDE or bool(request.parameters.get("return_full_text"))
     prompt = request.inputs if full and isinstance(request.inputs, str) else ""
     return [
         {"generated_text": prompt + c["text"], **{k: v for k, v in c.items() if k != "text"}}
@@ -123,7 +125,7 @@ def format_answer(
         texts = [sequence["generated_text"] for sequence in sequences]
         return "\n\n".join(texts).encode("utf-8"), f"{TEXT}; charset=utf-8"
     value: Any
-    if request.form is Form.GUIDE:
+    if request.body_kind is BodyKind.GUIDE:
         # The guide's loop does not count `</s>` as a step.
         steps = first["tokens"] - (first["finish_reason"] == "stop")
         value = [first["generated_text"], steps, answer["seconds"]]

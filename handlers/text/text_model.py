@@ -45,7 +45,7 @@ def transform_fn(
     if "classifier" in model.model:
         return classifier.answer(model, body, content_type, accept, timeout_s)
     v2_request, request = v2.parse(body, content_type) or (None, parse(body, content_type))
-    media_type = JSON if v2_request is not None else answer_type(accept, request.form)
+    media_type = JSON if v2_request is not None else answer_type(accept, request.body_kind)
     answer = model.generate(request.inputs, request.parameters, timeout_s, request_id.get())
     generated = sum(completion["tokens"] for completion in answer["completions"])
     token_counts.set((answer["prompt_tokens"], generated))

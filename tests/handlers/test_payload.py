@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from common.errors import EngineError, InvalidRequest, UnsupportedMediaType
-from handlers.payload import Form, answer_type, format_answer, parse, to_json
+from handlers.payload import BodyKind, answer_type, format_answer, parse, to_json
 
 FIRST = {"text": " 가실", "tokens": 3, "finish_reason": "stop"}
 JSON, TEXT = "application/json", "text/plain"
@@ -18,11 +18,15 @@ JSON, TEXT = "application/json", "text/plain"
     "content_type", [None, "", JSON, "Application/JSON; charset=UTF-8", f'{JSON};charset="utf8"']
 )
 def test_json_is_the_default_with_or_without_its_charset(content_type: str | None) -> None:
-    assert parse('"산에는"'.encode(), content_type).form is Form.GUIDE
+    assert parse('"산에는"'.encode(), content_type).body_kind is BodyKind.GUIDE
     body = '{"inputs": "나 보기가"}'
     for sent in (body, body.encode()):
         request = parse(sent, content_type)
-        assert (request.form, request.inputs, request.parameters) == (Form.OBJECT, "나 보기가", {})
+        assert (request.body_kind, request.inputs, request.parameters) == (
+            BodyKind.OBJECT,
+            "나 보기가",
+            {},
+        )
 
 
 @pytest.mark.parametrize(
@@ -86,16 +90,18 @@ def test_an_invalid_body_is_refused_with_the_field(body: str | bytes, message: s
 
 
 @pytest.mark.parametrize(
-    ("accept", "form", "expected"),
+    ("accept", "body_kind", "expected"),
     [
-        (None, Form.OBJECT, JSON),
-        ("*/*", Form.TEXT, TEXT),
-        (JSON, Form.TEXT, JSON),
-        (TEXT, Form.GUIDE, TEXT),
+        (None, BodyKind.OBJECT, JSON),
+        ("*/*", BodyKind.TEXT, TEXT),
+        (JSON, BodyKind.TEXT, JSON),
+        (TEXT, BodyKind.GUIDE, TEXT),
     ],
 )
-def test_the_answers_type_follows_accept(accept: str | None, form: Form, expected: str) -> None:
-    assert answer_type(accept, form) == expected
+def test_the_answers_type_follows_accept(
+    accept: str | None, body_kind: BodyKind, expected: str
+) -> None:
+    assert answer_type(accept, body_kind) == expected
 
 
 FULL = {"return_full_text": True}
