@@ -44,11 +44,11 @@ from serving.mms import launcher
 from serving.mms.client import MMSClient
 from serving.mms.workers import Workers
 from serving.models.bases import Bases
+from serving.models.evictor import Evictor
 from serving.models.model import Model
 from serving.models.on_demand import OnDemand
 from serving.models.recovery import Recovery
 from serving.models.registry import Registry
-from serving.models.residency import Residency
 from serving.models.snapshot import Snapshot
 from serving.models.startup import start, watch_health
 from serving.process.isolation import close_to_others
@@ -124,7 +124,7 @@ async def _gateway(settings: Settings, run_dir: Path, secret: str) -> AsyncItera
     gateway = Gateway(
         settings=settings,
         registry=registry,
-        on_demand=OnDemand(registry, lookups, Residency(registry, workers, observe)),
+        on_demand=OnDemand(registry, lookups, Evictor(registry, workers, observe)),
         recovery=Recovery(settings, registry, workers, snapshot),
         mms=client,
         engine=engine,
@@ -177,7 +177,7 @@ async def serve(settings: Settings, run_dir: Path, secret: str) -> None:
         async with _grpc_port(gateway, app), anyio.create_task_group() as background:
             background.start_soon(watch_health, gateway)
             background.start_soon(gateway.recovery.watch)
-            background.start_soon(gateway.on_demand.residency.watch)
+            background.start_soon(gateway.on_demand.evictor.watch)
             background.start_soon(start, gateway)
             background.start_soon(gateway.tokens.watch)
             background.start_soon(gateway.aliases.watch)

@@ -29,7 +29,7 @@ class Entry:
 
 
 class Journal:
-    """Records the events of `Registry` and `Residency`; a reader waits for `news`."""
+    """Records the events of `Registry` and `Evictor`; a reader waits for `news`."""
 
     def __init__(self) -> None:
         self.entries: deque[Entry] = deque(maxlen=MAX_ENTRIES)
@@ -44,7 +44,7 @@ class Journal:
         news.set()
 
     def observe(self, event: str, model: Model, seconds: float) -> None:
-        """Record a stage of a model's life; a callback of `Registry` and `Residency`."""
+        """Record a stage of a model's life; a callback of `Registry` and `Evictor`."""
         if event in EVENTS:
             self._add(event, model.name, seconds)
 

@@ -28,7 +28,7 @@ ONE_CONNECTION_S = 30.0
 Shortage = InsufficientStorage | OutOfMemory
 
 
-class Residency:
+class Evictor:
     """Evicts the models of `registry` with the least value per byte, but no pinned model.
 
     Concurrent loads evict separately: freed memory is reserved for the load that needed it.

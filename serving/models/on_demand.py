@@ -7,18 +7,18 @@ import contextlib
 from collections.abc import AsyncIterator
 
 from serving.errors import Conflict, Forbidden
+from serving.models.evictor import Evictor
 from serving.models.model import LoadRequest, Model, State
 from serving.models.registry import Registry, load_once
-from serving.models.residency import Residency
 from serving.store import Lookups, StoredModel
 from serving.tokens import current
 
 
 class OnDemand:
-    """Loads models of the store into `registry`; `residency` evicts others for them."""
+    """Loads models of the store into `registry`; `evictor` evicts others for them."""
 
-    def __init__(self, registry: Registry, lookups: Lookups, residency: Residency) -> None:
-        self._registry, self._lookups, self.residency = registry, lookups, residency
+    def __init__(self, registry: Registry, lookups: Lookups, evictor: Evictor) -> None:
+        self._registry, self._lookups, self.evictor = registry, lookups, evictor
         # By name and token: a load that one token may not do fails for that token only.
         self._loading: dict[tuple[str, str], asyncio.Task[None]] = {}
 
@@ -29,10 +29,10 @@ class OnDemand:
         Raises what `ensure` and `Registry.use` raise.
         """
         async with contextlib.AsyncExitStack() as stack:
-            with self.residency.wanting(name):
+            with self.evictor.wanting(name):
                 await self.ensure(name)
                 model = await stack.enter_async_context(self._registry.use(name))
-                self.residency.used(model)
+                self.evictor.used(model)
             yield model
 
     async def ensure(self, name: str) -> None:
@@ -64,8 +64,8 @@ class OnDemand:
         Concurrent calls share a load. `evict`: others may be evicted for it. Raises what `ensure`
         does; the other version then stays, see `Registry.replace`.
         """
-        attempt = self.residency.evict_and_retry if evict else load_once
-        with self.residency.wanting(name):
+        attempt = self.evictor.evict_and_retry if evict else load_once
+        with self.evictor.wanting(name):
             request, stored = await self._locate(name)
             while True:  # nothing is awaited between a look at the state and its use
                 running, model = self._registry.loading(name), self._registry.find(name)
@@ -109,5 +109,5 @@ class OnDemand:
                 continue
             request, stored = await self._locate(name)
             if self._registry.find(name) is None:
-                attempt = self.residency.evict_and_retry
+                attempt = self.evictor.evict_and_retry
                 await asyncio.shield(self._registry.load(name, request, stored, attempt))

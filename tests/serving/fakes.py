@@ -19,12 +19,12 @@ from serving.console.journal import Journal
 from serving.errors import ModelNotInStore
 from serving.models.admission import Admission
 from serving.models.bases import Base
+from serving.models.evictor import Evictor
 from serving.models.model import LoadRequest, Model
 from serving.models.model_settings import ModelSettings
 from serving.models.on_demand import OnDemand
 from serving.models.recovery import Recovery
 from serving.models.registry import Registry, load_once
-from serving.models.residency import Residency
 from serving.models.snapshot import Snapshot
 from serving.settings import Settings
 from serving.store import Fetched, StoredModel
@@ -232,9 +232,9 @@ class Parts:
         self.registry = Registry(
             self.settings, workers, cache, observe, self.snapshot.write, changed, find_no_base
         )
-        self.residency = Residency(self.registry, workers, observe)
+        self.evictor = Evictor(self.registry, workers, observe)
         self.lookups = FakeLookups(names)
-        self.on_demand = OnDemand(self.registry, cast(Any, self.lookups), self.residency)
+        self.on_demand = OnDemand(self.registry, cast(Any, self.lookups), self.evictor)
         self.recovery = Recovery(self.settings, self.registry, workers, self.snapshot)
         self.recovery.adopted.set()
 

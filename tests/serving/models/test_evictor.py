@@ -274,7 +274,7 @@ async def test_a_load_goes_on_though_its_request_has_ended(parts: Parts) -> None
 
 
 async def test_a_model_is_unloaded_when_it_is_idle_and_comes_back_on_demand(parts: Parts) -> None:
-    watch = asyncio.create_task(parts.residency.watch())
+    watch = asyncio.create_task(parts.evictor.watch())
     await parts.load("a", settings=ModelSettings(idle_unload_s=10))
     await parts.load("b", settings=ModelSettings(idle_unload_s=10, pinned=True))
     await use(parts, "a", 60)  # not while it is used
@@ -292,7 +292,7 @@ async def test_a_model_has_as_many_connections_as_it_needs(parts: Parts) -> None
     await used(parts, "a", "b", "a")
     assert parts.workers.connected == []  # one will do for one request after the other
     parts.registry.get("a").line.capacity = 16
-    watching = asyncio.create_task(parts.residency.watch())
+    watching = asyncio.create_task(parts.evictor.watch())
     await asyncio.gather(*(use(parts, "a", 5) for _ in range(3)))
     assert parts.workers.connected == [("a", 16)]
     await asyncio.sleep(20)
