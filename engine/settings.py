@@ -42,8 +42,8 @@ class Settings:
     overcommit: int = setting(
         "ENGINE_OVERCOMMIT",
         8,
-        "how many times that memory the weights of all loaded models may take; those of idle"
-        " models stay on the disk",
+        "how many times that memory the weights of all loaded models may take; idle ones stay on"
+        " the disk",
     )
     max_rows: int = setting("ENGINE_MAX_ROWS", 16, "sequences of one model that share a step")
     max_queue: int = setting(
@@ -57,8 +57,7 @@ class Settings:
     speculation: str = setting(
         "ENGINE_SPECULATION",
         "off",
-        "`auto`: on a CPU a pass also checks guesses of the next tokens, where a model makes one"
-        " answer and enough guesses are right; texts are the same",
+        "`auto`: on a CPU a pass also checks guesses of the next tokens; texts are the same",
     )
     cache_dir: str = setting(
         "ENGINE_CACHE_DIR", "", "where prepared (quantized) models are stored; empty: beside each"

@@ -33,15 +33,14 @@ class Settings:
     allowed_hosts: str = setting(
         "ALLOWED_HOSTS",
         "",
-        "comma-separated host names that requests may be sent to, beside localhost and IP"
-        " addresses (`*.example.com`, `*`); empty: none where `HOST` is a loopback address, else"
-        " any",
+        "comma-separated host names for requests, beside localhost and IP addresses"
+        " (`*.example.com`, `*`); empty: none where `HOST` is a loopback address, else any",
     )
     port: int = setting("SAGEMAKER_BIND_TO_PORT", 8080, "the port for requests", "--port")
     management_port: int = setting(
         "MANAGEMENT_PORT",
         8081,
-        "the port for loading and unloading models; may be the one for requests",
+        "the port for loading and unloading; may be the one for requests",
         "--management-port",
     )
     grpc_port: int = setting(
@@ -50,7 +49,7 @@ class Settings:
     otlp_endpoint: str = setting(
         "OTEL_EXPORTER_OTLP_ENDPOINT",
         "",
-        "where traces are sent to by OTLP over HTTP (docs/operate/monitoring.md); also"
+        "where traces are sent to (docs/operate/monitoring.md); also"
         " `OTEL_EXPORTER_OTLP_TRACES_ENDPOINT`",
         also="OTEL_EXPORTER_OTLP_TRACES_ENDPOINT",
     )
@@ -63,8 +62,8 @@ class Settings:
     model_bases: str = setting(
         "MODEL_BASES",
         "",
-        "comma-separated models of the store for the bases that adapters and fine-tunes name, or"
-        " for fine-tunes' own names: `skt/kogpt2-base-v2=kogpt2,poems-*=kogpt2`; `*` is any"
+        "comma-separated bases in the store, by the names that adapters and fine-tunes have for"
+        " them, or by fine-tunes' own: `skt/kogpt2-base-v2=kogpt2,poems-*=kogpt2`"
         " (docs/models/deltas.md)",
     )
     model_cache: str = setting(
@@ -135,8 +134,8 @@ class Settings:
     max_connections: int = setting(
         "MAX_CONNECTIONS",
         4096,
-        "clients' connections to each port, a sixteenth of them for requests for health; one more"
-        " ends the one that has been silent for longest, on gRPC it is refused",
+        "clients' connections to each port, a sixteenth of them for health; one more ends the one"
+        " that has been silent for longest, on gRPC it is refused",
     )
     script_workers: int = setting(
         "SCRIPT_WORKERS",
@@ -152,8 +151,7 @@ class Settings:
     request_timeout_s: int = setting(
         "REQUEST_TIMEOUT_S",
         60,
-        "seconds from a request's headers to the end of its answer, waiting and loading included;"
-        " then 504",
+        "seconds from a request's headers to its answer's end, loading included; then 504",
     )
     jvm_options: str = setting(
         "SAGEMAKER_MODEL_SERVER_VMARGS",
@@ -164,8 +162,7 @@ class Settings:
     worker_variables: str = setting(
         "WORKER_VARIABLES",
         "",
-        "more environment variables for workers and scripts: comma-separated names or patterns"
-        " (`MY_*`)",
+        "more variables for workers and scripts: comma-separated names or patterns (`MY_*`)",
     )
     start_timeout_s: int = setting(
         "START_TIMEOUT_S",
@@ -180,8 +177,8 @@ class Settings:
     precision: str = setting(
         "ENGINE_PRECISION",
         "",
-        "on a CPU `int8` (the default) or `fp32`, which gives the text of the guides' loop; on a"
-        " GPU mxnet has `fp32`, onnxruntime `fp16`",
+        "on a CPU `int8` (the default) or `fp32`; on a GPU mxnet has `fp32`, onnxruntime `fp16`"
+        " (docs/start/precision.md)",
     )
     device: str = setting("ENGINE_DEVICE", "cpu", "`cpu` or `gpu`")
     show_examples: bool = setting("SHOW_EXAMPLES", False, "print what to type once it is ready")
