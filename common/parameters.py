@@ -29,7 +29,9 @@ ALIASES = {
     "min_tokens": "min_new_tokens",
 }
 WORDS = ("stop_words", "bad_words")  # Triton's quick starts send these empty, which means none
-SAMPLING = {"temperature", "top_k", "top_p", "min_p", "typical_p", "seed"}
+# What a token is drawn from. These, and a seed, imply `do_sample`.
+SAMPLING = ("temperature", "top_k", "top_p", "min_p", "typical_p")
+DRAWS = {*SAMPLING, "seed"}
 
 
 def _parameter(default: Any, check: Callable[..., Any], *bounds: Any, **options: Any) -> Any:
@@ -48,7 +50,7 @@ class Parameters:
     max_new_tokens: int = _parameter(64, checks.integer, 1, 1_000_000)
     # Texts at which the answer ends; they are not part of it.
     stop: tuple[str, ...] = _parameter((), checks.stops)
-    # Draw from the distribution; implied by the parameters in `SAMPLING`.
+    # Draw from the distribution; implied by the parameters in `DRAWS`.
     do_sample: bool = _parameter(False, checks.boolean)
     # Divides the logits; 0 is greedy.
     temperature: float = _parameter(1.0, checks.number, 0, 100)
@@ -124,13 +126,13 @@ class Parameters:
             raise InvalidRequest(
                 f"parameters.min_new_tokens is {least}, must be at most max_new_tokens, {most}"
             )
-        if SAMPLING & values.keys():
+        if DRAWS & values.keys():
             values.setdefault("do_sample", True)
         values = {**_checked(defaults or {}), **values}
         if values.get("temperature") == 0:
             del values["temperature"]
             values["do_sample"] = False
-        values.setdefault("do_sample", bool(SAMPLING & values.keys()))
+        values.setdefault("do_sample", bool(DRAWS & values.keys()))
         if values.get("num_return_sequences", 1) > 1 and not values["do_sample"]:
             raise InvalidRequest(
                 "parameters.num_return_sequences above 1 needs parameters.do_sample true:"

@@ -37,10 +37,9 @@ class Sampler:
         self._p, self._rules = parameters, rules
         self._ids: Ids = np.zeros(0, np.int64)  # for the rules
         self._temperature = max(parameters.temperature, MIN_DIVISOR)
-        self._truncation = library.Truncation(
-            top_p=parameters.top_p, typical_p=parameters.typical_p, min_p=parameters.min_p,
-            top_k=max(parameters.top_k, 0), temperature=self._temperature,
-        )  # fmt: skip
+        given = {name: getattr(parameters, name) for name, _ in library.Truncation._fields_}
+        given |= {"temperature": self._temperature, "top_k": max(parameters.top_k, 0)}
+        self._truncation = library.Truncation(**given)
         self._penalty = max(parameters.repetition_penalty, MIN_DIVISOR)
         self._counts: Counter[int] | None = None  # of the answer's tokens
         if parameters.frequency_penalty or parameters.presence_penalty:

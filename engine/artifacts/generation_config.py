@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import ArtifactError, InvalidRequest
-from common.parameters import Parameters
+from common.parameters import SAMPLING, Parameters
 from engine.artifacts.files import read_json
 
 FILE = "generation.json"
@@ -37,7 +37,6 @@ LIMITS = (
     "max_new_tokens", "min_new_tokens", "repetition_penalty", "no_repeat_ngram_size",
     "bad_words_ids",
 )  # fmt: skip
-SAMPLING = ("do_sample", "temperature", "top_k", "top_p", "min_p", "typical_p")
 TOP_K = 50  # transformers' default where it samples, which files therefore leave out
 MAX_STRIPS = 16
 MAX_STRIP_CHARACTERS = 64
@@ -67,7 +66,7 @@ WITHOUT_EFFECT = {
     *("assistant_ensemble_weight", "target_lookbehind", "speculation_type"),
     *("prompt_lookup_num_tokens", "max_matching_ngram_size", "continuous_batching_config"),
     *("transformers_version", "_from_model_config", "_commit_hash", "stop_strings"),
-    *LIMITS, *SAMPLING,
+    *LIMITS, "do_sample", *SAMPLING,
 }  # fmt: skip
 
 logger = logging.getLogger(__name__)
@@ -230,7 +229,7 @@ def read_generation_config(folder: Path, config: Mapping[str, Any]) -> Generatio
     for name, value in given.items():
         if value is not None and name not in WITHOUT_EFFECT and value not in NOT_DONE.get(name, ()):
             logger.warning("%s: %s is not supported and is ignored", file, name[:100])
-    names = LIMITS + SAMPLING if given.get("do_sample") else LIMITS
+    names = (*LIMITS, "do_sample", *SAMPLING) if given.get("do_sample") else LIMITS
     parameters = {name: given[name] for name in names if given.get(name) is not None}
     if given.get("do_sample"):
         parameters.setdefault("top_k", TOP_K)

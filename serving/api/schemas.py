@@ -12,19 +12,21 @@ from typing import Any
 
 from serving.models import model_settings
 
+_CONTENT = json.loads(Path(__file__).with_name("schemas.json").read_text("utf-8"))
+GROUPS: dict[str, dict[str, Any]] = _CONTENT["fields"]
 
-def _read() -> dict[str, dict[str, Any]]:
-    content = json.loads(Path(__file__).with_name("schemas.json").read_text("utf-8"))
-    schemas: dict[str, dict[str, Any]] = content["schemas"]
+
+def _schemas() -> dict[str, dict[str, Any]]:
+    schemas: dict[str, dict[str, Any]] = _CONTENT["schemas"]
     for schema in schemas.values():
         for group in schema.pop("fields", ()):
-            schema["properties"] |= content["fields"][group]
+            schema["properties"] |= GROUPS[group]
     schemas["ModelSettings"]["properties"] = model_settings.schema()
     schemas["Load"]["properties"] |= model_settings.schema()
     return schemas
 
 
-SCHEMAS = _read()
+SCHEMAS = _schemas()
 
 
 def fields_of(name: str) -> frozenset[str]:

@@ -26,7 +26,7 @@ import orjson
 from common import fields
 from common.errors import InvalidRequest, ServiceError
 from common.form import KINDS
-from common.parameters import MAX_LOGPROBS, Parameters
+from common.parameters import MAX_LOGPROBS, SAMPLING, Parameters
 from serving.api import answer_form
 from serving.api.answer_form import GivenForm
 from serving.api.answering import EngineRequest, Renderer, event
@@ -39,8 +39,6 @@ NOT_DONE: Mapping[str, tuple[Any, ...]] = {
     "truncate": (),
     "watermark": (False,),
 }
-# Any of these makes TGI sample, even where `do_sample` is false.
-DRAWS = ("temperature", "top_k", "top_p", "min_p", "typical_p")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,8 +92,8 @@ def parse(body: Mapping[str, Any]) -> ParsedRequest:
     given["logprobs"] = max(top, logprobs)
     if not given.get("stop"):
         given.pop("stop", None)  # clients send an empty list for the model's own stop sequences
-    if given.get("do_sample") is False and any(name in given for name in DRAWS):
-        del given["do_sample"]
+    if given.get("do_sample") is False and any(name in given for name in SAMPLING):
+        del given["do_sample"]  # TGI samples even so
     form = None
     if isinstance(given.get("grammar"), Mapping):
         form = answer_form.typed("parameters.grammar", given.pop("grammar"))

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from common import fields
+from common.form import KINDS
 from common.parameters import ALIASES, CHECKS, MAX_LOGPROBS, MAX_SEED, MAX_SEQUENCES
 from serving.api import answer_form
 from serving.api.answer_form import GivenForm
@@ -18,7 +19,7 @@ from serving.api.answering import MAX_SCORES, EngineRequest
 from serving.api.openai import tools
 from serving.api.openai.errors import Refused
 from serving.api.openai.tools import ToolChoice
-from serving.api.schemas import fields_of
+from serving.api.schemas import GROUPS, fields_of
 
 Body = Mapping[str, Any]
 
@@ -37,12 +38,7 @@ WITHOUT_EFFECT = {
 # Parameters that the engine has, too.
 SAME = ("frequency_penalty", "presence_penalty", "stop", "choice_logprobs")
 # Parameters that OpenAI's API does not have, by the names of vLLM, llama.cpp and their clients.
-OURS = (
-    *("top_k", "min_p", "typical_p", "repetition_penalty", "repeat_penalty", "ignore_eos"),
-    *("no_repeat_ngram_size", "min_tokens", "min_new_tokens", "bad_words", "bad_words_ids"),
-    *("dry_multiplier", "dry_base", "dry_allowed_length", "dry_penalty_last_n"),
-    "dry_sequence_breakers",
-)
+OURS = (*(name for name in GROUPS["engine"] if name not in KINDS), "repeat_penalty", "min_tokens")
 STREAM_OPTIONS = ("include_usage", "continuous_usage_stats", "include_obfuscation")
 COMPLETION, CHAT = fields_of("OpenAICompletion"), fields_of("OpenAIChat")
 NO_TOOLS = "asks for tools; these are for /v1/chat/completions, with a tool_choice"
