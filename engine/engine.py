@@ -8,7 +8,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from collections.abc import Sequence as Seq
 from concurrent.futures import Future
 from typing import Any, TypeVar
@@ -17,6 +17,7 @@ from common.errors import (
     Cancelled,
     DeadlineExceeded,
     EngineError,
+    EngineUnavailable,
     InvalidRequest,
     ModelAlreadyLoaded,
     ModelNotFound,
@@ -24,6 +25,7 @@ from common.errors import (
 )
 from common.memory import MIB, container_memory
 from common.parameters import Parameters
+from engine.backends.interface import Adapter, WeightsLost
 from engine.budget import Budget
 from engine.classification import Classification, Outputs, without_padding
 from engine.cores import Cores
@@ -197,17 +199,30 @@ class Engine:
         logger.info("unloaded %s", name)
         return True
 
-    def _lose(self, core: Core) -> None:
-        """Unload all models of a core whose batch failed as a whole."""
+    def _lose(self, core: Core, error: Exception) -> None:
+        """Unload all models of a core whose pass failed as a whole, or those of lost adapters."""
+        reason = EngineError("a step of the model failed")
+        adapters: Collection[Adapter] = ()
+        if isinstance(error, WeightsLost):
+            reason = EngineUnavailable(f"{error}; the model is loaded again")
+            adapters = error.adapters
         with self._changed:
-            core.lost = True
-            self._cores.forget(core)
+            if not adapters:
+                core.lost = True
+                self._cores.forget(core)
             # A model that another thread is loading or unloading is freed by that thread.
-            lost = [model for model in core.models if self._models.pop(model.name, None) is model]
+            lost = [
+                model
+                for model in core.models
+                if (not adapters or model.adapter in adapters)
+                and self._models.get(model.name) is model
+            ]
+            for model in lost:
+                del self._models[model.name]
             last = {model: self._cores.remove(model) for model in lost}
         for model in lost:
             try:
-                self._free(model, last[model], EngineError("a step of the model failed"))
+                self._free(model, last[model], reason)
             except Exception:
                 logger.exception("%s could not be freed", model.name)
 
@@ -476,7 +491,8 @@ def _begin_texts(model: Model, deadline: float | None, timeout_s: float | None) 
     if deadline is not None and time.monotonic() >= deadline:
         raise DeadlineExceeded(f"the request waited for its timeout, {timeout_s:.1f} s")
     if model.adapter is not None:  # so that no step waits for the disk
-        model.adapter.read_in()
+        with contextlib.suppress(OSError):  # a file that cannot be read is lost in the next pass
+            model.adapter.read_in()
 
 
 def _container_shortage_bytes() -> int:

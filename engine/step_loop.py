@@ -14,7 +14,7 @@ from typing import Any
 
 from common.errors import EngineError, EngineUnavailable, InvalidRequest, OutOfMemory
 from engine.backends import nvidia
-from engine.backends.interface import BackendModel, Logits
+from engine.backends.interface import BackendModel, Logits, WeightsLost
 from engine.model import Core, Model
 from engine.sequence import Scheduled, Sequence, State
 from engine.text.constraint import WAIT_S
@@ -43,13 +43,13 @@ class Loop:
     def __init__(
         self,
         changed: threading.Condition,
-        on_fault: Callable[[Core], None],
+        on_fault: Callable[[Core, Exception], None],
         after_turn: Callable[[], None] = lambda: None,
         on_idle: Callable[[], None] = lambda: None,
     ) -> None:
         """Start the thread. `changed` guards the queues of the batches.
 
-        The thread calls `on_fault` with a core whose batch failed as a whole, `after_turn` after
+        The thread calls `on_fault` with a core whose pass failed as a whole, `after_turn` after
         each turn, and `on_idle` once there has been no work for `IDLE_BEFORE_RELEASE_S`.
         """
         self.changed = changed
@@ -193,7 +193,7 @@ class Loop:
                     scheduled = self._step(core, prefill_tokens)
             except Exception as error:  # of the whole batch, not of one sequence
                 self._fault(core, error)
-                self._on_fault(core)
+                self._on_fault(core, error)
                 continue
             prefill_tokens -= sum(part.num_prompt_tokens for part in scheduled)
             worked = worked or bool(scheduled)
@@ -215,7 +215,6 @@ class Loop:
                 statistics.queue_s.observe(waited_s)
                 statistics.cached_tokens += part.sequence.cached_tokens
         if scheduled:
-            compute.check()
             logits = self._compute(core, compute, scheduled)
             if logits is not None:
                 self._postprocess(core, scheduled, logits)
@@ -226,10 +225,15 @@ class Loop:
     def _compute(
         self, core: Core, compute: BackendModel, scheduled: list[Scheduled]
     ) -> Logits | None:
-        """Compute a pass; return its logits, or fail its sequences and return None."""
+        """Compute a pass; return its logits, or fail its sequences and return None.
+
+        Raises `WeightsLost`.
+        """
         lengths = [part.piece.row.length for part in scheduled]
         try:
             return compute.run([part.piece for part in scheduled])
+        except WeightsLost:
+            raise
         except Exception as error:
             failure = self._fault(core, error)
             unchanged = lengths == [part.piece.row.length for part in scheduled]

@@ -7,7 +7,7 @@ A backend computes passes only: requests, sampling and fairness are outside of i
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -38,6 +38,8 @@ class Adapter(Protocol):
     num_bytes: int
     more: int  # tokens that it adds to the base's vocabulary
 
+    def is_lost(self) -> bool: ...  # whether it cannot be read, so that results of it are wrong
+
     def read_in(self) -> None: ...
 
     def close(self) -> None: ...
@@ -64,6 +66,17 @@ class Piece:
         return config.vocab_size + (0 if self.adapter is None else self.adapter.more)
 
 
+class WeightsLost(Exception):
+    """A pass is void, because mapped weights could not be read: the file was cut off, for example.
+
+    They are those of `adapters` or, without any, the model's own.
+    """
+
+    def __init__(self, adapters: Collection[Adapter] = ()) -> None:
+        super().__init__("a prepared file was cut off or could not be read")
+        self.adapters = adapters
+
+
 class BackendModel(ABC):
     """A model that is loaded on a backend."""
 
@@ -86,16 +99,14 @@ class BackendModel(ABC):
     def close_row(self, row: Row) -> None:
         """Close a row and free its memory."""
 
-    def check(self) -> None:  # noqa: B027  only mapped weights can be lost
-        """Raise `EngineError` if the weights are lost, so that no pass can be computed."""
-
     @abstractmethod
     def run(self, pieces: Sequence[Piece]) -> Logits:
         """Append pieces, each to a row of its own; return the logits (N, V) in their order.
 
         V is that of the piece with the most tokens: what a row has beyond its own has no meaning.
         The next call overwrites the array. The logits of a token do not depend on the other pieces.
-        Raises `OutOfMemory`, `InvalidRequest` and `PromptTooLong`; then no row has changed.
+        Raises `OutOfMemory`, `InvalidRequest`, `PromptTooLong`, and `WeightsLost`; then no row has
+        changed.
         """
 
     @abstractmethod

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -21,9 +21,9 @@ from common.memory import MIB
 from engine.artifacts.adapter import BASE_NAMES, Adapter
 from engine.artifacts.artifact import Artifact
 from engine.artifacts.config import GPT2Config
-from engine.backends.page_cache import Span, read_in
+from engine.backends.page_cache import read_in
 from engine.native import library, rotation
-from engine.native.prepared import Stored, open_prepared, write_arrays
+from engine.native.prepared import PreparedFile, Stored, open_prepared, write_arrays
 from engine.prepared import manifest as manifests
 from engine.prepared.manifest import Run, directly, to_manifest
 from engine.sandbox import Limits
@@ -55,7 +55,7 @@ class NativeAdapter:
         tensors: Mapping[str, tuple[int, Shape]],
         num_bytes: int,
         close: Callable[[], object],
-        mapped: Sequence[Span] = (),
+        file: PreparedFile | None = None,
         bits: Mapping[str, int] | None = None,
         more: int = 0,
     ) -> None:
@@ -68,7 +68,7 @@ class NativeAdapter:
         self._layers = (library.AdapterLayer * config.num_layers)()
         self._adapter, self.more = library.Adapter(layers=self._layers, more=more), more
         self.address = ctypes.addressof(self._adapter)
-        self.num_bytes, self._mapped, self._close = num_bytes, mapped, close
+        self.num_bytes, self._file, self._close = num_bytes, file, close
         self._lock, self._readers, self._closed = threading.Lock(), 0, False
         for name, (address, shape) in tensors.items():
             change, _, part = name.rpartition(".")
@@ -92,14 +92,17 @@ class NativeAdapter:
         size = sum(array.nbytes for array in arrays.values())
         return cls(config, tensors, size, arrays.clear)  # `clear` references the arrays
 
+    def is_lost(self) -> bool:
+        return self._file is not None and self._file.is_lost()
+
     def read_in(self) -> None:
         """Read the file into memory; does nothing after `close`, which waits for no disk."""
         with self._lock:
-            if self._closed:
+            if self._closed or self._file is None:
                 return
             self._readers += 1
         try:
-            read_in(self._mapped)
+            read_in([self._file.span])
         finally:
             self._end(readers=1)
 
@@ -147,7 +150,7 @@ def load_adapter(
     )
     tensors = {entry.name: (file.addresses[entry.name], entry.shape) for entry in entries}
     size = sum(entry.num_bytes for entry in entries)
-    return NativeAdapter(base.config, tensors, size, file.close, [file.span])
+    return NativeAdapter(base.config, tensors, size, file.close, file)
 
 
 def num_bytes(adapter: Adapter, precision: str) -> int:

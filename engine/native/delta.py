@@ -99,7 +99,7 @@ class Delta:
             if more:
                 tensors["adapter.more_head"] = tensors["adapter.more_embedding"]
         file = self.file
-        return NativeAdapter(config, tensors, self.num_bytes, file.close, [file.span], bits, more)
+        return NativeAdapter(config, tensors, self.num_bytes, file.close, file, bits, more)
 
 
 def open_delta(
@@ -260,6 +260,8 @@ def build(sources: Sources, base_sources: Sources, path: str, content: str, file
     for part in ("gamma", "beta"):
         vector = np.asarray(whole.weights[f"{names.FINAL_NORM}.{part}"], np.float32)
         arrays[f"final_norm.{part}"] = padded(vector)
+    if base.is_lost():
+        raise ArtifactError("the base's prepared file was overwritten while it was read")
     choices = {name: change.choice for name, change in changes.items()}
     entries = list(layout(config, choices, more))
     size, most = sum(e.num_bytes for e in entries), prepared.num_bytes(config, "int8")

@@ -75,6 +75,10 @@ class Piece(Structure):
     )  # fmt: skip
 
 
+class Mapping(Structure):
+    _fields_ = (("next", Pointer), ("begin", Pointer), ("size", c_size_t), ("lost", c_int32))
+
+
 class Truncation(Structure):
     _fields_ = (
         ("top_p", c_double), ("typical_p", c_double), ("temperature", c_float), ("min_p", c_float),
@@ -104,6 +108,8 @@ _use_threads = _function("use_threads", c_int, c_int)
 _use_kernels = _function("use_kernels", c_char_p, c_char_p)
 _take_times = _function("take_times", None, POINTER(c_double * 5))
 release_scratch = _function("release_scratch", None)
+guard = _function("guard", None, POINTER(Mapping))
+end_guard = _function("end_guard", None, POINTER(Mapping))
 packed_bytes = _function("packed_bytes", _size, _size, _size, c_int)
 pack = _function("pack", None, Pointer, c_int, *[_size] * 4, c_int, Pointer)
 rest_bytes = _function("rest_bytes", _size, _size, _size, c_int)

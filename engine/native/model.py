@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from engine.backends.interface import BackendModel, Logits, Piece, Row, check_ids
+from engine.backends.interface import BackendModel, Logits, Piece, Row, WeightsLost, check_ids
 from engine.native import library
 from engine.native.arena import Arena, NativeRow
 from engine.native.prepared import Prepared
@@ -88,9 +88,6 @@ class NativeModel(BackendModel):
         self._rows.discard(row)
         row.truncate(0)
 
-    def check(self) -> None:
-        self._prepared.file.check_size()
-
     def run(self, pieces: Sequence[Piece]) -> Logits:
         for piece in pieces:
             check_ids(self.config, piece)
@@ -113,6 +110,11 @@ class NativeModel(BackendModel):
         vocab = max((p.vocab_size(self.config) for p in pieces), default=self.config.vocab_size)
         logits = _logits_rows(wanted, -(-vocab // library.LINE) * library.LINE)
         self._run_pass(self._model, self._arena.address, array, len(array), logits.ctypes.data)
+        if self._prepared.file.is_lost():
+            raise WeightsLost
+        adapters = {piece.adapter for piece in pieces if piece.adapter is not None}
+        if lost := {adapter for adapter in adapters if adapter.is_lost()}:
+            raise WeightsLost(lost)
         for piece in pieces:
             assert isinstance(piece.row, NativeRow)
             piece.row.length += len(piece.ids)

@@ -171,6 +171,19 @@ int32_t allowed_argmax(const float *logits, const uint32_t *mask, size_t count);
    none, -2: there are several. */
 int32_t only_allowed(uint32_t *mask, size_t count);
 
+/* A mapped file, or a part of it that begins and ends with a page. */
+typedef struct {
+  void *next; /* for the library */
+  void *begin;
+  size_t size;
+  int32_t lost; /* 1: a page could not be read, so all are zeros, and results of it are wrong */
+} Mapping;
+
+/* From `guard` to `end_guard`, which come once, a page of the mapping that cannot be read, because the file
+   was cut off or the disk fails, makes it `lost`, which would raise SIGBUS otherwise. */
+void guard(Mapping *mapping);
+void end_guard(Mapping *mapping);
+
 /* Seconds that passes took since the last call, by part: embedding, products, attention, the rest,
    head. For profiles. */
 void take_times(double times[5]);

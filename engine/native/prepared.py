@@ -18,6 +18,7 @@ import mmap
 import os
 import tempfile
 import time
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -58,6 +59,8 @@ BUILD_MIB, BUILD_TIMES_FP32 = 512, 4
 BUILD_CPU_S, BUILD_BYTES_PER_CPU_S = 60, 10 * MIB
 
 logger = logging.getLogger(__name__)
+
+_lost: set[Path] = set()  # files that are compared with their checksums when they are next mapped
 
 Sources = list[
     tuple[str, Any]
@@ -153,6 +156,9 @@ class PreparedFile:
         data = np.frombuffer(self._memory, np.uint8)
         self.num_bytes = len(data)
         self.span: Span = (data.ctypes.data, len(data))
+        self._mapping = library.Mapping(begin=self.span[0], size=self.num_bytes)
+        library.guard(self._mapping)
+        self._end_guard = weakref.finalize(self, library.end_guard, self._mapping)
         expected = {entry.name: entry for entry in layout(metadata)}
         for name, tensor in index.items():
             entry = expected.pop(name, None)
@@ -161,24 +167,30 @@ class PreparedFile:
                 raise ArtifactError(f"{path.name}: {name} is not of this model")
         if expected or metadata.get("source") != content:
             raise ArtifactError(f"{path.name} is not of this model")
-        if folders.is_older_than_boot(path):
+        if folders.is_older_than_boot(path) or path in _lost:
             if metadata.get("blake3") != digest(data[data_begin:]):
                 raise ArtifactError(f"{path.name} is damaged")
+            _lost.discard(path)
             with suppress(OSError):  # another user's file: it is hashed again after the next start
                 os.utime(path)
         self.addresses = {name: self.span[0] + tensor.offset for name, tensor in index.items()}
 
-    def check_size(self) -> None:
-        """Raise `ArtifactError` if the file is shorter than its mapping, which would crash a pass.
+    def is_lost(self) -> bool:
+        """Return whether the file was cut off or cannot be read, so that results of it are wrong.
 
-        A file that is cut off during a pass still ends the process, by SIGBUS.
+        When it is next mapped, it is then compared with its checksum.
         """
-        if self._memory.size() < self.num_bytes:  # 1 us
-            raise ArtifactError("the model's prepared file was overwritten while it was loaded")
+        # 1 us. In the last page of a file that is cut off there, the mapping has zeros.
+        lost = bool(self._mapping.lost) or self._memory.size() < self.num_bytes
+        if lost:
+            _lost.add(self.path)
+        return lost
 
     def close(self) -> None:
         """Unmap the file; nothing may point into it any more."""
+        self.is_lost()
         self.addresses = {}
+        self._end_guard()
         self._memory.close()
 
 

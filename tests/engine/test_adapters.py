@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import threading
 from collections.abc import Iterator
@@ -17,6 +18,7 @@ import pytest
 from common.errors import (
     ArtifactError,
     EngineError,
+    EngineUnavailable,
     InvalidRequest,
     ModelAlreadyLoaded,
     ModelNotFound,
@@ -243,6 +245,28 @@ def test_an_unload_ends_the_requests_of_its_adapter_alone(
     assert len(ask(loaded, "all").wait().ids()) == NEW
 
 
+@pytest.mark.parametrize("kept", [0, 5000])
+def test_an_adapter_whose_file_is_cut_off_is_lost_and_neither_its_base_nor_another_adapter(
+    native: Engine, base: Path, tmp_path: Path, kept: int
+) -> None:
+    paths = {name: make_adapter(tmp_path / name, base, seed=i) for i, name in enumerate("가나")}
+    for name, path in paths.items():
+        native.load(name, str(path), base=str(base))
+    right = {name: ask(native, name).wait().ids() for name in paths}
+    (file,) = (paths["가"] / ".prepared").glob("*.safetensors")
+    with Pause(native):
+        lost, other = ask(native, "가"), ask(native, "나")
+        os.truncate(file, kept)
+    assert isinstance(lost.wait().error, EngineUnavailable)
+    assert not lost.tokens
+    assert other.wait().ids() == right["나"]
+    assert [model["name"] for model in native.models()] == ["나"]
+    native.load("가", str(paths["가"]), base=str(base))
+    assert ask(native, "가").wait().ids() == right["가"]
+    os.truncate(file, kept)  # the next request's thread reads it first
+    assert isinstance(ask(native, "가").wait().error, EngineUnavailable)
+
+
 def test_no_request_is_lost_that_is_queued_while_another_model_of_the_core_is_unloaded(
     native: Engine, base: Path, adapters: Paths
 ) -> None:
@@ -343,7 +367,7 @@ def test_a_lost_base_does_not_hide_the_one_that_was_loaded_in_its_place(
     with ThreadPoolExecutor() as pool:
         failing = pool.submit(native.load, "biases", str(adapters["biases"]), base=str(base))
         gate.reached()
-        native._loop.call(lambda: native._lose(lost))
+        native._loop.call(lambda: native._lose(lost, EngineError("a fault")))
         core = native.load("all", str(adapters["all"]), base=str(base)).core
         gate.open()
         with pytest.raises(EngineError, match="a step failed while the model was loaded"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -27,13 +28,15 @@ from engine.artifacts.config import GPT2Config
 from engine.backends.interface import Piece
 from engine.backends.page_cache import Span
 from engine.budget import Budget
+from engine.engine import Engine
 from engine.generation import Generation
 from engine.model import Core, Model, Residence
+from engine.native.model import NativeModel
 from engine.prefixes import Prefixes
 from engine.scheduler import Batch
 from engine.step_loop import PREFILL_TOKENS, Loop
 from tests.engine.conftest import NewEngine
-from tests.engine.engines import WAIT_S, Gate, Request, Result, make_talkative, model_on
+from tests.engine.engines import WAIT_S, Gate, Pause, Request, Result, make_talkative, model_on
 from tests.processes import eventually
 
 VOCAB = 40
@@ -68,8 +71,6 @@ class Fake:
 
     def close_row(self, row: FakeRow) -> None:
         self._do("close_row")
-
-    def check(self) -> None: ...
 
     def run(self, pieces: list[Piece]) -> NDArray[np.float32]:
         self.before_run(pieces)
@@ -122,7 +123,7 @@ class Bench:
         self.budget = Budget(MIB)
         self.loop = Loop(threading.Condition(), self._lose)
 
-    def _lose(self, core: Core) -> None:
+    def _lose(self, core: Core, error: Exception) -> None:
         del self.models[core.name]
         self.lost.append(core.name)
         core.batch.end(EngineError("lost"))
@@ -358,19 +359,66 @@ def test_a_model_that_was_lost_is_loaded_anew(tmp_path: Path, new_engine: NewEng
     assert len(Request(engine, "m", "가", max_new_tokens=4).wait().ids()) == 4
 
 
+@pytest.mark.parametrize("kept", [0.0, 0.5, 1.0])  # 1.0: all bytes but the last
+@pytest.mark.parametrize("during", [False, True])
+@pytest.mark.parametrize("backend", ["native", "mxnet"])
 def test_a_prepared_file_that_is_cut_off_loses_its_model_only(
-    tmp_path: Path, new_engine: NewEngine
+    tmp_path: Path, new_engine: NewEngine, backend: str, during: bool, kept: float
 ) -> None:
+    """Between two passes, or while one reads it."""
     folders = {name: make_talkative(tmp_path / name) for name in ("소월", "other")}
-    engine = new_engine(folders)
+    engine = new_engine(folders, backend=backend)
     before = Request(engine, "소월", "가", max_new_tokens=4).wait().ids()
     (file,) = (folders["소월"] / ".prepared").glob("*.safetensors")
-    with file.open("r+b") as opened:  # as `cp` and `rsync --inplace` do
-        opened.truncate()
-    assert isinstance(Request(engine, "소월", "가").wait().error, EngineError)
-    assert Request(engine, "other", "가", max_new_tokens=4).wait().ids()
-    eventually(lambda: [model["name"] for model in engine.models()] == ["other"])
+
+    def cut() -> None:
+        os.truncate(file, min(int(kept * file.stat().st_size), file.stat().st_size - 1))
+
+    with Pause(engine):
+        other = Request(engine, "other", "가", max_new_tokens=4)
+        lost = Request(engine, "소월", "가", max_new_tokens=4)
+        if during:
+            before_pass(engine, "소월", cut)
+        else:
+            cut()
+    assert isinstance(lost.wait().error, EngineUnavailable)
+    assert not lost.tokens
+    assert other.wait().ids()
+    assert [model["name"] for model in engine.models()] == ["other"]
     engine.load("소월", str(folders["소월"]))
+    assert Request(engine, "소월", "가", max_new_tokens=4).wait().ids() == before
+
+
+def before_pass(engine: Engine, name: str, act: Callable[[], object]) -> None:
+    """Call `act` in the next pass of a model, behind all checks."""
+    compute = cast(NativeModel, engine._models[name].core.compute)
+    run = compute._run_pass
+
+    def run_once(*arguments: Any) -> None:
+        compute._run_pass = run
+        act()
+        run(*arguments)
+
+    compute._run_pass = run_once
+
+
+def test_a_file_that_was_cut_off_and_is_as_long_as_before_is_not_trusted(
+    tmp_path: Path, new_engine: NewEngine
+) -> None:
+    """As while `cp` writes it, or once `cp` has been stopped."""
+    folder = make_talkative(tmp_path / "소월")
+    engine = new_engine({"소월": folder})
+    before = Request(engine, "소월", "가", max_new_tokens=4).wait().ids()
+    (file,) = (folder / ".prepared").glob("*.safetensors")
+    size = file.stat().st_size
+
+    def cut() -> None:
+        os.truncate(file, size // 2)
+
+    before_pass(engine, "소월", cut)
+    assert isinstance(Request(engine, "소월", "가").wait().error, EngineUnavailable)
+    os.truncate(file, size)
+    engine.load("소월", str(folder))
     assert Request(engine, "소월", "가", max_new_tokens=4).wait().ids() == before
 
 

@@ -5,12 +5,17 @@
    threads; kernels agree with each other; and what is wrong is refused with nothing written. All memory
    has exactly the size that the library asks for. .ci/native runs it. */
 
+#define _GNU_SOURCE /* memfd_create */
+
 #include "pass.h"
 
 #include <math.h>
+#include <pthread.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/mman.h>
+#include <unistd.h>
 
 enum { ROWS = 3, MAX_LENGTH = 100 };
 
@@ -443,8 +448,44 @@ static void check_model(void) {
   while (num_allocated) free(allocated[--num_allocated]);
 }
 
+static void *sum_bytes(void *argument) {
+  const Mapping *mapping = argument;
+  size_t sum = 0;
+  for (size_t i = 0; i < mapping->size; i++) sum += ((const volatile uint8_t *)mapping->begin)[i];
+  return (void *)sum;
+}
+
+/* Mappings that are read on several threads while their file is cut off. */
+static void check_mappings(void) {
+  enum { SIZE = 1 << 20, CUT = 3, MAPPINGS = 6 };
+  Mapping mappings[MAPPINGS];
+  pthread_t readers[MAPPINGS];
+  const int file = memfd_create("cut", 0), other = memfd_create("other", 0);
+  CHECK(file >= 0 && other >= 0 && !ftruncate(file, SIZE) && !ftruncate(other, SIZE));
+  for (int i = 0; i < MAPPINGS; i++) {
+    void *begin = mmap(NULL, SIZE, PROT_READ, MAP_SHARED, i % 2 ? file : other, 0);
+    CHECK(begin != MAP_FAILED);
+    mappings[i] = (Mapping){.begin = begin, .size = SIZE};
+    guard(&mappings[i]);
+  }
+  CHECK(pwrite(file, "1", 1, SIZE - 1) == 1 && sum_bytes(&mappings[1]) == (void *)'1');
+  for (int i = 0; i < MAPPINGS; i++)
+    CHECK(!pthread_create(&readers[i], NULL, sum_bytes, &mappings[i % 2 ? CUT : i]));
+  CHECK(!ftruncate(file, between(0, SIZE / 2)));
+  for (int i = 0; i < MAPPINGS; i++) CHECK(!pthread_join(readers[i], NULL));
+  CHECK(!sum_bytes(&mappings[CUT]) && mappings[CUT].lost);
+  for (int i = 0; i < MAPPINGS; i++) {
+    CHECK(i == CUT || !mappings[i].lost);
+    end_guard(&mappings[(i + CUT) % MAPPINGS]);
+    munmap(mappings[(i + CUT) % MAPPINGS].begin, SIZE);
+  }
+  close(file);
+  close(other);
+}
+
 int main(int count, char **arguments) {
   CHECK(count == 2);
+  for (int round = 0; round < 100; round++) check_mappings();
   for (int round = 0; round < atoi(arguments[1]); round++) check_model();
   use_threads(1);
   release_scratch();
