@@ -10,7 +10,7 @@ from common.settings import setting
 @dataclass(frozen=True)
 class Settings:
     engine_socket: str = setting(
-        "ENGINE_SOCKET", "/run/kogpt2/engine.sock", "the engine's unix socket"
+        "ENGINE_SOCKET", "/run/kogpt2/engine.sock", "the engine's socket; `serve` sets it"
     )
     request_timeout_s: float = setting(
         "REQUEST_TIMEOUT_S",

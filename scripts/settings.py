@@ -27,7 +27,7 @@ def run(options: SettingsOptions) -> None:
     for settings in (serving.settings, engine.settings, handlers.settings):
         for field in fields(settings.Settings):
             variable = field.metadata["variable"]
-            if variable in seen:
+            if variable in seen or "`serve` sets it" in field.metadata["help"]:
                 continue
             seen.add(variable)
             default = str(field.default).replace(f"{ROOT}/", "")
