@@ -12,6 +12,9 @@ from common.model_files import is_model, model_folders, parents, why_no_model
 from serving.errors import NotAModel
 from serving.names import SUFFIXES, archive_spellings, is_clean, normal_name, spellings
 
+DRIVERS = {"abfs": "adlfs", "gs": "gcsfs"}  # schemes of object stores, and their fsspec drivers
+OBJECTS = ("s3", *DRIVERS)  # whose urls have no secrets: `?`, `#` and `@` are parts of keys
+
 
 @dataclass(frozen=True)
 class StoredModel:
@@ -106,7 +109,7 @@ class Remote(Protocol):
 def public_url(url: str) -> str:
     """Remove user, password and query, which may be secret, from a url for logs and messages."""
     scheme, separator, rest = url.partition("://")
-    if not separator or scheme in ("s3", "abfs", "gs", "file", "root"):
+    if not separator or scheme in (*OBJECTS, "file", "root"):
         return url
     host, slash, path = re.split(r"[?#]", rest, maxsplit=1)[0].partition("/")
     return f"{scheme}://{host.rpartition('@')[2]}{slash}{path}"

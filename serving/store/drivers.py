@@ -17,9 +17,8 @@ from serving.errors import (
     StoreAccessDenied,
     StoreUnavailable,
 )
-from serving.store.catalog import StoredFile
+from serving.store.catalog import DRIVERS, StoredFile
 
-DRIVERS = {"abfs": "adlfs", "gs": "gcsfs"}
 DENIED = (401, 403)
 # Time limits of a call and of the read of a range, including the driver's retries: without a limit,
 # these may take minutes.

@@ -7,14 +7,12 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 from serving.errors import StartError, UrlNotAllowed
-from serving.store.catalog import Remote, Store, StoredModel, public_url
-from serving.store.drivers import DRIVERS, DriverBucket
+from serving.store.catalog import OBJECTS, Remote, Store, StoredModel, public_url
+from serving.store.drivers import DriverBucket
 from serving.store.folder import FolderStore, find_path
 from serving.store.https import Https
 from serving.store.objects import Bucket, ObjectStore
 from serving.store.root_files import SCHEME, RootFiles
-
-OBJECTS = ("s3", *DRIVERS)
 
 
 def open_store(location: str) -> Store:

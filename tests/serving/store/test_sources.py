@@ -16,7 +16,7 @@ from serving.errors import (
     UrlNotAllowed,
 )
 from serving.store import Cache, Sources, download, open_store
-from serving.store.drivers import DRIVERS
+from serving.store.catalog import DRIVERS
 from serving.store.https import Https
 from tests.serving.store.archives import touch
 from tests.serving.store.file_host import FileHandler, FileHost, running
