@@ -16,11 +16,13 @@ FILE = re.compile(r"`([\w/]+\.py)`")
 
 
 def defined(file: Path) -> set[str]:
-    """`function`, `Class` and `Class.method`."""
+    """`function`, `Class`, `Class.method` and `CONSTANT`."""
     names = set()
     for node in ast.parse(file.read_text("utf-8")).body:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             names.add(node.name)
+        if isinstance(node, ast.Assign):
+            names |= {target.id for target in node.targets if isinstance(target, ast.Name)}
         if isinstance(node, ast.ClassDef):
             for inner in node.body:
                 if isinstance(inner, ast.FunctionDef | ast.AsyncFunctionDef):
