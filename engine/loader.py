@@ -217,6 +217,7 @@ class Loader:
             packed = None
             if isinstance(source.adapter, Delta):
                 undo.callback(source.adapter.close)
+                logger.info("%s is a delta of its base: %s", request.name, source.adapter.summary)
             if source.adapter is not None:
                 packed = self._pack(request, source.adapter, artifact, undo, reading)
 

@@ -118,10 +118,12 @@ def _convert_with_base(options: Convert, source: Path, base: Artifact) -> list[s
             return conversion.to_whole(source, base, folder)
         whole, texts = conversion.open_source(source, classifies=True), _texts(options)
         with tempfile.TemporaryDirectory(prefix="convert-") as work:
-            conversion.to_delta(whole, base, folder, Path(work))
-            if not options.compare or whole.classifier is not None:
-                return []
-            return comparison.report_delta(options.target, folder, whole, base, texts, Path(work))
+            cache = Path(work)
+            lines = [conversion.to_delta(whole, base, folder, cache)]
+            if options.compare and whole.classifier is None:
+                target = options.target
+                lines += comparison.report_delta(target, folder, whole, base, texts, cache)
+            return lines
 
 
 def _texts(options: Convert) -> list[str]:

@@ -88,7 +88,7 @@ def _delta(
     cache, made = (
         Path(opened.enter_context(tempfile.TemporaryDirectory(prefix="package-"))) for _ in "12"
     )
-    conversion.to_delta(whole, base, made, cache)
+    print(conversion.to_delta(whole, base, made, cache))
     if options.compare and whole.classifier is None:
         for line in comparison.report_delta(options.folder, made, whole, base, texts, cache):
             print(line)

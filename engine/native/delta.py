@@ -15,7 +15,8 @@ from __future__ import annotations
 import ctypes
 import functools
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -49,7 +50,7 @@ WORSE_COLUMNS, MORE_THAN_INT8 = 0.1, 1.2
 LEFT_BY_BITS = {1: 0.571, 2: 0.133, 3: 0.0358}  # of the squares of what the rank leaves
 MOST_BYTES = 60_000_000  # of a delta, which has fewer bytes than the whole model, too
 ROWS_AT_ONCE = 4096  # of a matrix; whole groups
-OVERSAMPLING = 8  # of the randomized search for the largest directions
+OVERSAMPLING, ITERATIONS = 8, 2  # of the randomized search for the largest directions
 BUILD_MIB, BUILD_TIMES_FP32, BUILD_CPU_S = 512, 6, 120
 
 Choices = Mapping[str, tuple[int, int]]  # rank and bits by a matrix's name
@@ -75,6 +76,13 @@ class Delta:
     def more(self) -> int:
         """How many tokens it has that its base does not have."""
         return self.whole.config.vocab_size - self.base.config.vocab_size
+
+    @property
+    def summary(self) -> str:
+        """What was chosen for its matrices, for people."""
+        counts = Counter(choices_of(self.file.metadata).values())
+        kinds = [f"{n} of rank {rank}, {bits} bits" for (rank, bits), n in sorted(counts.items())]
+        return f"{self.num_bytes / 1e6:.1f} MB; matrices: {'; '.join(kinds)}"
 
     def described(self, base: Artifact) -> Artifact:
         """Return the artifact with the tokenizer and the generation settings."""
@@ -103,11 +111,17 @@ class Delta:
 
 
 def open_delta(
-    whole: Artifact, base: Artifact, cache_dir: Path | None = None, run: Run = directly
+    whole: Artifact,
+    base: Artifact,
+    cache_dir: Path | None = None,
+    run: Run = directly,
+    progress: Callable[[], object] | None = None,
 ) -> Delta:
     """Map the prepared file of a fine-tune's delta, which `run` builds if needed.
 
     Raises `NoDelta`, and as `engine.native.prepared.prepared`, which also prepares the base.
+
+    progress: called after each matrix, on any thread, where `run` builds in this process
     """
     check_shape(whole.config, base)
     more = whole.config.vocab_size - base.config.vocab_size
@@ -134,7 +148,7 @@ def open_delta(
             cache_dir,
             functools.partial(
                 run,
-                build,
+                build if progress is None else functools.partial(build, progress=progress),
                 prepared.sources_of(whole),
                 prepared.sources_of(base),
                 str(base_model.file.path),
@@ -231,7 +245,14 @@ def _whole_lines(count: int) -> int:
 # In the sandbox
 
 
-def build(sources: Sources, base_sources: Sources, path: str, content: str, file: int) -> int:
+def build(
+    sources: Sources,
+    base_sources: Sources,
+    path: str,
+    content: str,
+    file: int,
+    progress: Callable[[], object] = lambda: None,
+) -> int:
     """Write a delta's prepared file, or why the fine-tune is no delta; returns its bytes.
 
     sources, base_sources: of the fine-tune and of its base
@@ -247,6 +268,8 @@ def build(sources: Sources, base_sources: Sources, path: str, content: str, file
             name: pool.submit(_change, whole, base, factors, name, shape[0])
             for name, shape in reversed(matrices(config, more).items())
         }
+        for task in tasks.values():
+            task.add_done_callback(lambda _: progress())
         try:
             changes = {name: task.result() for name, task in tasks.items()}
         except NoDelta as error:
@@ -344,15 +367,19 @@ def _chunks(count: int) -> Iterator[slice]:
 def largest_directions(matrix: Floats, rank: int) -> tuple[Floats, Floats]:
     """Return up (n, rank) and down (rank, k), whose product is nearest to a matrix (n, k), about.
 
-    The rows of `down` are orthogonal and of length 1, the largest direction first. By a randomized
-    range finder with one power iteration: Halko, Martinsson, Tropp 2011,
-    https://arxiv.org/abs/0909.4061, algorithm 4.4. The same matrix has the same result.
+    The rows of `down` are orthogonal and of length 1, the largest direction first. By randomized
+    subspace iteration on the side of the inputs, which are fewer than the embedding's rows: Halko,
+    Martinsson, Tropp 2011, https://arxiv.org/abs/0909.4061, algorithm 4.4. The same matrix has the
+    same result.
     """
     shape = (matrix.shape[1], min(rank + OVERSAMPLING, *matrix.shape))
-    basis = matrix @ np.random.default_rng(0).standard_normal(shape, np.float32)
-    basis = np.linalg.qr(matrix @ (matrix.T @ np.linalg.qr(basis)[0]))[0]
-    down = np.linalg.svd(basis.T @ matrix, full_matrices=False)[2][:rank]
-    return matrix @ down.T, down
+    basis = np.random.default_rng(0).standard_normal(shape, np.float32)
+    for _ in range(ITERATIONS):
+        basis = np.linalg.qr(matrix.T @ (matrix @ basis))[0]
+    outputs = matrix @ basis
+    wide = outputs.astype(np.float64)  # its squares take more digits than fp32 has
+    largest = np.linalg.eigh(wide.T @ wide)[1][:, : -rank - 1 : -1].astype(np.float32)
+    return outputs @ largest, np.ascontiguousarray((basis @ largest).T)
 
 
 def _choose(name: str, difference: Floats, up: Floats, errors: Floats) -> tuple[int, int]:

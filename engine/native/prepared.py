@@ -390,6 +390,19 @@ def write_arrays(
     return write(file, entries, metadata, fill)
 
 
+def save_arrays(
+    path: Path,
+    entries: Sequence[Stored],
+    metadata: Mapping[str, str],
+    arrays: Mapping[str, NDArray[Any]],
+) -> None:
+    """Write a new file as `write_arrays` does."""
+    _, begin, data_bytes = header_of(entries, metadata)
+    with path.open("w+b") as file:
+        file.truncate(begin + data_bytes)
+        write_arrays(file.fileno(), entries, metadata, arrays)
+
+
 def _fill(artifact: Artifact, entries: list[Entry], data: NDArray[np.uint8]) -> None:
     """Quantize or pack an artifact's weights, on all cores."""
     ends = itertools.accumulate(entry.num_bytes for entry in entries)

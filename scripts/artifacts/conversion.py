@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from tqdm import tqdm
 
 from command.documents import write_json
 from command.errors import Problem
@@ -34,9 +35,9 @@ from engine.artifacts.open import open_artifact
 from engine.artifacts.read_safetensors import read_safetensors
 from engine.artifacts.tensor_index import map_index, read_tensor
 from engine.native.adapter import NativeAdapter, load_adapter
-from engine.native.delta import Delta, choices_of, layout, open_delta
+from engine.native.delta import Delta, choices_of, layout, matrices, open_delta
 from engine.native.delta_folder import LABELS, read_folder
-from engine.native.prepared import Stored, header_of, write_arrays
+from engine.native.prepared import Stored, save_arrays
 from engine.prepared.folder import NAME as PREPARED
 from engine.prepared.manifest import Manifests
 from engine.text.chat_template import find_chat_template
@@ -191,8 +192,10 @@ def _copy_templates(source: Artifact, target: Path) -> list[str]:
     return [f"{GENERATION_FILE} is left out: the other tokenizer gives its template other ids"]
 
 
-def to_delta(source: Artifact, base: Artifact, target: Path, cache_dir: Path) -> None:
+def to_delta(source: Artifact, base: Artifact, target: Path, cache_dir: Path) -> str:
     """Write what a fine-tune adds to its base, with its tokenizer and settings.
+
+    Shows a progress bar, and returns a line for the user.
 
     `config.json` names the base as its folder or archive is called: it is looked up by that name
     where the delta is served. Raises `Problem` where the fine-tune is no delta of the base.
@@ -205,14 +208,17 @@ def to_delta(source: Artifact, base: Artifact, target: Path, cache_dir: Path) ->
         raise Problem(f"{source.path}: {error.message}") from None
     if settings.precision not in (None, "int8") or settings.share is False:
         raise Problem(f"{source.path / FILE} says that the model must be whole: remove that")
+    total = len(matrices(source.config))
     try:
-        delta = open_delta(source, base, cache_dir)
+        with tqdm(total=total, desc="delta", unit=" matrices", disable=None, leave=False) as bar:
+            delta = open_delta(source, base, cache_dir, progress=bar.update)
     except EngineError as error:
         raise Problem(
             f"{source.path.name} cannot be a delta of {base.path.name}: {error.message}"
         ) from None
     with contextlib.closing(delta):
         _write_delta(delta, target / DELTA)
+        line = f"delta: {delta.summary}"
     weights = {file.name for file in source.weight_files}
     for path in source.path.iterdir():
         of_weights = path.name in weights or WEIGHTS.fullmatch(path.name)
@@ -220,6 +226,7 @@ def to_delta(source: Artifact, base: Artifact, target: Path, cache_dir: Path) ->
             shutil.copyfile(path, target / path.name)
     name = base.path.name.removesuffix(".tar.gz")
     write_json(target / CONFIG_FILE, {**read_json(target / CONFIG_FILE), BASE_NAME: name}, 2)
+    return line
 
 
 def _write_delta(delta: Delta, path: Path) -> None:
@@ -237,10 +244,7 @@ def _write_delta(delta: Delta, path: Path) -> None:
     }
     entries: list[Stored] = [*layout(whole.config, choices_of(metadata), delta.more)]
     entries += [Stored(name, array.shape, "F32") for name, array in head.items()]
-    _, begin, data_bytes = header_of(entries, metadata)
-    with path.open("w+b") as file:
-        file.truncate(begin + data_bytes)
-        write_arrays(file.fileno(), entries, metadata, map_index(source.parent, index) | head)
+    save_arrays(path, entries, metadata, map_index(source.parent, index) | head)
 
 
 def to_prepared(source: Artifact, target: Path, precision: str) -> None:

@@ -161,9 +161,10 @@ def test_a_fine_tune_becomes_a_delta_beside_int8(tmp_path: Path) -> None:
     for i, (of, text) in enumerate((("바탕", "시.txt"), ("바탕.tar.gz", "자모.txt"))):
         options = ("--to", "delta", "--base", tmp_path / of, "--text", tmp_path / text)
         lines = convert(whole, tmp_path / str(i), *options).splitlines()
-        assert lines[1].split()[:3] == ["against", "fp32", "size"]
-        assert [line.split()[0] for line in lines[2:]] == ["delta", "int8"]
-        kl = [float(line.split()[4]) for line in lines[2:]]
+        assert re.fullmatch(r"delta: 0.1 MB; matrices: \d+ of rank \d+, \d bits(; .*)?", lines[1])
+        assert lines[2].split()[:3] == ["against", "fp32", "size"]
+        assert [line.split()[0] for line in lines[3:]] == ["delta", "int8"]
+        kl = [float(line.split()[4]) for line in lines[3:]]
         assert kl[0] < 1.5 * kl[1]
         made.append({p.name: p.read_bytes() for p in visible(tmp_path / str(i))})
     assert made[0] == made[1]
