@@ -53,6 +53,10 @@ class Bench:
     minutes: float | None = _switching(
         None, "for so long (300 requests, or 2)", parser=seconds, metavar="M"
     )
+    zipf: float | None = _switching(
+        None, "exponent of their popularity (1.0)", parser=seconds, metavar="Z"
+    )
+    one_base: bool = _switching(False, "deltas of one base in place of whole models")
     engine_mib: int | None = _switching(
         None, "ENGINE_MEMORY_MIB (720: five fit)", min=1, metavar="N"
     )

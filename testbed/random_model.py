@@ -140,12 +140,11 @@ def pack(folder: Path, archive: Path, level: int = 0) -> Path:
     return archive
 
 
-def hollow(folder: Path) -> None:
-    """Replace an artifact's weights by a sparse file of the same size and time, to free disk.
+def hollow(path: Path) -> None:
+    """Replace a file with weights by a sparse one of the same size and time, to free disk.
 
     The engine does not read the weights of a prepared model.
     """
-    path = folder / "kogpt2.params"
     status = path.stat()
     path.write_bytes(b"")
     os.truncate(path, status.st_size)

@@ -35,10 +35,10 @@ class Engine(Program):
         super().close()
         self._folder.cleanup()
 
-    def load(self, name: str, folder: Path) -> float:
+    def load(self, name: str, folder: Path, base: Path | None = None) -> float:
         """Load a model; return the seconds until it is ready."""
         began = time.perf_counter()
-        body = {"name": name, "model_dir": str(folder)}
+        body = {"name": name, "model_dir": str(folder), "base": base and str(base)}
         self.about = self._client.request("POST", "/models", body, LOAD_TIMEOUT_S)
         return time.perf_counter() - began
 

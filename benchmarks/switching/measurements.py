@@ -24,10 +24,11 @@ from benchmarks.run import Run
 from benchmarks.switching import tables
 from benchmarks.switching.clients import Budgeted, Clients, joined
 from common.memory import MIB
+from common.model_files import DELTA
 from engine.artifacts.config import GPT2Config
 from engine.budget import budget_bytes
 from engine.native import prepared
-from testbed import process_tree, random_model
+from testbed import process_tree, random_deltas, random_model
 from testbed.control_group import ControlGroup
 from testbed.machine import commit
 from testbed.process import ROOT, ProgramError
@@ -58,6 +59,8 @@ class Plan(Budgeted):
     two_mib: a budget into which two models fit
     minutes: how long the trace runs, instead of `requests`, or 0
     sizes: about how many sizes of memory a sweep has
+    zipf: exponent of the models' popularity
+    one_base: whether the models are deltas of one base, as folders without weights
     against: another commit to measure
     """
 
@@ -75,13 +78,15 @@ class Plan(Budgeted):
     tries: int = 3
     sizes: int = 8
     seed: int = 0
+    zipf: float = 1.0
+    one_base: bool = False
     against: str | None = None
 
     def trace(self, folders: Sequence[Path]) -> list[tuple[str, int]]:
         requests = self.requests
         if self.minutes:  # more than can be sent in that time
             requests = int(self.minutes * 60 * self.clients / self.pause_s)
-        turns = trace(self.seed, TRACE, self.models, requests)
+        turns = trace(self.seed, TRACE._replace(zipf=self.zipf), self.models, requests)
         return [(folders[m].name, i % PROMPTS) for i, m in enumerate(turns)]
 
 
@@ -113,8 +118,12 @@ class SwitchingRun(Run):
         if plan.against and self.many:
             raise ProgramError(f"--against takes at most {MANY} models")
         self.GOALS = tables.CONTAINER_GOALS if plan.container_mib else tables.GOALS
+        if plan.one_base:
+            self.GOALS = tables.DELTA_GOALS
         # Hollow artifacts cannot be prepared again in another format, which the folder names.
         self.tuned = workdir / (f"hollow-{prepared.FORMAT}" if self.many else "tuned")
+        if plan.one_base:
+            self.tuned = self.tuned.with_name(f"{self.tuned.name}-deltas")
         prompts = random_model.prompts(random_model.TINY, PROMPTS, PROMPT_TOKENS)
         self.clients = Clients(prompts, plan.clients, plan.new_tokens, plan.pause_s)
         self.results["plan"]["budget_mib"] = plan.budget_mib
@@ -144,7 +153,8 @@ class SwitchingRun(Run):
         return Side(name, start, tree)
 
     def _models(self, count: int) -> Iterator[Path]:
-        return random_model.fine_tunes(self.tuned, self.plan.config, count)
+        make = random_deltas.make if self.plan.one_base else random_model.fine_tunes
+        return make(self.tuned, self.plan.config, count)
 
     def _alone(self, server: Any, name: str) -> dict[tuple[str, int], str]:
         """Return the texts of each model alone. Many models are hollowed, each after its texts."""
@@ -155,7 +165,7 @@ class SwitchingRun(Run):
                 texts = [client.must(folder.name, prompt).text for prompt in range(PROMPTS)]
             answers[folder.name] = texts
             if self.many:
-                random_model.hollow(folder)
+                random_model.hollow(folder / (DELTA if self.plan.one_base else "kogpt2.params"))
         if len({*map(tuple, answers.values())}) < count:  # hollow artifacts were prepared again
             raise ProgramError(f"{self.tuned} is damaged, models give the same texts: remove it")
         return {
@@ -273,10 +283,12 @@ class SwitchingRun(Run):
             answers = [client.ask(name, new_tokens=1) for name in names * self.plan.tries]
             cpu_s = (process_tree.usage(server.pid)["cpu_s"] - before) / len(answers)
         text = random_model.text_of(self.clients.prompts[0])
-        opening = []
+        opening, base = [], None
+        if self.plan.one_base:
+            base = random_model.make(self.tuned, self.plan.config, 0)
         with Engine(self.log("switching-engine"), root=side.tree) as engine:
             for folder in self.folders[:2] * (1 + self.plan.tries):
-                opening.append(engine.load("m", folder))
+                opening.append(engine.load("m", folder, base))
                 engine.generate("m", text, 1)
                 engine.unload("m")
         return {

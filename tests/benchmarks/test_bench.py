@@ -300,8 +300,11 @@ def test_ways_take_turns_and_the_first_rounds_do_not_count() -> None:
     assert calls == ["봄", "가을"] * 3
 
 
-def test_switching_is_measured_and_every_answer_is_the_models_own(tmp_path: Path) -> None:
-    results, output = run(tmp_path, "--switching", "--only", "trace,swaps,registered")
+@pytest.mark.parametrize("options", [(), ("--one-base",)])
+def test_switching_is_measured_and_every_answer_is_the_models_own(
+    tmp_path: Path, options: tuple[str, ...]
+) -> None:
+    results, output = run(tmp_path, "--switching", *options, "--only", "trace,swaps,registered")
     assert set(results["skipped"]) <= peers.NAMES
     assert switching.lines(results) in output
     trace, models = results["trace"]["now"], results["plan"]["models"]
@@ -439,6 +442,6 @@ def test_no_two_fine_tunes_share_a_tensor_and_a_hollow_one_takes_no_disk(tmp_pat
     for name in first:
         assert not np.array_equal(first[name], second[name]), name
         assert not np.array_equal(second[name], third[name]), name
-    random_model.hollow(folders[0])
+    random_model.hollow(folders[0] / "kogpt2.params")
     hollow, whole = ((folder / "kogpt2.params").stat() for folder in folders[:2])
     assert (hollow.st_size, hollow.st_blocks) == (whole.st_size, 0)
