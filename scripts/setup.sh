@@ -220,9 +220,13 @@ is_complete() { # DIR GROUP
   [ "$(cat "$stamp")" = "$(wanted_stamp "$1" "$version" $(stamped_of "$2"))" ]
 }
 
-# pip's settings of indexes and certificates, for uv, which does not read them.
+# pip's settings of indexes and certificates, for uv, which does not read them. Read once: that takes
+# longer than some of what uv does with them.
+LIKE_PIP=no
 like_pip() { # DIR
   local key value
+  [ $LIKE_PIP = no ] || return 0
+  LIKE_PIP=yes
   while IFS== read -r key value; do
     value=${value#[\'\"]} value=${value%[\'\"]} value=${value//\\n/ }
     case $key in
@@ -285,6 +289,8 @@ install_group() { # DIR GROUP
   local dir=$1 group=$2 stamp file
   stamp=$(stamp_of "$dir" "$group")
   rm -f "$stamp"
+  # A third of the test requirements is never imported; scripts/test compiles what is.
+  [ "$group" != test ] || export UV_COMPILE_BYTECODE=0
   # shellcheck disable=SC2046
   set -- $(requirements_of "$group")
   for file in "$@"; do
@@ -306,11 +312,16 @@ install_group() { # DIR GROUP
   wanted_stamp "$dir" "$(venv_version "$dir")" $(stamped_of "$group") >"$stamp"
 }
 
-# ensure_group DIR GROUP installs what is not complete yet; a second one at the same time waits.
+# ensure_group DIR GROUP installs what is not complete yet; a second one at the same time waits, but
+# for those that have folders of their own and compile nothing in this one.
 ensure_group() {
-  local dir=$1 group=$2 start=$SECONDS
+  local dir=$1 group=$2 start=$SECONDS lock=$ROOT/scripts/setup.sh
   is_complete "$dir" "$group" && return
   is_base "$group" && require_system
+  if [ "$dir" != "$VENV" ]; then
+    mkdir -p "$dir" || die "could not make $dir"
+    lock=$dir
+  fi
   (
     if has flock && ! flock -n 9; then
       say "waiting for another setup to finish"
@@ -325,7 +336,7 @@ ensure_group() {
       install_group "$dir" "$group"
       say "done in $((SECONDS - start)) s"
     fi
-  ) 9<"$ROOT/scripts/setup.sh" || exit 1
+  ) 9<"$lock" || exit 1
 }
 
 # --- Java -----------------------------------------------------------------------------------

@@ -1,6 +1,6 @@
 """An AWS account on loopback: moto behind real HTTP, asked by the real scripts.
 
-What moto 5.2.5 lacks of what the scripts need is filled in here, as the API reference describes it:
+What moto 5.2.5 lacks of what the scripts need is in `gaps`, as the API reference describes it:
 
 - stacks that are in progress for a while, or fail;
 - `AWS::NoValue` in lists, which takes the item away;
@@ -23,22 +23,13 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import requests
-import yaml
-from moto.cloudformation import parsing
-from moto.cloudformation.models import CloudFormationBackend, cloudformation_backends
-from moto.cloudformation.utils import yaml_tag_constructor
+from moto.backends import get_backend
 from moto.core import DEFAULT_ACCOUNT_ID
-from moto.core.responses import ActionResult, BaseResponse
-from moto.ecr.models import ecr_backends
-from moto.sagemaker import responses
-from moto.sagemaker.models import FakeEndpoint, FakeEndpointConfig
 
-from scripts.aws.template import template
 from testbed.s3 import ACCESS
 from testbed.s3 import client as client_of
 from tests.scripts import command as in_process
@@ -132,20 +123,20 @@ class Cloud:
             imageManifestMediaType="application/vnd.oci.image.manifest.v1+json",
         )["image"]
         account = made["registryId"]
-        images = ecr_backends[account][REGION].repositories[repository].images
+        images = get_backend("ecr")[account][REGION].repositories[repository].images
         images[-1].image_pushed_at += len(images)  # ECR counts in seconds
         host = f"{account}.dkr.ecr.{REGION}.amazonaws.com"
         return f"{host}/{repository}@{made['imageId']['imageDigest']}"
 
     def stack(self, name: str) -> Any:
         """moto's own, to look at what is not answered."""
-        stacks = cloudformation_backends[DEFAULT_ACCOUNT_ID][REGION].stacks.values()
+        stacks = get_backend("cloudformation")[DEFAULT_ACCOUNT_ID][REGION].stacks.values()
         return next((stack for stack in stacks if stack.name == name), None)
 
     def finish(self) -> None:
         """Lets what is in progress end now."""
         self.busy = False
-        for stack in cloudformation_backends[DEFAULT_ACCOUNT_ID][REGION].stacks.values():
+        for stack in get_backend("cloudformation")[DEFAULT_ACCOUNT_ID][REGION].stacks.values():
             stack.status = stack.status.replace("_IN_PROGRESS", "_COMPLETE")
 
     def endpoint(self, name: str) -> dict[str, Any]:
@@ -160,61 +151,10 @@ class Cloud:
 
 @contextlib.contextmanager
 def cloud(folder: Path) -> Iterator[Cloud]:
+    from tests.scripts.aws.gaps import fill_gaps  # two seconds, which each worker would take
+
     with s3_server() as s3, pytest.MonkeyPatch.context() as patch:  # moto has all services
         made = Cloud(s3.url, folder)
         fill_gaps(patch, made)
         yield made
         made.close()
-
-
-def fill_gaps(patch: pytest.MonkeyPatch, made: Cloud) -> None:
-    yaml.CLoader.add_multi_constructor("", yaml_tag_constructor)
-    patch.setattr("yaml.Loader", yaml.CLoader)  # moto reads a template several times for each call
-    patch.setattr(FakeEndpointConfig, "validate_instance_type", lambda self, name: None)
-    patch.setattr(FakeEndpoint, "cloudformation_name_type", lambda: "EndpointName")
-
-    def answered(found: Any) -> ActionResult:
-        if isinstance(found, dict):
-            found = {name: value for name, value in found.items() if value != {}}
-        return ActionResult(found)
-
-    patch.setattr(responses, "ActionResult", answered)
-    # It warns of types that it does not have, in a thread where a warning is an error.
-    patch.setattr(parsing, "warnings", SimpleNamespace(warn=lambda *_, **__: None))
-    clean = parsing.clean_json
-
-    def clean_json(value: Any, resources: Any) -> Any:
-        found = clean(value, resources)
-        return [item for item in found if item is not None] if isinstance(found, list) else found
-
-    patch.setattr(parsing, "clean_json", clean_json)
-    answer = BaseResponse.call_action
-
-    def call_action(self: BaseResponse) -> Any:
-        made.calls.append(self._get_action())
-        return answer(self)
-
-    patch.setattr(BaseResponse, "call_action", call_action)
-    create = CloudFormationBackend.create_change_set
-
-    def create_change_set(self: Any, **given: Any) -> Any:
-        for id, stack in list(self.stacks.items()):
-            if (stack.name, stack.status) == (given["stack_name"], "REVIEW_IN_PROGRESS"):
-                del self.stacks[id]
-        return create(self, **given)
-
-    patch.setattr(CloudFormationBackend, "create_change_set", create_change_set)
-    execute = CloudFormationBackend.execute_change_set
-
-    def execute_change_set(self: Any, change_set_name: str, stack_name: str | None = None) -> None:
-        stack = self.stacks[self.change_sets[change_set_name].stack_id]
-        stack.description = template()["Description"]
-        if made.failure:
-            stack._add_stack_event("CREATE_FAILED", resource_status_reason=made.failure)
-            stack.status, made.failure = "ROLLBACK_COMPLETE", None
-            return
-        execute(self, change_set_name, stack_name)
-        if made.busy:
-            stack.status = stack.status.replace("_COMPLETE", "_IN_PROGRESS")
-
-    patch.setattr(CloudFormationBackend, "execute_change_set", execute_change_set)

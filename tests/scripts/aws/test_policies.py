@@ -3,6 +3,7 @@ and nothing else."""
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import re
 from collections.abc import Iterator
@@ -10,11 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import botocore.client
-import cfnlint
 import pytest
 import yaml
-from cfnlint import ManualArgs
-from cfnlint.api import lint
 
 from scripts.aws import template
 from tests.engine.models import make_artifact
@@ -22,7 +20,7 @@ from tests.scripts.aws.cloud import MODELS, REGION, Cloud
 from tests.scripts.aws.test_push import Docker
 
 FILE = template.FILE.with_name("policies.yaml")
-SCHEMAS = Path(cfnlint.__file__).parent / "data" / "schemas"
+SCHEMAS = Path(str(importlib.util.find_spec("cfnlint").origin)).parent / "data" / "schemas"
 LONGEST_POLICY = 6144  # characters that are no white space: IAM and STS quotas
 
 # Operations whose actions have other names; () needs none.
@@ -152,6 +150,9 @@ def test_rights_are_for_named_resources_where_aws_lets_them_be(
 def test_they_fit_the_schemas_and_the_length_of_a_policy(
     statements: dict[str, list[dict[str, Any]]],
 ) -> None:
+    from cfnlint import ManualArgs  # two seconds, which each worker would take
+    from cfnlint.api import lint
+
     assert lint(FILE.read_text("utf-8"), config=ManualArgs(regions=[REGION])) == []
     for policy in statements.values():
         text = json.dumps(policy, separators=(",", ":"))

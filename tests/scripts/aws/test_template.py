@@ -10,10 +10,6 @@ from typing import Any
 import click
 import pytest
 import typer
-from cfnlint import ManualArgs
-from cfnlint.api import lint
-from moto.cloudformation import parsing
-from moto.cloudformation.models import Stack as StackOfMoto
 from moto.core import DEFAULT_ACCOUNT_ID
 
 from command.errors import Problem
@@ -46,6 +42,9 @@ def asked(line: str) -> dict[str, str]:
 
 @pytest.mark.slow
 def test_the_template_fits_the_schemas_of_aws() -> None:
+    from cfnlint import ManualArgs  # two seconds, which each worker would take
+    from cfnlint.api import lint
+
     config = ManualArgs(regions=[REGION])
     text = body({"ENGINE_BACKEND": "native", "시인": "김소월"})
     assert lint(text, config=config) == []
@@ -132,6 +131,9 @@ def test_wrong_options(options: str, reason: str, capsys: pytest.CaptureFixture[
 
 def rendered(options: str) -> dict[str, Any]:
     """The properties of the resources that there would be, by their names; none is refused."""
+    from moto.cloudformation import parsing  # two seconds, which each worker would take
+    from moto.cloudformation.models import Stack as StackOfMoto
+
     refuse(asked(options))
     document = StackOfMoto.parse_template(body({}))
     place = ("id", "poems", asked(options), {}, REGION, DEFAULT_ACCOUNT_ID, document, {})
