@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import re
+from collections.abc import Callable
 
+from anyio import move_on_after
 from starlette.requests import ClientDisconnect
 
 from serving.api.gateway import Gateway
@@ -16,6 +18,10 @@ from serving.api.reading import LARGEST_BODIES
 from serving.api.request import Request
 from serving.errors import BadRequest, BodyTooLarge
 
+# How long a client that does not read its answer may fill up what is read ahead; then the rest of
+# the body is dropped. Longer: clients that send before they read wait longer, and some give up.
+# Shorter: clients lose lines that stop reading for a while.
+STALL_S = 30.0
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 SPACES = b" \t\r"
 BLANK = re.compile(rb"[ \t\r\n]+")  # faster than line by line, which would block the event loop
@@ -33,6 +39,8 @@ class BodyLines:
         self._is_first = True
         self._too_long = False  # the line that arrives is, and its bytes are dropped
         self._complete = False  # all of the body has arrived
+        self._drops = False  # whether what arrives is dropped, because the client does not read
+        self._refusal: BodyTooLarge | None = None  # takes the place of the first dropped line
         self._next: bytes | BodyTooLarge | None = None  # of `first`
         self._arrived, self._used = asyncio.Event(), asyncio.Event()
 
@@ -45,12 +53,18 @@ class BodyLines:
             await self._receive()
             self._next = self._cut()
 
-    async def read(self) -> None:
-        """Read the body as far ahead as the limits allow. Raises `ClientDisconnect` at the end."""
+    async def read(self, stalls: Callable[[], bool]) -> None:
+        """Read the body as far ahead as the limits allow. Raises `ClientDisconnect` at the end.
+
+        stalls: returns whether the client has read nothing of its answer for `STALL_S`
+        """
         while True:
             while self._is_full():
                 self._used.clear()
-                await self._used.wait()
+                with move_on_after(STALL_S) as waiting:
+                    await self._used.wait()
+                if waiting.cancelled_caught and stalls():
+                    self._drop_rest()
             await self._receive()
             self._arrived.set()
 
@@ -59,21 +73,41 @@ class BodyLines:
         if self._next is not None:
             first, self._next = self._next, None
             return first
-        while (line := self._cut()) is None and not self._complete:
+        while (line := self._cut()) is None:
+            if self._refusal is not None:
+                refusal, self._refusal = self._refusal, None
+                return refusal
+            if self._complete:
+                return None
             self._arrived.clear()
             await self._arrived.wait()
         return line
+
+    def _drop_rest(self) -> None:
+        """Drop the line that has not arrived whole, and what arrives from now on."""
+        self._drops = True
+        end = self._data.rfind(b"\n") + 1
+        self._count(end - len(self._data))
+        del self._data[end:]
+        self._searched = min(self._searched, end)
+        self._refusal = BodyTooLarge(
+            "this line and those behind it are not answered: the client read no answer for"
+            f" {STALL_S:.0f} s, with more than MAX_REQUEST_BYTES ({self._max_line}) sent ahead;"
+            " read the answers while you send, or send fewer lines at once"
+        )
 
     async def _receive(self) -> None:
         message = await self._request.receive()
         if message["type"] == "http.disconnect":
             raise ClientDisconnect
         self._complete = not message.get("more_body", False)
-        chunk = message.get("body", b"")
+        chunk = b"" if self._drops else message.get("body", b"")
         self._data += chunk
         self._count(len(chunk))
 
     def _is_full(self) -> bool:
+        if self._drops:
+            return False
         if len(self._data) > self._max_line:
             return True
         shared = self._gateway.body_bytes > self._max_bodies

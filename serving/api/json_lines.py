@@ -28,7 +28,7 @@ from common.errors import ServiceError, cut
 from common.media_types import JSON, JSON_LINES, accepted, media_type
 from serving.api.access import Right, check_token
 from serving.api.answering import TokenStream
-from serving.api.body_lines import BodyLines
+from serving.api.body_lines import STALL_S, BodyLines
 from serving.api.error_responses import error_response
 from serving.api.gateway import Gateway
 from serving.api.http_protocol import DUPLEX
@@ -142,6 +142,7 @@ class LinesResponse(StreamingResponse):
         self._failure: Exception | None = None
         self._begun, self._sent = asyncio.Event(), asyncio.Event()
         self._all_begun = False
+        self._sending_since: float | None = None  # while an answer is being sent
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         scope[DUPLEX] = True
@@ -154,11 +155,16 @@ class LinesResponse(StreamingResponse):
         async def read() -> None:
             nonlocal gone
             try:
-                await self._lines.read()
+                await self._lines.read(self._stalls)
             except ClientDisconnect:
                 gone = True
             finally:
                 work.cancel()
+
+        async def send_noting(message: Message) -> None:
+            self._sending_since = time.monotonic()
+            await send(message)
+            self._sending_since = None
 
         async def never() -> Message:
             await asyncio.Event().wait()
@@ -170,7 +176,7 @@ class LinesResponse(StreamingResponse):
                 beginning.add_done_callback(self._ended)
                 tasks = [asyncio.create_task(read()), asyncio.create_task(self._stop(beginning))]
                 try:
-                    await super().__call__(scope, never, send)
+                    await super().__call__(scope, never, send_noting)
                 finally:
                     for task in (*tasks, beginning, *self._pending):
                         task.cancel()
@@ -189,6 +195,10 @@ class LinesResponse(StreamingResponse):
             self._failure = error
         self._all_begun = True
         self._begun.set()
+
+    def _stalls(self) -> bool:
+        since = self._sending_since
+        return since is not None and time.monotonic() - since >= STALL_S
 
     async def _begin(self) -> None:
         """Begin one line after the other, as fast as places and the client's reading allow."""

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from common.errors import ModelNotFound
+from serving.api.body_lines import STALL_S
 from serving.api.json_lines import MAX_PENDING, PATIENCE_S
 from serving.mms.client import Answer
 from tests.serving.api.gateways import (
@@ -226,14 +227,32 @@ async def test_nothing_is_computed_or_read_for_a_client_that_does_not_read() -> 
     client = Client(world).send(*(line(i) + b"\n" for i in range(5000)))
     await asyncio.sleep(0.1)
     client.reads.clear()
-    await asyncio.sleep(100)
+    await asyncio.sleep(STALL_S / 3)
     count, taken = len(world.mms.bodies), client.taken
-    await asyncio.sleep(100)
+    await asyncio.sleep(STALL_S / 3)
     assert (len(world.mms.bodies), client.taken) == (count, taken)
     assert count <= len(client.body.splitlines()) + 2 * MAX_PENDING + 1
     assert taken <= sum(map(len, world.mms.bodies)) + 2 * 10_000
     client.reads.set()
     assert len(await client.answers()) == 5000
+    assert world.gateway.body_bytes == 0
+
+
+async def test_a_client_that_sends_all_before_it_reads_gets_an_answer_with_the_reason() -> None:
+    world = World(model(capacity=8), max_request_bytes=10_000)
+    Echo(world)
+    client = Client(world).send(*(line(i) + b"\n" for i in range(5000)))
+    client.reads.clear()
+    body = sum(len(line(i)) + 1 for i in range(5000))
+    while client.taken < body:  # which it has to send first
+        await asyncio.sleep(1)
+    client.reads.set()
+    *answers, error = await client.answers()
+    assert answers == [json.loads(line(i)) for i in range(len(answers))]
+    assert len(answers) > 10_000 // (len(line(5000)) + 1)  # what was read ahead is answered
+    assert error["error"]["code"] == 413
+    assert "read the answers while you send" in error["error"]["message"]
+    assert client.complete
     assert world.gateway.body_bytes == 0
 
 
