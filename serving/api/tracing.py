@@ -9,6 +9,9 @@ A request's span has child spans:
         tokens    from the first token to the last
         answer    in place of the last two: an answer that comes whole, from a worker or the engine
 
+A batch of JSON lines has one span, without children but `load`, however many lines it has; its
+attributes are their number and the sums of their tokens.
+
 The gateway's parts are wrapped once at the start, so requests have no overhead if tracing is off.
 The SDK reads the standard variables (`OTEL_*`) itself. Attributes have the names of
 https://opentelemetry.io/docs/specs/semconv/; none holds a prompt, an answer or an error's text.
@@ -23,6 +26,8 @@ import os
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, aclosing
+from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any
 
 from anyio import move_on_after
@@ -30,7 +35,7 @@ from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExport
 from opentelemetry.sdk.resources import SERVICE_NAME, Resource
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor
-from opentelemetry.trace import Span, SpanKind, StatusCode, Tracer
+from opentelemetry.trace import INVALID_SPAN, Span, SpanKind, StatusCode, Tracer
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -38,7 +43,7 @@ from common.errors import SettingError, cut
 from common.worker_protocol import REQUEST_ID, TOKENS_HEADER
 from serving.api.gateway import Gateway
 from serving.api.http_protocol import HEALTH_PATHS
-from serving.api.request import RequestState
+from serving.api.request import LineCounts, RequestState
 from serving.mms.client import Answer
 from serving.models.model import Model, State
 from serving.models.registry import Registry
@@ -57,6 +62,7 @@ CONTEXT_HEADERS = {name.encode() for name in CONTEXT.fields}
 
 REQUESTED_MODEL, ANSWERING_MODEL = "gen_ai.request.model", "gen_ai.response.model"
 PROMPT_TOKENS, ANSWER_TOKENS = "gen_ai.usage.input_tokens", "gen_ai.usage.output_tokens"
+LINES, ERROR_LINES = "kogpt2.lines", "kogpt2.error_lines"
 STATUS, ERROR = "http.response.status_code", "error.type"
 
 
@@ -123,6 +129,23 @@ class _Seldom(logging.Handler):
             logger.warning("traces: %s%s", record.getMessage(), error)
 
 
+@dataclass
+class _Request:
+    """A request that is traced, and the sums of tokens of a batch's lines."""
+
+    scope: Scope
+    prompt_tokens: int = 0
+    answer_tokens: int = 0
+
+    @property
+    def batch(self) -> LineCounts | None:
+        state: RequestState | None = self.scope.get("state")
+        return None if state is None else state.batch
+
+
+_traced: ContextVar[_Request | None] = ContextVar("traced", default=None)
+
+
 class _App:
     """Gives each request a span, a child of its `traceparent` header, which it replaces."""
 
@@ -156,15 +179,23 @@ class _App:
             CONTEXT.inject(own)
             others = [(k, v) for k, v in headers if k not in CONTEXT_HEADERS]
             scope["headers"] = [*others, *((k.encode(), v.encode()) for k, v in own.items())]
+            request = _Request(scope)
+            _traced.set(request)
             try:
                 await self._app(scope, receive, send_noting)
             finally:
-                _describe(span, scope, status)
+                _describe(span, request, status)
 
 
-def _describe(span: Span, scope: Scope, status: int) -> None:
+def _describe(span: Span, request: _Request, status: int) -> None:
     """Set a span's attributes once its request is answered; `status` is 0 without an answer."""
+    scope, batch = request.scope, request.batch
     state: RequestState = scope["state"]
+    if batch is not None:
+        span.set_attribute(LINES, batch.lines)
+        span.set_attribute(ERROR_LINES, batch.error_lines)
+        span.set_attribute(PROMPT_TOKENS, request.prompt_tokens)
+        span.set_attribute(ANSWER_TOKENS, request.answer_tokens)
     if (route := scope.get("route")) is not None:
         span.update_name(f"{scope['method']} {route}")
         span.set_attribute("http.route", route)
@@ -190,8 +221,13 @@ class _Part:
 
     @contextlib.contextmanager
     def _span(self, name: str) -> Iterator[Span]:
-        """Start a child of the current span; it does not become current, as generators hold it."""
-        span = self._tracer.start_span(name)
+        """Start a child of the current span; it does not become current, as generators hold it.
+
+        Parts of a batch's lines get a span that records nothing.
+        """
+        request = _traced.get()
+        of_line = request is not None and request.batch is not None
+        span = INVALID_SPAN if of_line else self._tracer.start_span(name)
         try:
             yield span
         except BaseException as error:
@@ -264,5 +300,10 @@ class _Engine(_Part):
 
 
 def _count(span: Span, prompt: int, made: int) -> None:
+    """Set the tokens of an answer; those of a batch's line are added up."""
+    request = _traced.get()
+    if span is INVALID_SPAN and request is not None:
+        request.prompt_tokens += prompt
+        request.answer_tokens += made
     span.set_attribute(PROMPT_TOKENS, prompt)
     span.set_attribute(ANSWER_TOKENS, made)

@@ -15,6 +15,7 @@ from common.errors import EngineUnavailable, SettingError
 from serving.aliases import Alias
 from serving.api import tracing
 from serving.gateway import _traced
+from serving.mms.client import Answer
 from serving.settings import Settings
 from tests.e2e.server import free_port
 from tests.processes import python
@@ -132,6 +133,26 @@ async def test_each_prompt_of_a_whole_answer_has_its_queue_and_its_tokens(
     for span in collector.named("answer"):
         assert span.attributes["gen_ai.usage.input_tokens"] == 3
         assert span.attributes["gen_ai.usage.output_tokens"] == 6
+
+
+async def test_a_batch_of_lines_has_one_span_with_their_sums(collector: Collector) -> None:
+    lines = b'{"inputs": "%b"}\n' % PROMPT.encode() * 101
+
+    async def answer(number: int) -> Answer:
+        return answered(400) if number == 100 else answered(**{"x-kogpt2-tokens": "7 3"})
+
+    async with served(World()) as world:
+        world.mms.answer = answer
+        kind = {"content-type": "application/jsonlines"}
+        status, _, body = await world.call("POST", PATH, lines, **kind)
+        assert (status, body.count(b"\n")) == (200, 101)
+        assert (await world.call("POST", PATH, {"inputs": PROMPT}))[0] == 200
+    batch, single = sorted(collector.named("POST /predictions/{name}"), key=lambda span: span.start)
+    sums = ("kogpt2.lines", "kogpt2.error_lines", "gen_ai.usage.input_tokens")
+    assert [batch.attributes[name] for name in sums] == [101, 1, 700]
+    assert batch.attributes["gen_ai.usage.output_tokens"] == 300
+    assert children(collector, batch) == []
+    assert names(children(collector, single)) == ["queue", "answer"]
 
 
 async def test_a_request_that_waits_for_its_turn_has_that_in_its_queue(
