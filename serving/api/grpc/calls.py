@@ -51,6 +51,8 @@ PUSHBACK = "grpc-retry-pushback-ms"
 # What gRPC raises at a write to, or an end of, a call that its client has ended.
 CLIENT_GONE = (grpc.aio.InternalError, grpc.aio.UsageError)
 
+SMALL_BYTES = 64 << 10  # an answer up to this size is sent even if others are unread
+
 T = TypeVar("T")
 Answering = Callable[[Any, Any], Awaitable[Any]]  # a request, or requests, and the call's context
 
@@ -185,6 +187,34 @@ class Idle:
             finally:
                 self.remove(wait)
         raise superseded()
+
+
+class Unread:
+    """The bytes of answers that clients have not read, `limit` at most.
+
+    gRPC holds an answer until its client has read it or closed the connection, even where the
+    server ends the call before. Small answers are counted, but not refused.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self.num_bytes = 0
+
+    def add(self, size: int) -> None:
+        """Count an answer, until `remove`. Raises `TooManyRequests` above the limit."""
+        if size > SMALL_BYTES and self.num_bytes + size > self._limit:
+            raise TooManyRequests("clients of the gRPC port leave too many bytes of answers unread")
+        self.num_bytes += size
+
+    def remove(self, size: int) -> None:
+        self.num_bytes -= size
+
+    def answer(self, response: T, context: Any) -> T:
+        """Return the only response of a call, and count it until the call is done; as `add`."""
+        size = response.ByteSize()  # type: ignore[attr-defined]
+        self.add(size)
+        context.add_done_callback(lambda _: self.remove(size))
+        return response
 
 
 def superseded() -> TooManyRequests:

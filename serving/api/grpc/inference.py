@@ -15,6 +15,7 @@ from serving.api.grpc.calls import (
     Reply,
     RouteError,
     Routes,
+    Unread,
     service,
     trailing,
 )
@@ -78,14 +79,14 @@ SHAPED: dict[str, Callable[[Any, Any], dict[str, Any]]] = {
 }
 
 
-def handlers(routes: Routes, stream: Answering, idle: Idle) -> Any:
+def handlers(routes: Routes, stream: Answering, idle: Idle, unread: Unread) -> Any:
     """Return the service's handler; `stream` answers ModelStreamInfer."""
-    answers = {name: _describe(routes, name) for name in CALLS}
-    answers |= {"ModelInfer": _infer(routes), "ModelStreamInfer": stream}
+    answers = {name: _describe(routes, name, unread) for name in CALLS}
+    answers |= {"ModelInfer": _infer(routes, unread), "ModelStreamInfer": stream}
     return service(SERVICE, answers, idle)
 
 
-def _describe(routes: Routes, name: str) -> Answering:
+def _describe(routes: Routes, name: str, unread: Unread) -> Answering:
     answer_type = message(methods(SERVICE)[name].output_type.full_name)
 
     async def answer(request: Any, context: Any) -> Any:
@@ -99,16 +100,17 @@ def _describe(routes: Routes, name: str) -> Answering:
         context.set_trailing_metadata(trailing(reply.headers))
         body = orjson.loads(reply.body or b"{}")
         shaped = SHAPED[name](request, body) if name in SHAPED else body
-        return ParseDict(shaped, answer_type(), ignore_unknown_fields=True)
+        response = ParseDict(shaped, answer_type(), ignore_unknown_fields=True)
+        return unread.answer(response, context)
 
     return answer
 
 
-def _infer(routes: Routes) -> Answering:
+def _infer(routes: Routes, unread: Unread) -> Answering:
     async def answer(request: Any, context: Any) -> Any:
         reply = await infer(routes, request, context.invocation_metadata())
         context.set_trailing_metadata(trailing(reply.headers))  # of an answer that is wrong, too
-        return await converted(reply)
+        return unread.answer(await converted(reply), context)
 
     return answer
 

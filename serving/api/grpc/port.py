@@ -9,7 +9,7 @@ import grpc
 from starlette.types import ASGIApp
 
 from serving.api.gateway import Gateway
-from serving.api.grpc.calls import Idle, Routes
+from serving.api.grpc.calls import Idle, Routes, Unread
 from serving.api.grpc.health import MAX_WATCHES, Health
 from serving.api.grpc.inference import handlers
 from serving.api.grpc.stream import Streams
@@ -28,7 +28,7 @@ async def grpc_port(gateway: Gateway, asgi: ASGIApp, grace_s: float) -> AsyncIte
     """
     settings = gateway.settings
     calls = HTTPProtocol.max_connections
-    idle = Idle(calls)
+    idle, unread = Idle(calls), Unread(HTTPProtocol.max_unread_bytes)
     server = grpc.aio.server(
         # Calls that wait for their clients, limited by `idle`, do not block those in progress.
         maximum_concurrent_rpcs=2 * calls + MAX_WATCHES,
@@ -42,8 +42,8 @@ async def grpc_port(gateway: Gateway, asgi: ASGIApp, grace_s: float) -> AsyncIte
         ],
     )
     routes = Routes(asgi, settings.port)
-    streams = Streams(gateway, routes, idle)
-    services = (handlers(routes, streams.answer, idle), Health(gateway, idle).handlers())
+    streams = Streams(gateway, routes, idle, unread)
+    services = (handlers(routes, streams.answer, idle, unread), Health(gateway, idle).handlers())
     server.add_generic_rpc_handlers(services)
     host = f"[{settings.host}]" if ":" in settings.host else settings.host
     try:

@@ -22,7 +22,7 @@ from common.worker_protocol import SERVED_MODEL
 from handlers.text.v2 import DATATYPES
 from handlers.v2 import pack_texts
 from serving.api.gateway import Gateway
-from serving.api.grpc.calls import CLIENT_GONE, Call, Idle, Reply, Routes, superseded
+from serving.api.grpc.calls import CLIENT_GONE, Call, Idle, Reply, Routes, Unread, superseded
 from serving.api.grpc.convert import EMPTY_END, ModelInferResponse, one_text, parameters
 from serving.api.grpc.inference import converted, infer, model_path
 from serving.api.grpc.messages import message
@@ -40,8 +40,9 @@ HEADERS = {"content-type": "application/json", "accept": "application/x-ndjson"}
 
 
 class Streams:
-    def __init__(self, gateway: Gateway, routes: Routes, idle: Idle) -> None:
+    def __init__(self, gateway: Gateway, routes: Routes, idle: Idle, unread: Unread) -> None:
         self._gateway, self._routes, self._idle = gateway, routes, idle
+        self._unread = unread
 
     async def answer(self, requests: Any, context: Any) -> None:
         places, writing = anyio.Semaphore(AT_ONCE), asyncio.Lock()
@@ -71,12 +72,16 @@ class Streams:
             return None
 
         async def write(response: Any) -> None:
-            async with writing:
-                with anyio.CancelScope(shield=True):  # a response is sent whole or not at all
-                    try:
+            size = response.ByteSize()
+            self._unread.add(size)
+            try:
+                async with writing:
+                    with anyio.CancelScope(shield=True):  # a response is sent whole or not at all
                         await context.write(response)
-                    except CLIENT_GONE:
-                        raise asyncio.CancelledError from None
+            except CLIENT_GONE:
+                raise asyncio.CancelledError from None
+            finally:
+                self._unread.remove(size)
 
         async def stream(request: Any, model: str) -> None:
             try:

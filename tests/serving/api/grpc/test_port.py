@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import socket
+import struct
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
@@ -395,6 +396,67 @@ async def test_connections_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
             with anyio.fail_after(WIDE_S):
                 while not (await connect())[1]:
                     await asyncio.sleep(0.05)
+
+
+def frame(kind: int, flags: int, stream: int, payload: bytes) -> bytes:
+    return struct.pack(">I", len(payload))[1:] + struct.pack(">BBI", kind, flags, stream) + payload
+
+
+def infer_frames(stream: int) -> bytes:
+    """A call of ModelInfer in HTTP/2, which ends the stream."""
+    headers = {
+        ":method": "POST",
+        ":scheme": "http",
+        ":path": f"/{SERVICE}/ModelInfer",
+        ":authority": "localhost",
+        "content-type": "application/grpc",
+        "te": "trailers",
+    }
+    literals = [text.encode() for pair in headers.items() for text in pair]
+    pairs = (bytes([len(text)]) + text for text in literals)
+    block = b"".join(b"\0" + key + next(pairs) for key in pairs)
+    request = ModelInferRequest(**INFER).SerializeToString()
+    return frame(1, 4, stream, block) + frame(
+        0, 1, stream, struct.pack(">BI", 0, len(request)) + request
+    )
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_answers_that_clients_do_not_read_are_limited(
+    monkeypatch: pytest.MonkeyPatch, stream: bool
+) -> None:
+    """Small ones are sent beside them; large ones again once the client has gone."""
+    monkeypatch.setattr(HTTPProtocol, "max_unread_bytes", 3 << 20)
+    text = "시" * (1 << 18)
+    output = {"name": "y", "datatype": "BYTES", "shape": [1], "data": [text]}
+    body = json.dumps({"model_name": "봄", "model_version": "1", "outputs": [output]})
+    async with served(None) as (client, world):
+        world.mms.answer = always(answered(body=body.encode()))
+
+        async def code() -> grpc.StatusCode:
+            """The status of one more answer."""
+            if stream:
+                (found,) = await responses(client, asked())
+                if found.error_message:
+                    assert "unread" in found.error_message
+                    return grpc.StatusCode.RESOURCE_EXHAUSTED
+                return grpc.StatusCode.OK
+            call = client("ModelInfer", INFER)
+            found_code: grpc.StatusCode = await call.code()
+            return found_code
+
+        async def until(wanted: grpc.StatusCode) -> None:
+            while await code() != wanted:
+                await asyncio.sleep(0.02)
+
+        _, writer = await asyncio.open_connection("127.0.0.1", world.gateway.settings.grpc_port)
+        with anyio.fail_after(WIDE_S):
+            assert await code() == grpc.StatusCode.OK
+            writer.write(PREFACE + b"".join(map(infer_frames, range(1, 20, 2))))
+            await until(grpc.StatusCode.RESOURCE_EXHAUSTED)
+            assert (await client("ServerLive")).live
+            writer.transport.abort()
+            await until(grpc.StatusCode.OK)
 
 
 async def until_ended(calls: list[Any], count: int) -> None:
