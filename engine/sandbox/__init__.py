@@ -46,6 +46,7 @@ class Limits:
     # Whether it forks sandboxes from what its target has prepared, which must not handle what
     # a client sends: it has no memory limit, and no filter of system calls.
     forks: bool = False
+    aborts: bool = False  # whether its native code aborts where memory runs out
 
 
 class Sandbox:
@@ -184,7 +185,7 @@ class Sandbox:
         """Return the exception for an error that was raised in the child."""
         name, message = (str(error.get(key)) for key in ("type", "message"))
         if name == "MemoryError":
-            return self._error(f"it took more than {self._limits.memory_mib} MiB")
+            return self._too_large()
         return named(name, message) or self._error(f"its reader failed ({name})")
 
     def _death(self) -> EngineError:
@@ -204,8 +205,13 @@ class Sandbox:
             return EngineUnavailable(f"{self._what} {UNREADABLE}its reader {how}")
         if status == -signal.SIGXCPU:
             return self._error(f"it took more than {self._limits.cpu_s} s of computing")
+        if status == -signal.SIGABRT and self._limits.aborts:
+            return self._too_large()
         how = signal.Signals(-status).name if status < 0 else f"exit status {status}"
         return self._error(f"its reader crashed ({how})")
+
+    def _too_large(self) -> ArtifactError:
+        return self._error(f"it took more than {self._limits.memory_mib} MiB")
 
     def _gone(self) -> ArtifactError:
         return self._error(self._kill_reason)

@@ -171,7 +171,13 @@ def _answer(
 
 
 def limit(
-    parent: int, memory_mib: int, cpu_s: int, answer_mib: int, niceness: int, forks: bool
+    parent: int,
+    memory_mib: int,
+    cpu_s: int,
+    answer_mib: int,
+    niceness: int,
+    forks: bool,
+    aborts: bool,
 ) -> None:
     """Set the limits of this process, for good; see `engine.sandbox.Limits`."""
     libc = ctypes.CDLL(None, use_errno=True)

@@ -163,7 +163,8 @@ class Vocabulary:
 
     def fork(self, form: Form) -> Sandbox:
         """Start the process of a form. Raises `Overloaded`, `EngineUnavailable`."""
-        what, limits = f"parameters.{form.kind}: the form", Limits(MEMORY_MIB, niceness=NICENESS)
+        what = f"parameters.{form.kind}: the form"
+        limits = Limits(MEMORY_MIB, niceness=NICENESS, aborts=True)
         for last in (False, True):
             prepared = self._prepare()
             try:
@@ -293,9 +294,7 @@ class _FormProcess:
             if self._ended:
                 failure = EngineUnavailable(ENDED)
             elif isinstance(error, ArtifactError):  # of the sandbox: it was late, large, or crashed
-                # Native code aborts where memory runs out.
-                crash, why = "its reader crashed (SIGABRT)", f"it took more than {MEMORY_MIB} MiB"
-                failure = InvalidRequest(error.message.replace(crash, why))
+                failure = InvalidRequest(error.message)
         except Exception:
             logger.exception("a form's process could not be used")
             failure = EngineError("the form's process could not be used")
