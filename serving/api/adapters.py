@@ -20,8 +20,8 @@ from starlette.responses import PlainTextResponse, Response
 from common.media_types import JSON, TEXT
 from serving.api.gateway import Gateway
 from serving.api.naming import check_no_alias, name_model, name_source
-from serving.api.reading import read_json_object
 from serving.api.request import Request
+from serving.api.request_body import read_json_object
 from serving.api.routing import FIND, LOAD, LOADING, Route
 from serving.errors import BadRequest, ModelNotFound
 from serving.models.model import LoadRequest

@@ -14,8 +14,8 @@ from anyio import move_on_after
 from starlette.requests import ClientDisconnect
 
 from serving.api.gateway import Gateway
-from serving.api.reading import LARGEST_BODIES
 from serving.api.request import Request
+from serving.api.request_body import LARGEST_BODIES
 from serving.errors import BadRequest, BodyTooLarge
 
 # How long a client that does not read its answer may fill up what is read ahead; then the rest of

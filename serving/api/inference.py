@@ -34,8 +34,8 @@ from serving.api.event_stream import EVENT_STREAM, payload_part
 from serving.api.gateway import Gateway
 from serving.api.invoke import invoke
 from serving.api.json_lines import invoke_lines, is_lines
-from serving.api.reading import LARGE_BYTES, header_text, off_loop
 from serving.api.request import Request
+from serving.api.request_body import LARGE_BYTES, header_text, off_loop
 from serving.api.routing import CALL, EVENTS, Kind, Route
 from serving.api.stream import LINES
 from serving.api.worker_calls import CUSTOM_ATTRIBUTES, TARGET_MODEL

@@ -21,8 +21,8 @@ from serving.api.answering import EngineRequest, Renderer, answer
 from serving.api.forms import check_form
 from serving.api.gateway import Gateway
 from serving.api.naming import choose_model, described_models, name_model
-from serving.api.reading import off_loop, read_body
 from serving.api.request import Counted, Request, Shape
+from serving.api.request_body import off_loop, read_body
 from serving.api.worker_calls import WorkerCall, forwarded_headers, read_query
 from serving.errors import BadRequest, ModelNotFound, NotOfTheEngine, Unavailable, no_answer
 from serving.models.model import Model, eviction_timeout

@@ -34,8 +34,8 @@ from serving.api.gateway import Gateway
 from serving.api.http_protocol import DUPLEX
 from serving.api.invoke import Check, Read, invoke, loaded
 from serving.api.naming import CHOSEN, choose_model, name_model
-from serving.api.reading import LARGE_BYTES, check_encoding, off_loop
 from serving.api.request import Counted, LineCounts, Request
+from serving.api.request_body import LARGE_BYTES, check_encoding, off_loop
 from serving.api.worker_calls import AWS_ACCEPT
 from serving.errors import BadRequest, BodyTooLarge, TooManyRequests, Unavailable, WorkerFailed
 from serving.models.model import Model

@@ -27,8 +27,8 @@ from serving.api.naming import (
     name_model,
     name_source,
 )
-from serving.api.reading import read_json_object
 from serving.api.request import Request
+from serving.api.request_body import read_json_object
 from serving.api.routing import FIND, LIST, LOAD, LOADING, Route
 from serving.api.schemas import fields_of
 from serving.errors import BadRequest, ModelNotFound, ServingError

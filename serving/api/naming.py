@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from serving.aliases import FILE
 from serving.api.gateway import Gateway
-from serving.api.reading import header_text
 from serving.api.request import Request
+from serving.api.request_body import header_text
 from serving.errors import Conflict, Forbidden
 from serving.names import normal_name
 

@@ -24,8 +24,8 @@ from common.worker_protocol import (
     WORKER_HEADER,
 )
 from serving.api.gateway import Gateway
-from serving.api.reading import header_text
 from serving.api.request import Request
+from serving.api.request_body import header_text
 from serving.errors import (
     BadRequest,
     MMSEnded,

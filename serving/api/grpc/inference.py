@@ -21,7 +21,7 @@ from serving.api.grpc.calls import (
 )
 from serving.api.grpc.convert import from_http, parameters, to_http
 from serving.api.grpc.messages import message, methods
-from serving.api.reading import off_loop
+from serving.api.request_body import off_loop
 from serving.api.v2.inference import HEADER_LENGTH
 
 SERVICE = "inference.GRPCInferenceService"

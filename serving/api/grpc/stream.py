@@ -27,7 +27,7 @@ from serving.api.grpc.convert import EMPTY_END, ModelInferResponse, one_text, pa
 from serving.api.grpc.inference import converted, infer, model_path
 from serving.api.grpc.messages import message
 from serving.api.naming import SESSION_ID
-from serving.api.reading import header_text
+from serving.api.request_body import header_text
 from serving.errors import BadRequest, ServingError, Timeout
 from serving.models.model import State
 from serving.names import normal_name

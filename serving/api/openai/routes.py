@@ -26,8 +26,8 @@ from serving.api.openai import parsing, responses, tokens
 from serving.api.openai.answers import Answer
 from serving.api.openai.errors import UnknownUrl
 from serving.api.openai.parsing import Body, ParsedRequest, user
-from serving.api.reading import read_json_object
 from serving.api.request import Request
+from serving.api.request_body import read_json_object
 from serving.api.routing import ANY, CALL, EVENTS, FIND, Kind, Route
 from serving.models.model import Model
 from serving.names import normal_name

@@ -31,8 +31,8 @@ from serving.api.answering import EngineRequest, Renderer, answer, event
 from serving.api.engine_calls import Item, choice_logprobs
 from serving.api.gateway import Gateway
 from serving.api.invoke import engine_model
-from serving.api.reading import read_json_object
 from serving.api.request import Request
+from serving.api.request_body import read_json_object
 from serving.api.routing import EVENTS
 from serving.errors import BadRequest
 

@@ -35,8 +35,8 @@ from serving.api.access import Right
 from serving.api.gateway import Gateway
 from serving.api.invoke import Direct, check_version, describe, invoke
 from serving.api.naming import described_models, may_call
-from serving.api.reading import LARGE_BYTES
 from serving.api.request import Request
+from serving.api.request_body import LARGE_BYTES
 from serving.api.routing import CALL, EVENTS, FIND, Kind, Route
 from serving.api.v2 import repository
 from serving.api.v2.generate import generate

@@ -21,8 +21,8 @@ from common import fields
 from serving.api.access import Right
 from serving.api.gateway import Gateway
 from serving.api.naming import listed_aliases, may_call
-from serving.api.reading import read_json_object
 from serving.api.request import Request
+from serving.api.request_body import read_json_object
 from serving.api.routing import CALL, Kind, Route
 from serving.errors import BadRequest
 from serving.models.model import Model, State

@@ -1,4 +1,4 @@
-"""Reads requests: bodies within their limits, JSON objects, names in headers."""
+"""Reads the bodies of requests, within their limits, and names in headers."""
 
 from __future__ import annotations
 
