@@ -286,11 +286,9 @@ make_venv() { # DIR
 }
 
 install_group() { # DIR GROUP
-  local dir=$1 group=$2 stamp file
+  local dir=$1 group=$2 stamp file compile
   stamp=$(stamp_of "$dir" "$group")
   rm -f "$stamp"
-  # A third of the test requirements is never imported; scripts/test compiles what is.
-  [ "$group" != test ] || export UV_COMPILE_BYTECODE=0
   # shellcheck disable=SC2046
   set -- $(requirements_of "$group")
   for file in "$@"; do
@@ -298,11 +296,17 @@ install_group() { # DIR GROUP
     if [ "$file" = requirements/uv.txt ]; then
       install_uv "$dir"
     else
-      run_uv "$dir" pip install --no-deps --no-build-isolation --require-hashes -r "$ROOT/$file"
+      # uv looks at all Python of the environment each time; once is enough, after the last list. A
+      # third of the test requirements is never imported; scripts/test compiles what is.
+      compile=${UV_COMPILE_BYTECODE:-1}
+      case $group:$file in run:requirements/build.txt | test:*) compile=0 ;; esac
+      UV_COMPILE_BYTECODE=$compile \
+        run_uv "$dir" pip install --no-deps --no-build-isolation --require-hashes -r "$ROOT/$file"
     fi || die "could not install $file (above is why); nothing is marked as done, so run this again"
   done
   case $group in
-    run) run_uv "$dir" pip install --no-deps --no-build-isolation -C editable_mode=compat -e "$ROOT" &&
+    run) UV_COMPILE_BYTECODE=0 run_uv "$dir" pip install --no-deps --no-build-isolation \
+        -C editable_mode=compat -e "$ROOT" &&
       (cd "$ROOT" && scripts/mxnet_operator "$dir/bin/python" >&2) ;;
     oracle | benchmark | openvino) run_uv "$dir" pip install --group "$ROOT/pyproject.toml:torch" ;;
   esac || die "could not install the rest (above is why); nothing is marked as done"
@@ -312,13 +316,13 @@ install_group() { # DIR GROUP
   wanted_stamp "$dir" "$(venv_version "$dir")" $(stamped_of "$group") >"$stamp"
 }
 
-# ensure_group DIR GROUP installs what is not complete yet; a second one at the same time waits, but
-# for those that have folders of their own and compile nothing in this one.
+# ensure_group DIR GROUP installs what is not complete yet; a second one at the same time waits: of
+# `run`, which compiles in this folder, wherever it installs, of the others in the same environment.
 ensure_group() {
   local dir=$1 group=$2 start=$SECONDS lock=$ROOT/scripts/setup.sh
   is_complete "$dir" "$group" && return
   is_base "$group" && require_system
-  if [ "$dir" != "$VENV" ]; then
+  if [ "$group" != run ]; then
     mkdir -p "$dir" || die "could not make $dir"
     lock=$dir
   fi

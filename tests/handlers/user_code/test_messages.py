@@ -61,7 +61,7 @@ def test_all_bodies_of_a_message_share_a_limit(
 
 def test_what_a_worker_sends_has_any_number_of_values(ends: tuple[Connection, Connection]) -> None:
     worker, script = ends
-    answer = {"answer": [[0.5, "꽃"]] * MANY}
+    answer = {"answer": [[0.5, "꽃"]] * (MANY // 2 + 1)}
     threading.Thread(target=send, args=(worker, answer), daemon=True).start()
     assert receive(script) == (answer, [])
 
