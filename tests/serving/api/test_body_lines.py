@@ -43,7 +43,7 @@ async def read(pieces: Sequence[bytes]) -> list[bytes | None]:
         await lines.first()
     except BadRequest:
         return []
-    reading = asyncio.create_task(lines.read())
+    reading = asyncio.create_task(lines.read(lambda: False))
     found = []
     while (line := await lines.next()) is not None:
         found.append(None if isinstance(line, BodyTooLarge) else line)
@@ -94,7 +94,7 @@ async def test_where_bodies_take_much_memory_a_line_is_used_before_more_is_read(
     lines = lines_of(world, pieces)
     await lines.first()
     world.gateway.body_bytes += 1000 * MOST  # of others
-    reading = asyncio.create_task(lines.read())
+    reading = asyncio.create_task(lines.read(lambda: False))
     read_ahead = []
     for number in (b"1", b"2", b"3", b"4", b"5"):
         await settle()
