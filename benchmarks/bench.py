@@ -40,6 +40,7 @@ class Bench:
     forms: bool = option(False, "measure answers that are held to a form")
     hard: bool = option(False, "measure how exact int8 is on models with outliers")
     deltas: bool = option(False, "measure how exact deltas of fine-tunes are")
+    classifiers: bool = option(False, "measure classifiers, beside peers and over HTTP")
     only: str | None = option(None, "what to measure; a wrong name lists all", metavar="NAME,...")
     json: Path | None = option(None, "(benchmark.json in the working folder)", metavar="FILE")
     plot: Path | None = option(None, "(benchmark.png in the working folder)", metavar="FILE")
@@ -115,9 +116,11 @@ def run(options: Bench) -> int:
     kogpt2 bench --forms              JSON, labels and expressions
     kogpt2 bench --hard               int8's error on models with outliers, ours and peers'
     kogpt2 bench --deltas             fine-tunes as deltas of their base; trains them first
+    kogpt2 bench --classifiers        lists of texts, beside peers, generators and over HTTP
     kogpt2 bench --adapters --container-mib 2048 --minutes 10    a thousand adapters of one base
     """
     from benchmarks.adapters import measurements as adapters
+    from benchmarks.classifiers import measurements as classifiers
     from benchmarks.contenders import peers
     from benchmarks.deltas import measurements as deltas
     from benchmarks.engine import measurements as engine
@@ -139,6 +142,7 @@ def run(options: Bench) -> int:
         "forms": forms.FormsRun,
         "hard": hard.HardRun,
         "deltas": deltas.DeltasRun,
+        "classifiers": classifiers.ClassifiersRun,
         ENGINES: engine.EngineRun,
     }
     name = chosen(options, kinds)

@@ -22,6 +22,7 @@ from sentencepiece import sentencepiece_model_pb2
 from command.model_writer import write_params
 from engine.artifacts.artifact import EMBEDDING
 from engine.artifacts.config import KOGPT2, GPT2Config
+from engine.native.adapter import LowRank
 from testbed.process import ROOT
 from testbed.weights import random_weights
 
@@ -109,6 +110,26 @@ def _change(w: NDArray[np.float32]) -> NDArray[np.float32]:
         change += np.float32(0.02 * np.linalg.norm(w) / np.linalg.norm(directions)) * directions
     change[~w.any(axis=-1)] = 0  # the special pieces' embeddings
     return change
+
+
+def low_rank(config: GPT2Config, rank: int, seed: int) -> dict[tuple[int, str], LowRank]:
+    """Return random matrices of an adapter by (layer, product), large enough to change texts."""
+    rng = np.random.default_rng(seed)
+    # target_modules c_attn and c_proj
+    shapes = {
+        "qkv": (3 * config.units, config.units),
+        "attention_out": (config.units, config.units),
+        "ffn_out": (config.units, config.hidden_size),
+    }
+
+    def numbers(*shape: int) -> NDArray[np.float32]:
+        return rng.standard_normal(shape, np.float32) / np.float32(np.sqrt(shape[1]))
+
+    return {
+        (layer, product): LowRank(numbers(rank, columns), numbers(rows, rank))
+        for layer in range(config.num_layers)
+        for product, (rows, columns) in shapes.items()
+    }
 
 
 def demo(name: str, workdir: Path) -> Path:

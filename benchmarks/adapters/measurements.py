@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial, partialmethod
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from tqdm import tqdm
@@ -80,25 +79,6 @@ class AdaptersRun(Run):
         if set(self.wanted) - {"steps"}:
             self.names = [*self._adapters()]
 
-    def _matrices(self, rank: int, seed: int) -> dict[tuple[int, str], LowRank]:
-        """Return random matrices of an adapter, large enough to change greedy text."""
-        c, rng = self.plan.config, np.random.default_rng(seed)
-        # target_modules c_attn and c_proj
-        shapes = {
-            "qkv": (3 * c.units, c.units),
-            "attention_out": (c.units, c.units),
-            "ffn_out": (c.units, c.hidden_size),
-        }
-
-        def numbers(*shape: int) -> Any:
-            return rng.standard_normal(shape, dtype=np.float32) / np.float32(np.sqrt(shape[1]))
-
-        return {
-            (layer, product): LowRank(numbers(rank, columns), numbers(rows, rank))
-            for layer in range(c.num_layers)
-            for product, (rows, columns) in shapes.items()
-        }
-
     def _adapters(self) -> Iterator[str]:
         """Yield the names of the store's adapters; write the base and each unless it exists."""
         self.adapted.mkdir(exist_ok=True)
@@ -109,7 +89,7 @@ class AdaptersRun(Run):
         for number in tqdm(range(self.plan.models), "adapters", disable=None):
             folder = self.adapted / f"adapter-{number:04}"
             if not folder.exists():
-                matrices = matrices or self._matrices(self.plan.rank, 0)
+                matrices = matrices or random_model.low_rank(self.plan.config, self.plan.rank, 0)
                 # Drawing numbers takes long, so all adapters have the same, rotated differently.
                 turned = {
                     key: LowRank(
@@ -143,7 +123,7 @@ class AdaptersRun(Run):
             return opened.enter_context(contextlib.closing(NativeModel(file)))
 
         def packed(rank: int) -> list[NativeAdapter]:
-            matrices = (self._matrices(rank, seed) for seed in range(ROWS))
+            matrices = (random_model.low_rank(config, rank, seed) for seed in range(ROWS))
             return [NativeAdapter.of(config, "int8", each) for each in matrices]
 
         model = open_model(0)

@@ -14,7 +14,9 @@ from pathlib import Path
 
 from benchmarks.process import Worker
 from command.environments import ensure_environment
+from engine.artifacts.files import read_json
 from testbed import random_model
+from testbed.classifiers import ARCHITECTURE
 from testbed.process import ROOT, ProgramError
 
 ENVIRONMENT = ROOT / ".venv-benchmark"
@@ -29,6 +31,7 @@ MODULES = {
     "llama.cpp": "llama_cpp",
     "openvino": "openvino_genai",
     "peft": "peft",
+    "onnxruntime": "onnx",
 }
 NAMES = {*MODULES, "llama-server", "openvino-genai", "llama.cpp Q8_0"}
 RUN_S = 300.0
@@ -72,6 +75,8 @@ def python(name: str) -> Path:
     environment = OPENVINO if name == "openvino" else ENVIRONMENT
     if not [*environment.glob(f"lib/python3*/site-packages/{MODULES[name]}")]:
         raise ProgramError(MISSING)
+    if name == "onnxruntime":  # the server has it; its models are exported where torch is
+        return Path(sys.executable)
     return environment / "bin" / "python"
 
 
@@ -95,7 +100,13 @@ def start(
 
 
 def export(name: str, artifact: Path, folder: Path, log: Path) -> Path:
-    """Convert an artifact into a peer's format in `folder`, unless it exists; return its path."""
+    """Convert an artifact into a peer's format in `folder`, unless it exists; return its path.
+
+    A classifier of `testbed.classifiers` is in the format of transformers.
+    """
+    classifies = read_json(artifact / "config.json").get("architectures") == [ARCHITECTURE]
+    if classifies and name == "transformers":
+        return artifact
     target = folder / f"{artifact.name}.{'gguf' if name == 'llama.cpp' else name}"
     if target.exists():
         return target
@@ -116,8 +127,11 @@ def export(name: str, artifact: Path, folder: Path, log: Path) -> Path:
     elif name == "openvino":
         saved = export("transformers", artifact, folder, log)
         exporter = OPENVINO / "bin" / "optimum-cli"
-        how = ("--task", "text-generation-with-past", "--weight-format", "int8")
+        task = "text-classification" if classifies else "text-generation-with-past"
+        how = ("--task", task, "--weight-format", "int8")
         _run(log, exporter, "export", "openvino", "--model", saved, *how, building)
+    elif name == "onnxruntime":
+        _run(log, PYTHON, "-m", "benchmarks.contenders.classifiers", artifact, building)
     else:
         _run(log, PYTHON, "-m", "benchmarks.contenders.llama_cpp", artifact, building)
     building.rename(target)

@@ -21,6 +21,7 @@ import sentencepiece
 from benchmarks.__main__ import main
 from benchmarks.adapters import tables as adapters
 from benchmarks.adapters.measurements import AdaptersRun
+from benchmarks.classifiers import tables as classifiers
 from benchmarks.contenders import peers
 from benchmarks.deltas import measurements as deltas
 from benchmarks.engine import tables, uses
@@ -114,6 +115,23 @@ def test_int8_is_compared_on_hard_models(tmp_path: Path) -> None:
     for measured in results["dongju"].values():
         assert measured["int8"]["top1_agreement"] > 0.9
         assert measured["int8"]["kl_divergence"] < 0.01
+
+
+def test_classifiers_are_measured_beside_peers_generators_and_a_batch(tmp_path: Path) -> None:
+    results, output = run(tmp_path, "--classifiers")
+    assert set(results["skipped"]) <= peers.NAMES
+    assert classifiers.lines(results) in output
+    measured, plan = results["speeds"], results["plan"]
+    for name in ("fp32", "int8"):
+        assert classifiers.probabilities(results, name).shape == (plan["texts"], 2)
+    errors = classifiers.probabilities(results, "int8") - classifiers.probabilities(results, "fp32")
+    assert 0 < np.abs(errors).max() < 0.05
+    assert set(measured) >= {"fp32", "int8", "adapter", "adapters", "http"}
+    for name in ("adapter", "whole"):
+        (beside,) = results["gaps"][name]
+        assert beside["texts_per_s"] > 0
+        assert beside["gaps_s"]
+    assert results["lines"]["lines"] == plan["lines"]
 
 
 def test_deltas_are_compared_with_int8_on_fine_tunes(tmp_path: Path) -> None:
