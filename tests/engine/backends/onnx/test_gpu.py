@@ -18,9 +18,11 @@ from engine.backends.onnx import gpu
 from engine.backends.onnx.device import CPU, buffers
 from engine.engine import Engine
 from testbed import random_model
+from tests.engine.adapters import make_adapter
 from tests.engine.backends.running import greedy
 from tests.engine.conftest import NewEngine
 from tests.engine.engines import Request
+from tests.engine.hugging_face import make_hugging_face
 from tests.engine.models import make_artifact, params_of, write_params
 from tests.processes import python
 
@@ -134,3 +136,21 @@ def test_the_engine_batches_requests_in_fp16(engine: Engine, tmp_path: Path) -> 
     assert engine.models()[0]["steps"] < sum(len(r.ids()) for r in requests) / 2
     assert engine.statistics()["kv_bytes"] == 0
     fp32.close()
+
+
+def test_a_classifier_is_refused_whole_and_as_an_adapter_and_leaves_nothing(
+    engine: Engine, tmp_path: Path
+) -> None:
+    whole = make_hugging_face(tmp_path / "감정", labels=["부정", "긍정"])
+    base = make_hugging_face(tmp_path / "글")
+    head = {"base_model.model.score.weight": np.eye(2, 64, dtype=np.float32)}
+    adapter = make_adapter(
+        tmp_path / "글-감정", base, config={"task_type": "SEQ_CLS"}, weights=head
+    )
+    engine.load("글", str(base))
+    before = engine.statistics()
+    for path, of_base in ((whole, None), (adapter, str(base))):
+        with pytest.raises(ArtifactError, match="is a classifier, which needs a CPU"):
+            engine.load(path.name, str(path), base=of_base)
+    assert engine.statistics() | {"longest_step_s": 0} == before | {"longest_step_s": 0}
+    assert len(Request(engine, "글", "산에는 꽃 피네", max_new_tokens=4).wait().ids()) == 4
