@@ -97,6 +97,7 @@ class Classification(Sequence):
     _logits: list[list[float]] = field(init=False, default_factory=list)
 
     caches_prefix: ClassVar[bool] = False
+    is_bulk: ClassVar[bool] = True
 
     @property
     def max_tokens(self) -> int:

@@ -78,6 +78,7 @@ class Sequence(ABC):
     received_at: float = field(default_factory=time.monotonic)  # before its prompt was tokenized
 
     caches_prefix: ClassVar[bool] = True  # whether later sequences reuse its keys and values
+    is_bulk: ClassVar[bool] = False  # whether it may be one of thousands, which take few tokens
 
     def __post_init__(self) -> None:
         self.ids = list(self.prompt)

@@ -190,7 +190,7 @@ class Loop:
             stepped.add(core)
             try:
                 with self._timed():
-                    scheduled = self._step(core, prefill_tokens)
+                    scheduled = self._step(core, prefill_tokens, decodes)
             except Exception as error:  # of the whole batch, not of one sequence
                 self._fault(core, error)
                 self._on_fault(core, error)
@@ -198,7 +198,7 @@ class Loop:
             prefill_tokens -= sum(part.num_prompt_tokens for part in scheduled)
             worked = worked or bool(scheduled)
 
-    def _step(self, core: Core, prefill_tokens: int) -> list[Scheduled]:
+    def _step(self, core: Core, prefill_tokens: int, decodes: bool = False) -> list[Scheduled]:
         """Schedule, run and postprocess one pass of a core."""
         batch = core.batch
         self._settle(core, 0)
@@ -206,7 +206,7 @@ class Loop:
             compute = core.compute
             if not core.resident or compute is None:  # it was evicted just now
                 return []
-            scheduled = batch.schedule(prefill_tokens)
+            scheduled = batch.schedule(prefill_tokens, decodes)
         for part in scheduled:
             if not part.sequence.begun:
                 part.sequence.begun = True

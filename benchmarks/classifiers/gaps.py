@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import http.client
 import json
+import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from urllib.parse import quote
 
@@ -15,7 +17,7 @@ from testbed.process import ProgramError
 from testbed.server import HEADERS, Server, call, refused
 
 STREAMS = 2  # at the same time
-BEGINS_S = 60.0  # a list's first text is classified within
+BEGINS_S = 60.0  # within which a list has a result, and a stream two tokens
 
 
 @dataclass(frozen=True)
@@ -43,7 +45,7 @@ def measure(case: Case, classifier: str | None) -> Results:
         def run() -> None:
             try:
                 work()
-            except (OSError, ProgramError, ValueError) as error:
+            except (OSError, http.client.HTTPException, ProgramError) as error:
                 if not stop.is_set():
                     errors.append(str(error))
 
@@ -56,11 +58,11 @@ def measure(case: Case, classifier: str | None) -> Results:
             path, body = f"/predictions/{quote(classifier)}", {"inputs": case.texts}
             start(lambda: _repeat(stop, lambda: call(connection, path, body)))
             before = _classified(case, classifier)
-            end = time.monotonic() + BEGINS_S
-            while _classified(case, classifier) == before and time.monotonic() < end:
-                time.sleep(0.01)
+            _wait(lambda: _classified(case, classifier) > before)
         for _ in range(STREAMS):
-            start(lambda: _repeat(stop, lambda: gaps.extend(_gaps(case, stop))))
+            start(lambda: _repeat(stop, lambda: _stream(case, stop, gaps)))
+        _wait(lambda: len(gaps) >= STREAMS or bool(errors))
+        first = len(gaps)
         if classifier is not None:
             before = _classified(case, classifier)
         began = time.perf_counter()
@@ -72,12 +74,18 @@ def measure(case: Case, classifier: str | None) -> Results:
         for thread in threads[-STREAMS:]:
             thread.join()
         if connection.sock is not None:
-            connection.sock.shutdown(2)
+            connection.sock.shutdown(socket.SHUT_RDWR)
         for thread in threads:
             thread.join()
-    if errors or not gaps:
+    if errors or not gaps[first:]:
         raise ProgramError(errors[0] if errors else f"{case.generator} made no token")
-    return {"gaps_s": gaps, "texts_per_s": count / seconds}
+    return {"gaps_s": gaps[first:], "texts_per_s": count / seconds}
+
+
+def _wait(until: Callable[[], bool]) -> None:
+    end = time.monotonic() + BEGINS_S
+    while not until() and time.monotonic() < end:
+        time.sleep(0.01)
 
 
 def _repeat(stop: threading.Event, work: Callable[[], object]) -> None:
@@ -91,8 +99,8 @@ def _classified(case: Case, model: str) -> int:
     return int(count)
 
 
-def _gaps(case: Case, stop: threading.Event) -> Iterator[float]:
-    """Yield the seconds between the tokens of a stream, until it ends or `stop` is set."""
+def _stream(case: Case, stop: threading.Event, gaps: list[float]) -> None:
+    """Add the seconds between the tokens of a stream, until it ends or `stop` is set."""
     parameters = {"max_new_tokens": case.new_tokens}
     body = {"inputs": case.prompt, "parameters": parameters, "stream": True}
     path, last = f"/predictions/{quote(case.generator)}", 0.0
@@ -109,5 +117,5 @@ def _gaps(case: Case, stop: threading.Event) -> Iterator[float]:
             if b'"token"' in line:
                 now = time.perf_counter()
                 if last:
-                    yield now - last
+                    gaps.append(now - last)
                 last = now

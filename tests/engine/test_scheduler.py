@@ -12,16 +12,18 @@ import pytest
 
 from common.errors import DeadlineExceeded, EngineError, ModelNotFound, OutOfMemory
 from common.parameters import Parameters
+from engine.artifacts.classifier import Classifier
 from engine.artifacts.open import open_artifact
 from engine.backends.interface import Row
 from engine.budget import Budget
+from engine.classification import Classification, EncodedText, Head
 from engine.generation import Generation, TextSequence, Token
 from engine.labels import Choice, Labels, Way
 from engine.model import Core
 from engine.native.model import NativeModel
 from engine.native.prepared import prepared
 from engine.prefixes import Prefixes
-from engine.scheduler import Batch
+from engine.scheduler import MAX_TEXT_TOKENS, Batch
 from engine.sequence import Sequence, State
 from engine.step_loop import Loop
 from tests.engine.engines import model_on
@@ -77,12 +79,37 @@ class Bench:
         (batch or self.batch).waiting.append(sequence)
         return sequence
 
-    def step(self, prefill_tokens: int = TURN) -> list[int]:
+    def queue_text(self, length: int, seed: int = 0) -> Sequence:
+        """Queue a text to classify."""
+        ids = np.random.default_rng(seed).integers(4, VOCAB, length).tolist()
+        weight = np.ones((2, self.model.config.units), np.float32)
+        head = Head(Classifier(("부정", "긍정")), weight)
+        emitted: list[Any] = []
+        sequence = Classification(
+            prompt=ids,
+            max_length=CONTEXT,
+            emit=emitted.append,
+            model=self.owner,
+            head=head,
+            encoded=EncodedText(ids),
+        )
+        sequence.emitted = emitted  # type: ignore[attr-defined]
+        self.batch.waiting.append(sequence)
+        return sequence
+
+    def step(self, prefill_tokens: int = TURN, decodes: bool = False) -> list[int]:
         """Computes a pass; returns the tokens of its pieces."""
-        scheduled = self.loop._step(self.owner.core, prefill_tokens)
+        scheduled = self.loop._step(self.owner.core, prefill_tokens, decodes)
         self.computed += sum(part.num_prompt_tokens for part in scheduled)
         self.check()
         return [len(part.piece.ids) for part in scheduled]
+
+    def run_until(self, sequence: Sequence, state: State) -> None:
+        for _ in range(100):
+            if sequence.state is state:
+                return
+            self.step()
+        raise AssertionError(f"the sequence is {sequence.state}")
 
     def check(self) -> None:
         """Check the invariants between any two steps."""
@@ -281,6 +308,28 @@ def test_an_unloaded_model_frees_everything_even_if_its_rows_cannot_be_closed(
     assert [type(emitted(sequence)[-1]) for sequence in unloaded] == [ModelNotFound] * 6
     assert not bench.batch.has_work
     assert (bench.budget.kv_bytes, bench.prefixes.num_bytes, bench.model.kv_bytes) == (0, 0, 0)
+
+
+def test_texts_to_classify_take_few_tokens_of_passes_while_any_sequence_decodes(
+    bench: Bench,
+) -> None:
+    texts = [bench.queue_text(40, seed) for seed in range(4)]
+    assert bench.step() == [40, 24]  # as any prompts: nothing decodes
+    assert bench.step(decodes=True) == [MAX_TEXT_TOKENS]  # of the second; another core decodes
+    answer = bench.queue(60, new=20)
+    bench.run_until(answer, State.DECODE)
+    assert {text.state for text in texts} == {State.FINISHED}
+    assert [len(emitted(text)) for text in texts] == [1] * 4
+    more = [bench.queue_text(40, seed) for seed in (5, 6)]
+    prompt = bench.queue(60)
+    assert bench.step(decodes=True) == [1, 16]
+    assert bench.step(decodes=True) == [1, 16]
+    assert bench.step(decodes=True) == [1, 8, 8]
+    assert bench.step(decodes=True) == [1, 16]
+    assert bench.step(decodes=True) == [1, 16]
+    assert states(*more) == [State.FINISHED] * 2
+    assert bench.step(decodes=True) == [1, 60]  # of a prompt as many as before
+    assert prompt.state is State.DECODE
 
 
 def test_a_prompt_that_gets_no_row_leaves_those_of_the_labels_in_the_pass(
