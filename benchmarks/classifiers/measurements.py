@@ -34,6 +34,8 @@ WHOLE, TINY = "classifier", "tiny-classifier"  # names of models
 class Plan:
     """Sizes of a measurement of classifiers.
 
+    heads: adapters with a head of their own
+    callers: clients over HTTP, each with one text at a time
     lines: lines of a batch
     listed: texts of a list beside generators
     gaps_s: seconds of each measurement of token gaps
@@ -43,8 +45,8 @@ class Plan:
     rounds: int = 5
     texts: int = 64
     tokens: int = 50
-    adapters: int = 8
-    clients: int = 16
+    heads: int = 8
+    callers: int = 16
     lines: int = 20_000
     listed: int = 1000
     gaps_s: float = 10
@@ -73,7 +75,7 @@ class ClassifiersRun(Run):
             random_model.copy(random_model.make(self.store, plan.config, 0), self.base)
         self.adapters = [
             classifiers.make_adapter(self.base, self.classifiers / f"adapter-{i}", plan.config, i)
-            for i in range(plan.adapters)
+            for i in range(plan.heads)
         ]
 
     def _whole(self, artifact: Path, name: str) -> Path:
@@ -97,7 +99,7 @@ class ClassifiersRun(Run):
                 with self.skipping(name):
                     ways[name] = self._way_of_peer(name, opened)
             exact, int8 = (self._ours(precision, opened) for precision in ("fp32", "int8"))
-            every = self.plan.adapters
+            every = self.plan.heads
             ways |= {
                 "fp32": self._way(lambda texts: exact.call("classify", texts=texts, adapters=0)),
                 "int8": self._way(lambda texts: int8.call("classify", texts=texts, adapters=0)),
@@ -162,7 +164,7 @@ class ClassifiersRun(Run):
                 while (at := next(numbers)) < len(texts):
                     call(connection, f"/predictions/{WHOLE}", {"inputs": texts[at]})
 
-        at_once(self.plan.clients, client, range(self.plan.clients))
+        at_once(self.plan.callers, client, range(self.plan.callers))
         return []
 
     # One server

@@ -83,7 +83,7 @@ def lines(results: Results) -> str:
     config = plan["config"]
     what = (
         f"a random classifier of {config['num_layers']} layers x {config['units']} units;"
-        f" {plan['texts']} texts of {plan['tokens']} tokens, {plan['clients']} clients over HTTP;"
+        f" {plan['texts']} texts of {plan['tokens']} tokens, {plan['callers']} clients over HTTP;"
         f" medians of {plan['rounds']} rounds"
     )
     speeds = ("", "texts/s", "largest difference of a probability", "labels as fp32's")
