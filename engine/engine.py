@@ -427,7 +427,7 @@ class Engine:
         """Keep a model's core resident until the future that `begin` returns is done."""
         with self._changed:
             model.submitting += 1
-            self._residency.used(model.core)
+            self._residency.used(model)
         try:
             submitted = begin()
         except BaseException:

@@ -257,6 +257,7 @@ class Loader:
             )
             undo.pop_all()
         try:
+            self._residency.take_adapter(model)
             model.texts.ready()
             batch = model.batch
             batch.max_rows = max(batch.max_rows, request.max_rows)
@@ -276,7 +277,7 @@ class Loader:
         undo: ExitStack,
         reading: Reading,
     ) -> NativeAdapter:
-        """Load an adapter's matrices, which the budget counts as declared, not as in memory."""
+        """Load an adapter's matrices. Raises as `Budget.declare`."""
         size = _num_bytes(adapter, request.precision)
         row = backends.row_bytes(base.config, request.precision)
         self._budget.declare(size, row, request.name)
@@ -324,6 +325,7 @@ class Loader:
             if adapter is not None:
                 steps.callback(self._budget.withdraw, adapter.num_bytes, core.row_bytes, model.name)
                 steps.callback(adapter.close)
+                steps.callback(self._residency.forget_adapter, model)
             if last:
                 weights, row = core.reserved_bytes, core.row_bytes
                 steps.callback(self._budget.withdraw, weights, row, core.name)

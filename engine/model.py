@@ -96,6 +96,7 @@ class Model:
     recent: Recent = field(default_factory=Recent)
     load_s: float = 0.0
     submitting: int = 0  # requests whose prompts are being tokenized
+    parked: bool = False  # whether its adapter does not count as in memory, see `engine.residency`
 
     @property
     def config(self) -> GPT2Config:
@@ -111,6 +112,10 @@ class Model:
         return sum(part.num_bytes for part in (self.adapter, self.head) if part is not None)
 
     @property
+    def _parked_bytes(self) -> int:
+        return self.adapter.num_bytes if self.parked and self.adapter is not None else 0
+
+    @property
     def answered(self) -> bool:
         """Whether the model has no request that is tokenized, queued, running or being sent."""
         return not self.submitting and not self.batch.unfinished(self) and self.texts.idle
@@ -120,7 +125,7 @@ class Model:
         core = self.core
         return {
             "name": self.name,
-            "residency": "hot" if core.resident else "parked",
+            "residency": "hot" if core.resident and not self.parked else "parked",
             # What unloading it frees at most: the other models may need a shorter row.
             "reserved_bytes": self.own_bytes + core.reserved_bytes // max(len(core.models), 1),
             "row_bytes": core.row_bytes,
@@ -145,7 +150,7 @@ class Model:
             "max_length": self.config.max_length,
             **({} if self.head is None else {"classifier": self.head.classifier.to_json()}),
             "weight_bytes": self.own_bytes + (0 if compute is None else compute.weight_bytes),
-            "held_bytes": self.own_bytes + core.held_bytes,
+            "held_bytes": self.own_bytes - self._parked_bytes + core.held_bytes,
             "load_seconds": round(self.load_s, 3),
             "running": self.batch.num_running(self),
             "waiting": self.batch.num_waiting(self),

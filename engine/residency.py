@@ -9,6 +9,10 @@ files stay in the page cache until the kernel needs the memory. If every residen
 core that has been queued for `DRAIN_AFTER_S` drains the core that has been resident for longest,
 which then admits no sequences, finishes the running ones, is evicted and, if requests wait for it,
 queued again. A queued core therefore waits for running answers only, never for new ones.
+
+Large adapters, such as deltas, count as in memory from a request on, until they are parked in place
+of a core by the same choice. Nothing waits for that: the files are mapped, and a parked one may be
+read at any time. So those with running answers alone are never parked.
 """
 
 from __future__ import annotations
@@ -17,15 +21,15 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 
 from common.errors import EngineError
 from common.eviction import Held, Victims
-from common.memory import container_memory
+from common.memory import MIB, container_memory
 from engine.backends.page_cache import advise_cold, read_in
 from engine.budget import Budget
-from engine.model import Core, Residence
+from engine.model import Core, Model, Residence
 from engine.prefixes import Prefixes
 from engine.sandbox.reading import Reading
 
@@ -39,6 +43,9 @@ MIN_RESIDENCE_FACTOR = 4
 # does not count. Larger: the kernel evicts weights, and steps wait for the disk.
 RESERVE_DIVISOR = 16
 OPENING_THREADS = 2
+# Smaller adapters do not count as in memory. Smaller: a thousand adapters of low rank, which the
+# kernel evicts by itself, take the room of cached prefixes.
+LARGE_ADAPTER_BYTES = 8 * MIB
 
 logger = logging.getLogger(__name__)
 
@@ -58,15 +65,39 @@ class Residency:
         self._prefixes = prefixes
         self._queue: deque[tuple[Core, Callable[[list[Core]], object], float]] = deque()
         self._pool = ThreadPoolExecutor(OPENING_THREADS, thread_name_prefix="residency")
-        self._victims = Victims[str]()
+        self._adapters: dict[str, Model] = {}  # those with a large adapter that is not parked
+        self._victims = Victims[Hashable]()  # names of cores, and (name,) of models with adapters
         self.opened = 0  # how many times an evicted core was opened again
-        budget.on_kv_shortage = self._evict_for_kv
+        budget.on_kv_shortage = self._evict
 
-    def used(self, core: Core) -> None:
+    def used(self, model: Model) -> None:
         """Count a request that is about to be queued; queue its core, unless it is resident."""
         with self._changed:
-            self._victims.used(core.name)
-            self.request(core)
+            self._victims.used(model.core.name)
+            self.request(model.core)
+            self.take_adapter(model)
+
+    def take_adapter(self, model: Model) -> None:
+        """Count an adapter as in memory, if it is large; the caller reads it in after this."""
+        with self._changed:
+            adapter, core = model.adapter, model.core
+            if adapter is None or adapter.num_bytes < LARGE_ADAPTER_BYTES:
+                return
+            if model not in core.models:  # it was unloaded
+                return
+            self._victims.used((model.name,))
+            if model.name not in self._adapters:
+                self._adapters[model.name], model.parked = model, False
+                self._budget.take(adapter.num_bytes)
+                self._evict(self._budget.missing_bytes(0, core.row_bytes))
+
+    def forget_adapter(self, model: Model) -> None:
+        """Count an unloaded model's adapter no more."""
+        with self._changed:
+            if self._adapters.pop(model.name, None) is not None:
+                assert model.adapter is not None
+                self._budget.take(-model.adapter.num_bytes)
+                self.open_waiting()
 
     def request(self, core: Core) -> None:
         """Queue a core, unless it is resident; a thread opens it as soon as it fits."""
@@ -173,13 +204,15 @@ class Residency:
         container = container_memory() if resident else None
         if container is not None:
             # Mapped weights are page cache, which `free_bytes` counts as free.
-            mapped = sum(other.reserved_bytes for other in resident if other.is_mapped)
+            adapters = sum(_adapter_bytes(model) for model in self._adapters.values())
+            mapped = sum(other.reserved_bytes for other in resident if other.is_mapped) + adapters
             reserve = container.limit_bytes // RESERVE_DIVISOR
             shortage = size + mapped + reserve - container.free_bytes
             if shortage > 0:
                 shortage -= self._prefixes.shrink(shortage)
             # It is enough to evict all others: one core is resident even in a small container.
-            missing = max(missing, min(shortage, sum(other.held_bytes for other in resident)))
+            held = adapters + sum(other.held_bytes for other in resident)
+            missing = max(missing, min(shortage, held))
         return missing
 
     def _closing_bytes(self) -> int:
@@ -188,16 +221,32 @@ class Residency:
         return sum(core.held_bytes for core in closing)
 
     def _choose_victims(self, missing: int) -> list[Core] | None:
-        """Mark idle cores with `missing` bytes as evicted; return them, or None if too few."""
-        held = {
-            core.name: Held(core.held_bytes, 1)
+        """Mark idle cores with `missing` bytes as evicted; return them, or None if too few.
+
+        Adapters are parked in place of some or all of them.
+        """
+        adapters = {
+            (model.name,): model
+            for model in self._adapters.values()
+            if not model.submitting and not model.batch.num_running(model)
+        }
+        cores = {
+            core.name: core
             for core in self._cores.values()
             # A draining core can be evicted once it has finished its last running sequence.
             if core.resident and (core.idle or not (core.batch.admits or core.batch.running))
         }
+        held: dict[Hashable, Held] = {
+            key: Held(_adapter_bytes(m), 1) for key, m in adapters.items()
+        }
+        held |= {name: Held(core.held_bytes, 1) for name, core in cores.items()}
         if sum(entry.bytes for entry in held.values()) < missing:
             return None
-        victims = [self._cores[name] for name in self._victims.choose(held, missing)]
+        chosen = set(self._victims.choose(held, missing))
+        for key, model in adapters.items():
+            if key in chosen:
+                self._park(model)
+        victims = [core for name, core in cores.items() if name in chosen]
         for core in victims:
             core.residence = Residence.CLOSING
             core.batch.admits = True
@@ -206,6 +255,14 @@ class Residency:
             if core.batch.has_work:
                 self._enqueue_reopening(core)
         return victims
+
+    def _park(self, model: Model) -> None:
+        """Count an adapter as not in memory, and let the kernel evict it before others."""
+        assert model.adapter is not None
+        del self._adapters[model.name]
+        model.parked = True
+        self._budget.take(-model.adapter.num_bytes)
+        self._pool.submit(model.adapter.advise_cold)
 
     def _drain(self, missing: int) -> None:
         """Stop admission to the longest resident cores, until these have `missing` bytes."""
@@ -222,8 +279,8 @@ class Residency:
                 core.batch.admits = False
                 missing -= core.held_bytes
 
-    def _evict_for_kv(self, missing: int) -> None:
-        """Evict idle cores to free `missing` bytes for keys and values."""
+    def _evict(self, missing: int) -> None:
+        """Evict idle cores and park adapters to free `missing` bytes, if these have as many."""
         with self._changed:
             missing -= self._closing_bytes()
             for core in self._choose_victims(missing) or []:
@@ -282,3 +339,7 @@ class Residency:
             self._set_held_bytes(core, 0)
             self._changed.notify_all()
             self.open_waiting()
+
+
+def _adapter_bytes(model: Model) -> int:
+    return 0 if model.adapter is None else model.adapter.num_bytes

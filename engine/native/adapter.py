@@ -21,7 +21,7 @@ from common.memory import MIB
 from engine.artifacts.adapter import BASE_NAMES, Adapter
 from engine.artifacts.artifact import Artifact
 from engine.artifacts.config import GPT2Config
-from engine.backends.page_cache import read_in
+from engine.backends.page_cache import Span, advise_cold, read_in
 from engine.native import library, rotation
 from engine.native.prepared import PreparedFile, Stored, open_prepared, write_arrays
 from engine.prepared import manifest as manifests
@@ -97,12 +97,19 @@ class NativeAdapter:
 
     def read_in(self) -> None:
         """Read the file into memory; does nothing after `close`, which waits for no disk."""
+        self._with_file(read_in)
+
+    def advise_cold(self) -> None:
+        """Let the kernel evict the file before others; does nothing after `close`."""
+        self._with_file(advise_cold)
+
+    def _with_file(self, work: Callable[[list[Span]], object]) -> None:
         with self._lock:
             if self._closed or self._file is None:
                 return
             self._readers += 1
         try:
-            read_in([self._file.span])
+            work([self._file.span])
         finally:
             self._end(readers=1)
 

@@ -19,9 +19,11 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
 from common.errors import InvalidRequest
+from engine import residency
 from engine.artifacts.open import open_artifact
 from engine.backends.interface import Piece
 from engine.engine import Engine
+from engine.model import Core
 from engine.native import delta as deltas
 from engine.native import library
 from engine.native.adapter import NativeAdapter, load_adapter
@@ -33,7 +35,7 @@ from tests.engine.adapters import make_adapter
 from tests.engine.backends.running import logits_of
 from tests.engine.conftest import NewEngine
 from tests.engine.deltas import fine_tuned, with_more_tokens
-from tests.engine.engines import Request, make_talkative
+from tests.engine.engines import Pause, Request, make_talkative, settle
 from tests.engine.hugging_face import make_hugging_face, train_tokenizer
 from tests.engine.models import make_artifact, params_of, write_params
 
@@ -299,6 +301,74 @@ def test_a_damaged_file_is_made_again(base: Path, tmp_path: Path) -> None:
         path.write_bytes(len(text).to_bytes(8, "little") + text + whole[8 + length :])
         open_delta(open_artifact(own), open_artifact(base), cache).close()
         assert path.read_bytes() == whole
+
+
+# --- Memory ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def crowded(
+    engine: Engine, base: Path, wholes: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> Engine:
+    """Four deltas of a base, named 시 0 to 시 3, of which two fit beside it and a row."""
+    monkeypatch.setattr(residency, "LARGE_ADAPTER_BYTES", 1)
+    models = [engine.load(whole.name, str(whole), base=str(base)) for whole in wholes]
+    assert hot(engine) == {whole.name for whole in wholes}
+    fit(engine, models[0].core, 2)
+    return engine
+
+
+def fit(engine: Engine, core: Core, deltas: int) -> None:
+    most = max(model.own_bytes for model in core.models)
+    engine.budget.total_bytes = core.reserved_bytes + core.row_bytes + deltas * most
+
+
+def hot(engine: Engine) -> set[str]:
+    return {str(model["name"]) for model in engine.models() if model["residency"] == "hot"}
+
+
+def test_deltas_count_as_in_memory_until_they_are_parked_for_others(
+    crowded: Engine, wholes: list[Path]
+) -> None:
+    names, budget = [whole.name for whole in wholes], crowded.budget
+    first = {name: ask(crowded, name).wait().ids() for name in names}
+    core = crowded._models[names[0]].core
+    for name in [*names, *names[:1] * 4, *names[1:]]:
+        assert ask(crowded, name).wait().ids() == first[name]
+        settle(crowded)
+        deltas = [crowded._models[name].own_bytes for name in hot(crowded)]
+        assert name in hot(crowded)
+        assert budget.weight_bytes == core.reserved_bytes + sum(deltas)
+        assert budget.weight_bytes + core.row_bytes <= budget.total_bytes
+    assert hot(crowded) == {names[0], names[-1]}  # the likeliest, and the last
+    for name in names:
+        crowded.unload(name)
+    assert (budget.weight_bytes, budget.kv_bytes, budget.declared_bytes) == (0, 0, 0)
+
+
+def test_keys_and_values_take_the_place_of_a_deltas_weights(
+    crowded: Engine, wholes: list[Path]
+) -> None:
+    busy, idle = wholes[0].name, wholes[1].name
+    for name in (idle, busy):
+        ask(crowded, name).wait()
+    settle(crowded)
+    assert hot(crowded) == {busy, idle}
+    model = crowded._models[busy]
+    rows = crowded.budget.free_bytes // model.core.row_bytes + 1
+    options = {"max_new_tokens": model.config.max_length, "ignore_eos": True}
+    with Pause(crowded):
+        long = [Request(crowded, busy, PROMPT, **options) for _ in range(rows)]
+    assert [request.wait().finish_reason() for request in long] == ["length"] * rows
+    assert hot(crowded) == {busy}
+
+
+def test_more_deltas_than_fit_are_all_answered_at_once(crowded: Engine, wholes: list[Path]) -> None:
+    first = [ask(crowded, whole.name).wait().ids() for whole in wholes]
+    fit(crowded, crowded._models[wholes[0].name].core, 0)  # they are read from their files
+    with Pause(crowded):
+        requests = [ask(crowded, whole.name) for whole in wholes * 3]
+    assert [request.wait().ids() for request in requests] == first * 3
 
 
 # --- More tokens than the base --------------------------------------------------------------------

@@ -243,7 +243,7 @@ def test_memory_that_a_close_will_free_is_not_freed_once_more(
     core = engine._models["m3"].core
     try:
         for _ in range(2):  # a reservation is tried again every few milliseconds
-            engine._residency._evict_for_kv(1)
+            engine.budget.on_kv_shortage(1)
             gate.reached()
         assert len(resident(engine)) == 2
         request = Request(engine, "m3", PROMPT, max_new_tokens=2)
