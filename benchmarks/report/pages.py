@@ -79,9 +79,12 @@ def _goals(results: Results, missed: bool = False) -> list[Results]:
     return [goal for goal in every if "met" in goal and not (missed and goal["met"])]
 
 
+KERNELS = {"amx_int8": "AMX", "avx512_vnni": "VNNI", "avx2": "AVX2"}  # the best first
+
 HEADLINES = {
     "headline": (
-        "On two cores: {b1:.0f} tokens a second for one client, {b8:.0f} for eight ({peers}),"
+        "On two cores with {kernels}: {b1:.0f} tokens a second for one client, {b8:.0f} for eight"
+        " ({peers}),"
         " {guides:.0f} times as fast as the AWS guides' loop. A full-size model that is prepared,"
         " but not loaded, gives its first token after {cold:.1f} s"
         " ([measured](docs/develop/benchmark.md) at {commit:.8}).",
@@ -89,7 +92,8 @@ HEADLINES = {
         "Of {count} goals [{missed} are missed](docs/develop/benchmark.md#what-is-missed-and-why).",
     ),
     "headline.ko": (
-        "코어 두 개에서 클라이언트가 하나면 초당 {b1:.0f}토큰, 여덟이면 {b8:.0f}토큰을 만듭니다"
+        "코어 두 개({kernels})에서 클라이언트가 하나면 초당 {b1:.0f}토큰, 여덟이면 {b8:.0f}토큰을"
+        " 만듭니다"
         "({peers}). AWS 가이드의 루프보다 {guides:.0f}배 빠르고, 준비되어 있지만 로드하지 않은"
         " 전체 크기 모델도 {cold:.1f}초면 첫 토큰이 나옵니다"
         "({commit:.8}에서 [측정](docs/develop/benchmark.md)).",
@@ -114,8 +118,10 @@ def _headline(results: Results, texts: tuple[str, str, str]) -> str:
     ]
     guides = next(goal for goal in results["goals"] if "guides' loop" in goal["name"])
     counts = {"count": len(_goals(results)), "missed": len(_goals(results, missed=True))}
+    sets = results["machine"]["instruction_sets"]
     headline = text.format(
         **rates(tables.INT8),
+        kernels=next((name for one, name in KERNELS.items() if one in sets), "no AVX2"),
         peers=", ".join(peers),
         commit=results["commit"],
         guides=guides["value"]["median"],
