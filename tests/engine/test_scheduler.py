@@ -320,13 +320,11 @@ def test_texts_to_classify_take_few_tokens_of_passes_while_any_sequence_decodes(
     bench.run_until(answer, State.DECODE)
     assert {text.state for text in texts} == {State.FINISHED}
     assert [len(emitted(text)) for text in texts] == [1] * 4
-    more = [bench.queue_text(40, seed) for seed in (5, 6)]
+    half, most = MAX_TEXT_TOKENS // 2, MAX_TEXT_TOKENS
+    more = [bench.queue_text(2 * most + half, seed) for seed in (5, 6)]
     prompt = bench.queue(60)
-    assert bench.step(decodes=True) == [1, 16]
-    assert bench.step(decodes=True) == [1, 16]
-    assert bench.step(decodes=True) == [1, 8, 8]
-    assert bench.step(decodes=True) == [1, 16]
-    assert bench.step(decodes=True) == [1, 16]
+    steps = [bench.step(decodes=True) for _ in range(5)]
+    assert steps == [[1, most], [1, most], [1, half, half], [1, most], [1, most]]
     assert states(*more) == [State.FINISHED] * 2
     assert bench.step(decodes=True) == [1, 60]  # of a prompt as many as before
     assert prompt.state is State.DECODE
