@@ -139,6 +139,8 @@ def test_ctrl_c_while_modules_are_imported_leaves_no_traceback(tmp_path: Path) -
         capture_output=True,
         cwd=REPOSITORY,
         env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        # A shell's background job, which the tests may be, inherits an ignored SIGINT.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         timeout=60,
         check=False,
     )
