@@ -96,6 +96,7 @@ class Model:
     recent: Recent = field(default_factory=Recent)
     load_s: float = 0.0
     submitting: int = 0  # requests whose prompts are being tokenized
+    held_bytes: int = 0  # bytes that the budget counts for its adapter now, if it is large
     parked: bool = False  # whether its adapter does not count as in memory, see `engine.residency`
 
     @property

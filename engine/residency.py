@@ -88,15 +88,14 @@ class Residency:
             self._victims.used((model.name,))
             if model.name not in self._adapters:
                 self._adapters[model.name], model.parked = model, False
-                self._budget.take(adapter.num_bytes)
+                self._set_held_bytes(model, adapter.num_bytes)
                 self._evict(self._budget.missing_bytes(0, core.row_bytes))
 
     def forget_adapter(self, model: Model) -> None:
         """Count an unloaded model's adapter no more."""
         with self._changed:
             if self._adapters.pop(model.name, None) is not None:
-                assert model.adapter is not None
-                self._budget.take(-model.adapter.num_bytes)
+                self._set_held_bytes(model, 0)
                 self.open_waiting()
 
     def request(self, core: Core) -> None:
@@ -191,9 +190,9 @@ class Residency:
     def _dequeue(self, core: Core) -> None:
         self._queue = deque(entry for entry in self._queue if entry[0] is not core)
 
-    def _set_held_bytes(self, core: Core, size: int) -> None:
-        self._budget.take(size - core.held_bytes)
-        core.held_bytes = size
+    def _set_held_bytes(self, of: Core | Model, size: int) -> None:
+        self._budget.take(size - of.held_bytes)
+        of.held_bytes = size
 
     def _missing_bytes(self, core: Core) -> int:
         """Return how many bytes of other cores' weights must be evicted to open this core."""
@@ -204,7 +203,7 @@ class Residency:
         container = container_memory() if resident else None
         if container is not None:
             # Mapped weights are page cache, which `free_bytes` counts as free.
-            adapters = sum(_adapter_bytes(model) for model in self._adapters.values())
+            adapters = sum(model.held_bytes for model in self._adapters.values())
             mapped = sum(other.reserved_bytes for other in resident if other.is_mapped) + adapters
             reserve = container.limit_bytes // RESERVE_DIVISOR
             shortage = size + mapped + reserve - container.free_bytes
@@ -225,21 +224,19 @@ class Residency:
 
         Adapters are parked in place of some or all of them.
         """
-        adapters = {
+        adapters: dict[Hashable, Model] = {
             (model.name,): model
             for model in self._adapters.values()
             if not model.submitting and not model.batch.num_running(model)
         }
-        cores = {
+        cores: dict[Hashable, Core] = {
             core.name: core
             for core in self._cores.values()
             # A draining core can be evicted once it has finished its last running sequence.
             if core.resident and (core.idle or not (core.batch.admits or core.batch.running))
         }
-        held: dict[Hashable, Held] = {
-            key: Held(_adapter_bytes(m), 1) for key, m in adapters.items()
-        }
-        held |= {name: Held(core.held_bytes, 1) for name, core in cores.items()}
+        units: dict[Hashable, Core | Model] = {**adapters, **cores}
+        held = {key: Held(unit.held_bytes, 1) for key, unit in units.items()}
         if sum(entry.bytes for entry in held.values()) < missing:
             return None
         chosen = set(self._victims.choose(held, missing))
@@ -261,7 +258,7 @@ class Residency:
         assert model.adapter is not None
         del self._adapters[model.name]
         model.parked = True
-        self._budget.take(-model.adapter.num_bytes)
+        self._set_held_bytes(model, 0)
         self._pool.submit(model.adapter.advise_cold)
 
     def _drain(self, missing: int) -> None:
@@ -339,7 +336,3 @@ class Residency:
             self._set_held_bytes(core, 0)
             self._changed.notify_all()
             self.open_waiting()
-
-
-def _adapter_bytes(model: Model) -> int:
-    return 0 if model.adapter is None else model.adapter.num_bytes

@@ -10,7 +10,7 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -142,6 +142,20 @@ def refused(answer: http.client.HTTPResponse, path: str, content: bytes) -> Prog
     return ProgramError(f"{answer.status} by {path}: {content[:500].decode('utf-8', 'replace')}")
 
 
+def stream(
+    connection: http.client.HTTPConnection, path: str, body: Mapping[str, Any]
+) -> Iterator[bytes]:
+    """Send a streaming request and yield the lines of its answer. Raises `ProgramError`."""
+    connection.request("POST", path, json.dumps(body).encode(), HEADERS)
+    answer = connection.getresponse()
+    if answer.status != 200:
+        raise refused(answer, path, answer.read())
+    for line in answer:
+        if b'"error"' in line:
+            raise ProgramError(f"broke off: {line.decode('utf-8', 'replace')}")
+        yield line
+
+
 class Streamed:
     """A finished streaming request to this server or llama.cpp's, with the times of its tokens.
 
@@ -158,13 +172,7 @@ class Streamed:
         self.ids, self.text, self.tokens = list[int](), "", 0
         begun: dict[int, float] = {}
         began = time.perf_counter()
-        connection.request("POST", path, json.dumps(body).encode(), HEADERS)
-        answer = connection.getresponse()
-        if answer.status != 200:
-            raise refused(answer, path, answer.read())
-        for line in answer:
-            if b'"error"' in line:
-                raise ProgramError(f"broke off: {line.decode('utf-8', 'replace')}")
+        for line in stream(connection, path, body):
             event = json.loads(line[6:]) if line.startswith(b"data: {") else {}
             # llama.cpp's last event of an answer repeats the whole answer, or has an empty list.
             ids = [event["token"]] if "token" in event else event.get("tokens")

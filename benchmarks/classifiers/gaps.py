@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import http.client
-import json
 import socket
 import threading
 import time
@@ -14,7 +13,7 @@ from urllib.parse import quote
 
 from benchmarks.report.tables import Results
 from testbed.process import ProgramError
-from testbed.server import HEADERS, Server, call, refused
+from testbed.server import Server, call, stream
 
 STREAMS = 2  # at the same time
 BEGINS_S = 60.0  # within which a list has a result, and a stream two tokens
@@ -105,13 +104,7 @@ def _stream(case: Case, stop: threading.Event, gaps: list[float]) -> None:
     body = {"inputs": case.prompt, "parameters": parameters, "stream": True}
     path, last = f"/predictions/{quote(case.generator)}", 0.0
     with contextlib.closing(case.server.connect()) as connection:
-        connection.request("POST", path, json.dumps(body).encode(), HEADERS)
-        answer = connection.getresponse()
-        if answer.status != 200:
-            raise refused(answer, path, answer.read())
-        for line in answer:
-            if b'"error"' in line:
-                raise ProgramError(f"broke off: {line.decode('utf-8', 'replace')}")
+        for line in stream(connection, path, body):
             if stop.is_set():
                 return
             if b'"token"' in line:

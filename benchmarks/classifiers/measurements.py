@@ -25,7 +25,6 @@ from engine.artifacts.config import GPT2Config
 from testbed import classifiers, random_model
 from testbed.server import Server, call
 
-PEERS = ("transformers", "openvino", "onnxruntime")
 BATCHES = (64, 16, 8)  # texts of a peer's pass, of which the fastest is measured
 WHOLE, TINY = "classifier", "tiny-classifier"  # names of models
 
@@ -95,7 +94,7 @@ class ClassifiersRun(Run):
         """Measure texts a second, round by round, and keep the logits of each round's texts."""
         ways: dict[str, Callable[[], Results]] = {}
         with contextlib.ExitStack() as opened:
-            for name in PEERS:
+            for name in tables.PEERS:
                 with self.skipping(name):
                     ways[name] = self._way_of_peer(name, opened)
             exact, int8 = (self._ours(precision, opened) for precision in ("fp32", "int8"))
