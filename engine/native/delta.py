@@ -186,7 +186,7 @@ def choices_of(metadata: Mapping[str, str]) -> Choices:
     try:
         values = json.loads(metadata.get("choices", "{}"))
         choices = {name: (int(rank), int(bits)) for name, (rank, bits) in values.items()}
-    except (AttributeError, TypeError, ValueError, RecursionError):
+    except (ArithmeticError, AttributeError, TypeError, ValueError, RecursionError):
         raise ArtifactError("the delta's ranks and bits are damaged") from None
     for rank, bits in choices.values():
         if not 0 <= rank <= library.MAX_RANK or bits not in BITS:

@@ -187,7 +187,9 @@ class PreparedFile:
         return lost
 
     def close(self) -> None:
-        """Unmap the file; nothing may point into it any more."""
+        """Unmap the file, if it is mapped; nothing may point into it any more."""
+        if not self._end_guard.alive:
+            return
         self.is_lost()
         self.addresses = {}
         self._end_guard()

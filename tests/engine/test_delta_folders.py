@@ -170,6 +170,7 @@ CONFIG = {
         ({"choices": "{}"}, "ranks and bits of other matrices"),
         ({"choices": '{"0.qkv": [8, 9]}'}, "has rank 8 and 9 bits"),
         ({"choices": "[]"}, "ranks and bits are damaged"),
+        ({"choices": '{"0.qkv": [8, 1e999]}'}, "ranks and bits are damaged"),
         ({"blake3": "0" * 64}, "is damaged"),
         ({"more": "-1"}, "has -1 more tokens than its base"),
         ({"more": "9" * 5000}, "more tokens than its base"),

@@ -18,7 +18,7 @@ import pytest
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
-from common.errors import InvalidRequest
+from common.errors import InvalidRequest, OutOfMemory
 from engine import residency
 from engine.artifacts.open import open_artifact
 from engine.backends.interface import Piece
@@ -249,6 +249,28 @@ def test_what_a_delta_adds_is_counted_and_returned(
     assert not [name for name in mapped if name.startswith(str(wholes[0]))]
 
 
+def test_a_delta_whose_base_does_not_fit_leaves_nothing(
+    new_engine: NewEngine, base: Path, wholes: list[Path]
+) -> None:
+    engine = new_engine(memory_mib=64, backend="native")
+    size = engine.load("시", str(wholes[0]), base=str(base)).own_bytes
+    core = engine._models["시"].core
+    engine.unload("시")
+    engine.budget.total_bytes = core.row_bytes + size + core.reserved_bytes - 1
+    engine.budget.overcommit = 1
+    mapped = files_mapped()
+    with pytest.raises(OutOfMemory, match="the model needs"):
+        engine.load("시", str(wholes[0]), base=str(base))
+    assert (engine.budget.declared_bytes, engine.budget.weight_bytes) == (0, 0)
+    assert files_mapped() == mapped
+
+
+def files_mapped() -> int:
+    gc.collect()
+    lines = Path("/proc/self/maps").read_text("utf-8").splitlines()
+    return sum(".prepared" in line for line in lines)
+
+
 @pytest.mark.parametrize("precision", ["fp32", "int8"])
 def test_what_is_no_delta_is_whole_and_says_why(
     engine: Engine, base: Path, wholes: list[Path], tmp_path: Path, precision: str
@@ -295,7 +317,8 @@ def test_a_damaged_file_is_made_again(base: Path, tmp_path: Path) -> None:
     delta.close()
     length = int.from_bytes(whole[:8], "little")
     header = json.loads(whole[8 : 8 + length])
-    for choices in ("[]", "{", '{"0.qkv": [8, 9]}', '{"0.qkv": [-1, 2]}', '{"0.qkv": 5}', "{}"):
+    damaged = ("[8, 9]", "[-1, 2]", "[Infinity, 2]", "5")
+    for choices in ("[]", "{", "{}", *(f'{{"0.qkv": {choice}}}' for choice in damaged)):
         header["__metadata__"]["choices"] = choices
         text = json.dumps(header).encode().ljust(length)
         path.write_bytes(len(text).to_bytes(8, "little") + text + whole[8 + length :])
