@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from command.blas import single_threaded_blas
 from command.documents import read_text
 from command.errors import Problem
 from command.options import argument, option
@@ -68,6 +69,7 @@ def run(options: Convert) -> None:
         raise Problem(f"{options.target} exists: remove it or choose another name")
     if (options.base is None) is (options.to in ("delta", "whole")):
         raise Problem("--to delta and --to whole need --base, and no other kind takes it")
+    single_threaded_blas()
     from scripts.artifacts import conversion
     from scripts.artifacts.folder import model_folder
 

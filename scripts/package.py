@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from command.blas import single_threaded_blas
 from command.options import argument, option
 
 
@@ -37,6 +38,7 @@ def run(options: Package) -> None:
     kogpt2 package my-model --base kogpt2              packs what it adds to its base
     kogpt2 package my-model --check                    checks it and writes nothing
     """
+    single_threaded_blas()
     from tqdm import tqdm
 
     from command.documents import read_text

@@ -5,6 +5,9 @@ from __future__ import annotations
 import io
 import json
 import re
+import subprocess
+import sys
+import tarfile
 from contextlib import closing
 from functools import partial
 from pathlib import Path
@@ -14,11 +17,13 @@ import pytest
 import sentencepiece
 
 from command.errors import Problem
-from common.model_files import visible
+from common.model_files import DELTA, visible
 from engine.artifacts.artifact import EMBEDDING, OUTPUT
 from engine.artifacts.open import open_artifact
 from engine.artifacts.read_params import read_params
 from engine.engine import Engine
+from engine.native.delta import open_delta
+from engine.sandbox.reading import Reading
 from engine.settings import Settings
 from engine.text.prompts import Prompts
 from scripts.artifacts import tokenizer_json
@@ -193,6 +198,32 @@ def test_a_delta_becomes_a_whole_model_that_is_as_near_to_the_fine_tune(
     assert "cannot be made whole" in refused(
         tmp_path / "델타", tmp_path / "남", "--to", "whole", "--base", whole
     )
+
+
+@pytest.mark.parametrize("threads", ["1", "3"])
+def test_a_delta_has_the_bits_that_a_server_prepares(
+    tmp_path: Path, threads: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In processes of their own: BLAS reads the number of its threads when it is imported."""
+    base = make_artifact(tmp_path / "바탕", units=256, vocab=4000)
+    whole = fine_tuned(tmp_path / "시", base)
+    artifacts = map(open_artifact, (whole, base))
+    with closing(open_delta(*artifacts, tmp_path / "cache", Reading().run)) as delta:
+        prepared = delta.file.path.read_bytes()
+    monkeypatch.setenv("OPENBLAS_NUM_THREADS", threads)
+    kogpt2 = (sys.executable, "-c", "from scripts.cli import main; raise SystemExit(main())")
+    options = ("--base", base, "--no-compare")
+    made, packed = tmp_path / "델타", tmp_path / "시.tar.gz"
+    for command_line in (
+        ("convert", whole, made, "--to", "delta", *options),
+        ("package", whole, "--out", packed, *options),
+    ):
+        subprocess.run([*kogpt2, *command_line], cwd=ROOT, check=True, capture_output=True)
+    assert (made / DELTA).read_bytes() == prepared
+    with tarfile.open(packed) as archive:
+        member = archive.extractfile(DELTA)
+        assert member is not None
+        assert member.read() == prepared
 
 
 def test_what_is_no_delta_is_refused_with_the_reason(tmp_path: Path) -> None:
