@@ -60,6 +60,7 @@ class Source:
     adapter: adapters.Adapter | Delta | None  # what is computed beside it
     described: Artifact  # the tokenizer and the generation settings
     stamps: Mapping[Path, Stamps]  # of the folders that the artifact's weights are read from
+    run: Run  # in sandboxes; raises `ArtifactError` if files change that the contents are of
     key: Hashable  # equal for equal weights, backend and precision
     whole_because: str = ""  # why a whole model that has a base is no delta of it
     labeled: Artifact | adapters.Adapter | None = None  # with the head of a classifier
@@ -116,10 +117,11 @@ class Loader:
     def _source(self, request: Request, reading: Reading) -> Source:
         """Read a request's folders; a delta is to be closed.
 
-        Raises `ArtifactError`, also if adapter and base do not fit.
+        Raises `ArtifactError`, also if adapter and base do not fit, and if files change meanwhile.
         """
         path, base = request.path, request.base
-        stamps = {path: stamps_of(path)}
+        files = {path: stamps_of(path)}
+        run = _while_unchanged(reading.run, files)
         has_adapter, has_delta = is_adapter(path), is_delta(path)
         if has_adapter and has_delta:
             raise ArtifactError(f"the folder has {ADAPTER} and {DELTA}: one of them must go")
@@ -127,11 +129,11 @@ class Loader:
         adapter: adapters.Adapter | Delta | None = None
         of_base, whole_because = None, ""
         if base is None or not (has_adapter or has_delta):
-            whole = self._manifests.open(path, reading.run)
+            whole = self._manifests.open(path, run)
         if base is not None:
             try:
-                stamps = {base: stamps_of(base), **stamps}
-                of_base = self._manifests.open(base, reading.run)
+                files[base] = stamps_of(base)
+                of_base = self._manifests.open(base, run)
             except ArtifactError as error:
                 whole_because = f"its base: {error.message}"
                 if whole is None:
@@ -141,7 +143,7 @@ class Loader:
             labeled = whole
         elif has_delta:
             assert of_base is not None
-            folder = open_folder(self._manifests, path, reading.run)
+            folder = open_folder(self._manifests, path, run)
             try:
                 self._check_deltas(request)
             except NoDelta as error:
@@ -149,10 +151,10 @@ class Loader:
                     f"a delta needs int8 on a CPU: {error.message}; serve the whole fine-tune"
                 ) from None
             labeled = folder.described
-            adapter = folder.open(of_base, self._cache_dir, reading.run)
+            adapter = folder.open(of_base, self._cache_dir, run)
         else:
             assert of_base is not None
-            labeled = adapter = self._manifests.open_adapter(path, reading.run)
+            labeled = adapter = self._manifests.open_adapter(path, run)
             if of_base.classifier is not None and adapter.classifier is None:
                 raise ArtifactError(
                     "the base is a classifier: an adapter of it must have a head of its own"
@@ -165,21 +167,20 @@ class Loader:
         if whole is not None and of_base is not None:
             try:
                 self._check_deltas(request)
-                adapter = open_delta(whole, of_base, self._cache_dir, reading.run)
+                adapter = open_delta(whole, of_base, self._cache_dir, run)
             except NoDelta as error:
                 whole_because = error.message
         if adapter is not None and of_base is not None:
-            artifact, described = of_base, adapter.described(of_base)
-            del stamps[path]
+            artifact, described, of_weights = of_base, adapter.described(of_base), {base}
         else:
             assert whole is not None
             artifact = described = whole
-            if base is not None and not isinstance(whole, Merged):
-                stamps.pop(base, None)
+            of_weights = {path, base} if isinstance(whole, Merged) else {path}
+        stamps = {folder: of for folder, of in files.items() if folder in of_weights}
         read = json.dumps([*map(str, stamps), *stamps.values()])
-        key = (request.backend, request.precision, read)
+        key = (request.backend, request.precision, artifact.content, read)
         with_labels = labeled if labeled and labeled.classifier else None
-        return Source(artifact, adapter, described, stamps, key, whole_because, with_labels)
+        return Source(artifact, adapter, described, stamps, run, key, whole_because, with_labels)
 
     def _check_deltas(self, request: Request) -> None:
         """Raise `NoDelta` for a model that is not computed in int8 on a CPU."""
@@ -219,7 +220,7 @@ class Loader:
                 undo.callback(source.adapter.close)
                 logger.info("%s is a delta of its base: %s", request.name, source.adapter.summary)
             if source.adapter is not None:
-                packed = self._pack(request, source.adapter, artifact, undo, reading)
+                packed = self._pack(request, source.adapter, source, undo)
 
             head = None
             if (labeled := source.labeled) is not None:
@@ -273,11 +274,11 @@ class Loader:
         self,
         request: Request,
         adapter: adapters.Adapter | Delta,
-        base: Artifact,
+        source: Source,
         undo: ExitStack,
-        reading: Reading,
     ) -> NativeAdapter:
         """Load an adapter's matrices. Raises as `Budget.declare`."""
+        base = source.artifact
         size = _num_bytes(adapter, request.precision)
         row = backends.row_bytes(base.config, request.precision)
         self._budget.declare(size, row, request.name)
@@ -285,7 +286,7 @@ class Loader:
         if isinstance(adapter, Delta):
             packed = adapter.load()
         else:
-            packed = load_adapter(adapter, base, request.precision, self._cache_dir, reading.run)
+            packed = load_adapter(adapter, base, request.precision, self._cache_dir, source.run)
         undo.callback(packed.close)
         packed.read_in()
         return packed
@@ -345,19 +346,14 @@ class Loader:
         the model's tokenizer is unusable.
         """
 
-        def check() -> None:
-            texts.ready()
-            for folder, stamps in source.stamps.items():
-                if stamps_of(folder) != stamps:
-                    raise ArtifactError("the model's files have changed since it was loaded")
-
         def load(run: Run) -> BackendModel:
             def checked(*arguments: Any, **options: Any) -> Any:
-                check()
-                return run(*arguments, **options)
+                texts.ready()
+                return _while_unchanged(run, source.stamps)(*arguments, **options)
 
             if self._settings.device == "gpu":
-                check()
+                texts.ready()
+                _check_unchanged(source.stamps)
             return backends.load(
                 dataclasses.replace(source.artifact),  # a copy: mappings end with it
                 request.backend,
@@ -368,6 +364,31 @@ class Loader:
             )
 
         return load
+
+
+def _while_unchanged(run: Run, folders: Mapping[Path, Stamps]) -> Run:
+    """Return `run`, which also raises `ArtifactError` if files change before its end.
+
+    Without that, a prepared file of one content could have the numbers of another, for ever.
+    """
+
+    def checked(*arguments: Any, **options: Any) -> Any:
+        _check_unchanged(folders)
+        value = run(*arguments, **options)
+        _check_unchanged(folders)
+        return value
+
+    return checked
+
+
+def _check_unchanged(folders: Mapping[Path, Stamps]) -> None:
+    """Raise `ArtifactError` if the files of a folder are no more those of its stamps."""
+    for folder, stamps in folders.items():
+        if stamps_of(folder) != stamps:
+            raise ArtifactError(
+                "the files of the model or its base have changed since they were read:"
+                " load it again"
+            )
 
 
 def _num_bytes(adapter: adapters.Adapter | Delta, precision: str) -> int:

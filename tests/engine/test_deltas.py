@@ -6,7 +6,7 @@ import gc
 import json
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from dataclasses import replace
@@ -18,7 +18,7 @@ import pytest
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
-from common.errors import InvalidRequest, OutOfMemory
+from common.errors import ArtifactError, InvalidRequest, OutOfMemory
 from engine import residency
 from engine.artifacts.open import open_artifact
 from engine.backends.interface import Piece
@@ -26,11 +26,13 @@ from engine.engine import Engine
 from engine.model import Core
 from engine.native import delta as deltas
 from engine.native import library
+from engine.native import prepared as of_wholes
 from engine.native.adapter import NativeAdapter, load_adapter
 from engine.native.delta import Delta, NoDelta, open_delta
 from engine.native.model import NativeModel
 from engine.native.prepared import prepared
 from engine.prepared.manifest import Manifests
+from engine.sandbox.reading import Reading
 from tests.engine.adapters import make_adapter
 from tests.engine.backends.running import logits_of
 from tests.engine.conftest import NewEngine
@@ -308,6 +310,56 @@ def test_a_base_that_is_replaced_while_its_deltas_answer_serves_them_on(
     assert again.core is not first.core
     assert ask(engine, "시 다시").wait().ids()
     assert ask(engine, "시").wait().ids() == before
+
+
+class Interrupted(Reading):
+    """Calls `meanwhile` before a sandbox does its work, when the files have been checked."""
+
+    def __init__(self, target: Any, meanwhile: Callable[[], object]) -> None:
+        super().__init__()
+        self._target, self._meanwhile = target, meanwhile
+
+    def run(self, target: Any, *arguments: Any, **options: Any) -> Any:
+        if target is self._target:
+            self._meanwhile()
+        return super().run(target, *arguments, **options)
+
+
+@pytest.mark.parametrize("replaced", ["시", "바탕"])
+@pytest.mark.parametrize("work", [deltas.build, of_wholes.build])
+def test_files_that_change_while_a_delta_is_prepared_leave_no_wrong_file(
+    engine: Engine, base: Path, wholes: list[Path], tmp_path: Path, replaced: str, work: Any
+) -> None:
+    """As a new version is moved in, and back: what is prepared has the hash of one of them."""
+    copies = {
+        name: shutil.copytree(path, tmp_path / name, ignore=shutil.ignore_patterns(".prepared"))
+        for name, path in (("시", wholes[0]), ("바탕", base))
+    }
+    expected = ask(engine_with(engine, wholes[0], base), "시").wait().ids()
+    engine.unload("시")
+    params = copies[replaced] / "kogpt2.params"
+    old = params.rename(tmp_path / "old.params")
+
+    def replace_weights() -> None:
+        weights = params_of(tmp_path / "old")
+        for name in weights:
+            weights[name] = weights[name] * np.float32(1.05)
+        write_params(tmp_path / "new.params", weights)
+        (tmp_path / "new.params").replace(params)
+
+    (tmp_path / "old").mkdir()
+    shutil.copy(old, tmp_path / "old" / "kogpt2.params")
+    shutil.copy(old, params)
+    reading = Interrupted(work, replace_weights)
+    with pytest.raises(ArtifactError, match="changed since they were read"):
+        engine.load("시", str(copies["시"]), base=str(copies["바탕"]), reading=reading)
+    shutil.copy(old, params)
+    assert ask(engine_with(engine, copies["시"], copies["바탕"]), "시").wait().ids() == expected
+
+
+def engine_with(engine: Engine, whole: Path, base: Path) -> Engine:
+    engine.load("시", str(whole), base=str(base))
+    return engine
 
 
 def test_a_damaged_file_is_made_again(base: Path, tmp_path: Path) -> None:

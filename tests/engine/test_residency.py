@@ -147,7 +147,7 @@ def test_a_model_comes_back_from_its_prepared_file_or_only_as_it_was(
     shutil.rmtree(changing / ".prepared")
     refused = Request(engine, "changing", PROMPT, max_new_tokens=2).wait()
     assert isinstance(refused.error, ArtifactError)
-    assert "changed since it was loaded" in refused.error.message
+    assert "changed since they were read" in refused.error.message
     ask(engine, "m0")
     engine.unload("changing")
     engine.load("changing", str(changing))
