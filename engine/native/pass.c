@@ -230,6 +230,7 @@ static void add_low_rank(const Change *change, size_t row, size_t group, float o
   const uint8_t *packed = (const uint8_t *)change->up + group * bytes;
   kernels->add_product(pass.model->int8, pass.down + row * pass.down_row, change->rank, packed, out);
   for (size_t at = 0; at < bytes && at < 2048; at += 64) __builtin_prefetch(packed + bytes + at);
+  if (change->bias) __builtin_prefetch(change->bias + (group + 1) * LINE);
 }
 
 /* How many rows from `row` on, at most `count`, have the adapter of the first. */
@@ -268,6 +269,7 @@ static void prefetch_adapters(const Product *p, size_t group) {
     const size_t bytes = float_group_bytes(change->rank);
     const char *packed = (const char *)change->up + group * bytes;
     for (size_t at = 0; at < bytes && at < 2048; at += 64) __builtin_prefetch(packed + at);
+    if (change->bias) __builtin_prefetch(change->bias + group * LINE);
     if (!change->bits) continue;
     const char *rest = (const char *)change->rest + group * rest_group_bytes(p->k, change->bits);
     for (size_t at = 0; at < REST_PREFETCH; at += 64) __builtin_prefetch(rest + at);

@@ -30,9 +30,9 @@ from scripts.artifacts import tokenizer_json
 from scripts.artifacts.archive import check, write_archive
 from scripts.artifacts.conversion import logits
 from tests.engine.artifacts.test_hugging_face import TORCH_FILE
-from tests.engine.deltas import fine_tuned
+from tests.engine.deltas import fine_tuned, with_more_tokens
 from tests.engine.engines import Request, make_talkative
-from tests.engine.hugging_face import TINY, make_hugging_face, write_json
+from tests.engine.hugging_face import TINY, make_hugging_face, train_tokenizer, write_json
 from tests.engine.models import make_artifact, spiece
 from tests.engine.sentences import SENTENCES
 from tests.scripts import command
@@ -224,6 +224,26 @@ def test_a_delta_has_the_bits_that_a_server_prepares(
         member = archive.extractfile(DELTA)
         assert member is not None
         assert member.read() == prepared
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_delta_with_tokens_of_its_own_becomes_whole_with_them(tmp_path: Path, tied: bool) -> None:
+    size = train_tokenizer("metaspace").get_vocab_size()
+    base = make_hugging_face(tmp_path / "바탕", units=128, vocab=size)
+    whole = with_more_tokens(tmp_path / "시", base, ["<행>", "<연>", "<끝>"], tied=tied)
+    convert(whole, tmp_path / "델타", "--to", "delta", "--base", base, "--no-compare")
+    convert(tmp_path / "델타", tmp_path / "다시", "--to", "whole", "--base", base)
+    ours, theirs = (open_artifact(path) for path in (whole, tmp_path / "다시"))
+    assert theirs.config.vocab_size == ours.config.vocab_size == size + 3
+    for name in (EMBEDDING,) if tied else (EMBEDDING, OUTPUT):
+        expected, found = ours.weights[name], theirs.weights[name]
+        error = np.linalg.norm(found - expected, axis=1) / np.linalg.norm(expected, axis=1)
+        assert error.max() < 0.05, name
+        assert (error[-3:] < 0.01).all(), name  # rows that the base lacks are kept in fp16
+    text = "<행>" + SENTENCES[0] + "<끝>"
+    ids = [Prompts(artifact).encode(text) for artifact in (ours, theirs)]
+    assert ids[0] == ids[1]
+    assert {size, size + 2} < set(ids[0])
 
 
 def test_what_is_no_delta_is_refused_with_the_reason(tmp_path: Path) -> None:
