@@ -1,18 +1,18 @@
 """Sends the texts of a request to the engine a few at a time.
 
 A list of any length so takes few places of the model's queue, and the texts of other requests come
-between its own.
+between its own. Of each text only what the answer has of it stays in memory.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from common.errors import DeadlineExceeded, Overloaded
+from common.errors import DeadlineExceeded, InvalidRequest, Overloaded
 from engine.http.client import ModelHandle
 
 # Texts that are sent at once, two times: while some are computed, the next are tokenized. More, or
@@ -21,15 +21,19 @@ from engine.http.client import ModelHandle
 TEXTS_AT_ONCE = 8
 CHARACTERS_AT_ONCE = 1000
 RETRY_S = 0.1  # while the queue is full
+# Labels, entities and logits in one answer, over all texts; as JSON these take up to 200 MB and a
+# second of one processor, in the process that has the workers of all models.
+MAX_ENTRIES = 400_000
 
 Texts = Sequence[Sequence[str]]
+Convert = Callable[[Sequence[str], Mapping[str, Any]], list[Any]]
 
 
 @dataclass(frozen=True)
 class Classified:
-    """The engine's results of all texts, see `classify` in `engine.http.server`."""
+    """What `convert` returned for each text."""
 
-    results: list[dict[str, Any]]
+    entries: list[list[Any]]
     prompt_tokens: int
 
 
@@ -40,12 +44,16 @@ def classify(
     listed: bool,
     timeout_s: float,
     request_id: str | None,
+    convert: Convert,
 ) -> Classified:
     """Classify texts, each a list of a text or a pair; `listed`: errors name a text's place.
 
-    Raises the first `EngineError` of any text.
+    convert: returns a text's entries in the answer from the text and the engine's result, see
+        `classify` in `engine.http.server`; it is called on any thread
+
+    Raises the first `EngineError` of any text, and `InvalidRequest` above `MAX_ENTRIES`.
     """
-    return _Bulk(model, texts, truncate, listed, timeout_s, request_id).run()
+    return _Bulk(model, texts, truncate, listed, timeout_s, request_id, convert).run()
 
 
 def chunks(texts: Texts) -> Iterator[tuple[int, Texts]]:
@@ -71,13 +79,15 @@ class _Bulk:
         listed: bool,
         timeout_s: float,
         request_id: str | None,
+        convert: Convert,
     ) -> None:
         self._model, self._truncate, self._listed = model, truncate, listed
         self._deadline, self._request_id = time.monotonic() + timeout_s, request_id
+        self._convert = convert
         self._chunks = list(chunks(texts))
-        self._results: list[list[dict[str, Any]]] = [[] for _ in self._chunks]
+        self._entries: list[list[list[Any]]] = [[] for _ in self._chunks]
         self._lock = threading.Lock()
-        self._next = self._tokens = 0
+        self._next = self._tokens = self._num_entries = 0
         self._begun = False  # whether the engine has answered any of them
         self._error: BaseException | None = None
 
@@ -94,7 +104,7 @@ class _Bulk:
             helper.join()
         if self._error is not None:
             raise self._error
-        return Classified([r for results in self._results for r in results], self._tokens)
+        return Classified([e for entries in self._entries for e in entries], self._tokens)
 
     def _work(self) -> None:
         while True:
@@ -104,15 +114,26 @@ class _Bulk:
                     return
                 self._next += 1
             try:
-                made = self._send(*self._chunks[i])
+                self._classify(i)
             except BaseException as error:
                 with self._lock:
                     self._error = self._error or error
                 return
-            with self._lock:
-                self._results[i] = made["results"]
-                self._tokens += made["prompt_tokens"]
-                self._begun = True
+
+    def _classify(self, i: int) -> None:
+        first, texts = self._chunks[i]
+        made = self._send(first, texts)
+        entries = list(map(self._convert, texts, made["results"]))
+        with self._lock:
+            self._entries[i] = entries
+            self._num_entries += sum(map(len, entries))
+            self._tokens += made["prompt_tokens"]
+            self._begun = True
+        if self._num_entries > MAX_ENTRIES:
+            raise InvalidRequest(
+                f"the answer has more than {MAX_ENTRIES} labels, entities or logits: send fewer"
+                " texts at once, or request fewer of each"
+            )
 
     def _send(self, first: int, texts: Texts) -> dict[str, Any]:
         while True:

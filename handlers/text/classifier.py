@@ -14,6 +14,7 @@ text/csv, a column `inputs`, or `text` and `text_pair`  ->  as a list; text/csv,
 from __future__ import annotations
 
 import csv
+import functools
 import io
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -28,7 +29,7 @@ from handlers.model_spec import client_name
 from handlers.payload import to_json
 from handlers.request_id import request_id, token_counts
 from handlers.text import classifier_v2
-from handlers.text.bulk import classify
+from handlers.text.bulk import Convert, classify
 from handlers.text.labels import FUNCTIONS, OUTSIDE, Options, entities, ranked
 
 MAX_TEXTS = 10_000
@@ -60,20 +61,22 @@ def answer(
     """Classify the texts in `body`. Raises `EngineError`."""
     about = model.model["classifier"]
 
-    def run(texts: Sequence[Sequence[str]], truncate: bool, listed: bool) -> list[dict[str, Any]]:
+    def run(
+        texts: Sequence[Sequence[str]], truncate: bool, listed: bool, convert: Convert
+    ) -> list[list[Any]]:
         if about["of_tokens"] and any(len(parts) > 1 for parts in texts):
             raise InvalidRequest("inputs has a text_pair, but this classifier is of single texts")
-        made = classify(model, texts, truncate, listed, timeout_s, request_id.get())
+        made = classify(model, texts, truncate, listed, timeout_s, request_id.get(), convert)
         token_counts.set((made.prompt_tokens, 0))
-        return made.results
+        return made.entries
 
     v2_request = classifier_v2.parse(body, content_type, about)
     if v2_request is not None:
         options = read_options(v2_request.parameters, about["of_tokens"], of_v2=True)
         texts = _checked(v2_request.texts, True)
-        results = run(texts, options.truncate, True)
+        rows = run(texts, options.truncate, True, v2_request.converter(about, options))
         name = client_name(model.model["name"])
-        return classifier_v2.answer(v2_request, name, texts, results, about, options)
+        return classifier_v2.answer(v2_request, name, rows, about)
     request = parse(body, content_type, about["of_tokens"])
     kinds = (
         (CSV, JSON) if request.answers_csv else (JSON, CSV) if request.form == "list" else (JSON,)
@@ -81,8 +84,9 @@ def answer(
     kind = accepted(accept, kinds)
     if kind == CSV:
         request = replace(request, options=replace(request.options, listed=True))
-    results = run(request.texts, request.options.truncate, request.form == "list")
-    formatted = format_answer(request, results, about)
+    convert = functools.partial(text_entries, about=about, options=request.options)
+    entries = run(request.texts, request.options.truncate, request.form == "list", convert)
+    formatted = format_answer(request, entries, about)
     return (_to_csv(formatted), CSV) if kind == CSV else (to_json(formatted), JSON)
 
 
@@ -226,22 +230,21 @@ def _to_csv(rows: Any) -> bytes:
     return text.getvalue().encode("utf-8", "backslashreplace")
 
 
-def format_answer(
-    request: ClassifyRequest, results: Sequence[Mapping[str, Any]], about: Mapping[str, Any]
-) -> Any:
-    """Return the labels of each text, in the form of the request; see the module.
+def text_entries(
+    parts: Sequence[str], result: Mapping[str, Any], about: Mapping[str, Any], options: Options
+) -> list[dict[str, Any]]:
+    """Return the labels or entities of a text; `result` and `about` are the engine's."""
+    if about["of_tokens"]:
+        return entities(parts[0], result, about["labels"], options)
+    best = ranked(result["logits"][0], about["labels"], options.function or about["function"])
+    return [{"label": label, "score": score} for label, score in best[: options.top_k]]
 
-    about: the engine's description of the classifier
-    """
-    options, labels = request.options, about["labels"]
-    texts: list[Any] = []
-    for parts, result in zip(request.texts, results, strict=True):
-        if about["of_tokens"]:
-            text = parts[0]
-            texts.append(entities(text, result, labels, options))
-            continue
-        best = ranked(result["logits"][0], labels, options.function or about["function"])
-        entries = [{"label": label, "score": score} for label, score in best[: options.top_k]]
-        # As transformers: a text alone has a list in any case, a pair and those of a list have not.
-        texts.append(entries if options.listed or request.form == "text" else entries[0])
+
+def format_answer(
+    request: ClassifyRequest, entries: Sequence[list[dict[str, Any]]], about: Mapping[str, Any]
+) -> Any:
+    """Return the `text_entries` of each text in the form of the request; see the module."""
+    # As transformers: a text alone has a list in any case, a pair and those of a list have not.
+    lists = about["of_tokens"] or request.options.listed or request.form == "text"
+    texts = entries if lists else [best for best, *_ in entries]
     return texts if request.form == "list" else texts[0]

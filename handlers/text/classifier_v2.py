@@ -17,6 +17,7 @@ from common.errors import InvalidRequest
 from common.hints import HINTS
 from handlers import v2
 from handlers.payload import to_json
+from handlers.text.bulk import Convert
 from handlers.text.labels import Options, entities, ranked
 
 VERSION = "1"
@@ -35,6 +36,18 @@ class TextRequest:
     @property
     def parameters(self) -> dict[str, Any]:
         return {k: v for k, v in self.v2.parameters.items() if k not in HINTS}
+
+    def converter(self, about: Mapping[str, Any], options: Options) -> Convert:
+        """Return what makes a text's entries: its entities, or label, score and logits if sent."""
+
+        def convert(parts: Sequence[str], result: Mapping[str, Any]) -> list[Any]:
+            if about["of_tokens"]:
+                return entities(parts[0], result, about["labels"], options)
+            logits = result["logits"][0]
+            best = ranked(logits, about["labels"], options.function or about["function"])[0]
+            return [*best, *(logits if "logits" in self.v2.outputs else ())]
+
+        return convert
 
 
 def _datatypes(about: Mapping[str, Any]) -> Mapping[str, str]:
@@ -95,32 +108,22 @@ def _texts(tensor: v2.Tensor) -> list[Any]:
 
 
 def answer(
-    request: TextRequest,
-    name: str,
-    texts: Sequence[Sequence[str]],
-    results: Sequence[Mapping[str, Any]],
-    about: Mapping[str, Any],
-    options: Options,
+    request: TextRequest, name: str, rows: Sequence[list[Any]], about: Mapping[str, Any]
 ) -> tuple[bytes, str]:
-    """Encode the engine's results as a V2 body and its content type."""
-    labels, columns = about["labels"], dict[str, list[Any]]()
+    """Encode the entries of each text as a V2 body and its content type."""
+    columns: dict[str, list[Any]]
     if about["of_tokens"]:
-        columns["entities"] = [
-            to_json(entities(parts[0], r, labels, options)).decode()
-            for parts, r in zip(texts, results, strict=True)
-        ]
+        columns = {"entities": [to_json(row).decode() for row in rows]}
     else:
-        rows = [result["logits"][0] for result in results]
-        best = [ranked(row, labels, options.function or about["function"])[0] for row in rows]
         columns = {
-            "label": [label for label, _ in best],
-            "score": [score for _, score in best],
-            "logits": [x for row in rows for x in row],
+            "label": [label for label, *_ in rows],
+            "score": [score for _, score, *_ in rows],
+            "logits": [x for row in rows for x in row[2:]],
         }
     datatypes, tensors = _datatypes(about), []
     for output, as_bytes in request.v2.outputs.items():
         values: Any = columns[output]
-        shape = [len(texts), len(labels)] if output == "logits" else [len(texts)]
+        shape = [len(rows), len(about["labels"])] if output == "logits" else [len(rows)]
         if as_bytes:
             texts_ = datatypes[output] == "BYTES"
             values = v2.pack_texts(values) if texts_ else struct.pack(f"<{len(values)}f", *values)

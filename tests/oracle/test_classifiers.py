@@ -17,7 +17,7 @@ import pytest
 from engine.engine import Engine
 from engine.http.answer import Logits
 from engine.settings import Settings
-from handlers.text.classifier import ClassifyRequest, format_answer
+from handlers.text.classifier import ClassifyRequest, format_answer, text_entries
 from handlers.text.labels import Options
 from tests.engine.engines import WAIT_S
 from tests.engine.hugging_face import KINDS, make_hugging_face
@@ -145,7 +145,9 @@ def test_labels_are_those_of_transformers(
     def answer(which: slice, form: str, **options: Any) -> Any:
         parts = list(map(parts_of, texts[which]))
         request = ClassifyRequest(parts, form, Options(**options))
-        return format_answer(request, results[which], about)
+        pairs = zip(parts, results[which], strict=True)
+        entries = [text_entries(text, result, about, request.options) for text, result in pairs]
+        return format_answer(request, entries, about)
 
     every, first = slice(None), slice(1)
     if not about["of_tokens"]:

@@ -38,14 +38,19 @@ class Engine:
                 self.running -= len(texts)
 
 
+def convert(parts: Any, result: Any) -> list[Any]:
+    return [*parts, *result["logits"][0]]
+
+
 def run(engine: Any, count: int, listed: bool = True, timeout_s: float = 60) -> Any:
-    return classify(engine, [[str(i)] for i in range(count)], False, listed, timeout_s, "id")
+    texts = [[str(i)] for i in range(count)]
+    return classify(engine, texts, False, listed, timeout_s, "id", convert)
 
 
 def test_the_results_are_in_order_and_few_texts_are_under_way() -> None:
     engine = Engine()
     made = run(engine, 100)
-    assert [result["logits"] for result in made.results] == [[[float(i)]] for i in range(100)]
+    assert made.entries == [[str(i), float(i)] for i in range(100)]
     assert (made.prompt_tokens, engine.most <= 2 * TEXTS_AT_ONCE) == (100, True)
     assert sorted(n for n in engine.calls if n is not None) == list(range(0, 100, TEXTS_AT_ONCE))
 
@@ -64,7 +69,7 @@ def test_long_texts_are_sent_alone() -> None:
 def test_a_full_queue_refuses_a_list_at_its_beginning_only(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bulk, "RETRY_S", 0.0)
     full = Overloaded("full", retry_after_s=1)
-    assert len(run(Engine(None, full, full), 30).results) == 30
+    assert len(run(Engine(None, full, full), 30).entries) == 30
     with pytest.raises(Overloaded):
         run(Engine(full), 1)
 
@@ -83,4 +88,13 @@ def test_without_another_thread_one_sends_all(monkeypatch: pytest.MonkeyPatch) -
         raise RuntimeError("can't start new thread")
 
     monkeypatch.setattr(threading.Thread, "start", refuse)
-    assert len(run(Engine(), 30).results) == 30
+    assert len(run(Engine(), 30).entries) == 30
+
+
+def test_an_answer_has_a_limit_that_ends_the_list(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bulk, "MAX_ENTRIES", 200)
+    assert len(run(Engine(), 100).entries) == 100
+    engine = Engine()
+    with pytest.raises(InvalidRequest, match="more than 200 labels, entities or logits"):
+        run(engine, 1000)
+    assert len(engine.calls) < 1000 / TEXTS_AT_ONCE

@@ -9,7 +9,7 @@ import pytest
 
 from common.errors import InvalidRequest, UnsupportedMediaType
 from common.media_types import CSV, JSON, TEXT
-from handlers.text.classifier import format_answer, parse
+from handlers.text.classifier import format_answer, parse, text_entries
 
 ABOUT = {"labels": ["a", "b", "c"], "function": "softmax", "of_tokens": False}
 RESULTS = [{"logits": [[1.0, 3.0, 2.0]]}, {"logits": [[0.5, -1.0, -2.0]]}]
@@ -18,7 +18,9 @@ RESULTS = [{"logits": [[1.0, 3.0, 2.0]]}, {"logits": [[0.5, -1.0, -2.0]]}]
 def answer(inputs: Any, **parameters: Any) -> Any:
     body = {"inputs": inputs, "parameters": parameters}
     request = parse(json.dumps(body).encode(), JSON)
-    return labels(format_answer(request, RESULTS[: len(request.texts)], ABOUT))
+    pairs = zip(request.texts, RESULTS, strict=False)
+    entries = [text_entries(parts, result, ABOUT, request.options) for parts, result in pairs]
+    return labels(format_answer(request, entries, ABOUT))
 
 
 def labels(made: Any) -> Any:
