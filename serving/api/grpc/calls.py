@@ -9,7 +9,7 @@ import asyncio
 import json
 import logging
 import uuid
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -193,27 +193,40 @@ class Unread:
     """The bytes of answers that clients have not read, `limit` at most.
 
     gRPC holds an answer until its client has read it or closed the connection, even where the
-    server ends the call before. Small answers are counted, but not refused.
+    server ends the call before. A connection gets no further answer once it would have more unread
+    than is left for all others: one that never reads takes half of the limit, two a third each.
+    Small answers are counted, but not refused.
     """
 
     def __init__(self, limit: int) -> None:
-        self._limit = limit
-        self.num_bytes = 0
+        self._left_bytes = limit
+        self._by_connection: Counter[str] = Counter()
 
-    def add(self, size: int) -> None:
-        """Count an answer, until `remove`. Raises `TooManyRequests` above the limit."""
-        if size > SMALL_BYTES and self.num_bytes + size > self._limit:
-            raise TooManyRequests("clients of the gRPC port leave too many bytes of answers unread")
-        self.num_bytes += size
+    def add(self, size: int, connection: str) -> None:
+        """Count an answer, until `remove`. Raises `TooManyRequests` above the limit.
 
-    def remove(self, size: int) -> None:
-        self.num_bytes -= size
+        connection: the `peer()` of the call's context, which gRPC frees at the call's end
+        """
+        unread = self._by_connection[connection] + size
+        if size > SMALL_BYTES and unread > self._left_bytes:
+            raise TooManyRequests(
+                "too many bytes of answers are unread on this connection, or on all connections of"
+                " the gRPC port"
+            )
+        self._by_connection[connection] = unread
+        self._left_bytes -= size
+
+    def remove(self, size: int, connection: str) -> None:
+        self._by_connection[connection] -= size
+        if not self._by_connection[connection]:
+            del self._by_connection[connection]
+        self._left_bytes += size
 
     def answer(self, response: T, context: Any) -> T:
         """Return the only response of a call, and count it until the call is done; as `add`."""
-        size = response.ByteSize()  # type: ignore[attr-defined]
-        self.add(size)
-        context.add_done_callback(lambda _: self.remove(size))
+        size, connection = response.ByteSize(), context.peer()  # type: ignore[attr-defined]
+        self.add(size, connection)
+        context.add_done_callback(lambda _: self.remove(size, connection))
         return response
 
 

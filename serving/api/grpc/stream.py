@@ -46,7 +46,7 @@ class Streams:
 
     async def answer(self, requests: Any, context: Any) -> None:
         places, writing = anyio.Semaphore(AT_ONCE), asyncio.Lock()
-        metadata = context.invocation_metadata()
+        metadata, connection = context.invocation_metadata(), context.peer()
         reading: anyio.CancelScope | None = None  # set while the call waits for its next request
         failure: ServingError | None = None  # ends the call once its requests are answered
 
@@ -73,7 +73,7 @@ class Streams:
 
         async def write(response: Any) -> None:
             size = response.ByteSize()
-            self._unread.add(size)
+            self._unread.add(size, connection)
             try:
                 async with writing:
                     with anyio.CancelScope(shield=True):  # a response is sent whole or not at all
@@ -81,7 +81,7 @@ class Streams:
             except CLIENT_GONE:
                 raise asyncio.CancelledError from None
             finally:
-                self._unread.remove(size)
+                self._unread.remove(size, connection)
 
         async def stream(request: Any, model: str) -> None:
             try:

@@ -425,13 +425,21 @@ def infer_frames(stream: int) -> bytes:
 async def test_answers_that_clients_do_not_read_are_limited(
     monkeypatch: pytest.MonkeyPatch, stream: bool
 ) -> None:
-    """Small ones are sent beside them; large ones again once the client has gone."""
+    """One connection leaves room for others. Beyond it small answers are sent, and large ones once
+    the clients have gone."""
     monkeypatch.setattr(HTTPProtocol, "max_unread_bytes", 3 << 20)
     text = "시" * (1 << 18)
     output = {"name": "y", "datatype": "BYTES", "shape": [1], "data": [text]}
     body = json.dumps({"model_name": "봄", "model_version": "1", "outputs": [output]})
+    answer, ten = always(answered(body=body.encode())), asyncio.Event()
+
+    async def counted(number: int) -> Answer:
+        if number >= 10:
+            ten.set()
+        return await answer(number)
+
     async with served(None) as (client, world):
-        world.mms.answer = always(answered(body=body.encode()))
+        world.mms.answer = counted
 
         async def code() -> grpc.StatusCode:
             """The status of one more answer."""
@@ -449,13 +457,22 @@ async def test_answers_that_clients_do_not_read_are_limited(
             while await code() != wanted:
                 await asyncio.sleep(0.02)
 
-        _, writer = await asyncio.open_connection("127.0.0.1", world.gateway.settings.grpc_port)
+        async def never_read() -> Any:
+            port = world.gateway.settings.grpc_port
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(PREFACE + b"".join(map(infer_frames, range(1, 20, 2))))
+            return reader, writer  # without its reader asyncio would close it
+
         with anyio.fail_after(WIDE_S):
             assert await code() == grpc.StatusCode.OK
-            writer.write(PREFACE + b"".join(map(infer_frames, range(1, 20, 2))))
+            connections = [await never_read()]
+            await ten.wait()
+            assert [await code() for _ in range(10)] == [grpc.StatusCode.OK] * 10
+            connections += [await never_read() for _ in range(2)]
             await until(grpc.StatusCode.RESOURCE_EXHAUSTED)
             assert (await client("ServerLive")).live
-            writer.transport.abort()
+            for _, writer in connections:
+                writer.transport.abort()
             await until(grpc.StatusCode.OK)
 
 
