@@ -122,7 +122,7 @@ class Model:
         return not self.submitting and not self.batch.unfinished(self) and self.texts.idle
 
     def held(self) -> dict[str, Any]:
-        """Return residency and budgeted bytes; shared weights are divided among their models."""
+        """Return residency, base and budgeted bytes; models that share weights divide these."""
         core = self.core
         return {
             "name": self.name,
@@ -131,6 +131,7 @@ class Model:
             "reserved_bytes": self.own_bytes + core.reserved_bytes // max(len(core.models), 1),
             "row_bytes": core.row_bytes,
             "kv_bytes": self.batch.kv_bytes(self),
+            **self._sharing(),
         }
 
     def _sharing(self) -> dict[str, str]:
@@ -144,7 +145,6 @@ class Model:
         return {
             **self.held(),
             "model_dir": str(self.path),
-            **self._sharing(),
             "backend": core.backend,
             "precision": core.precision,
             "parameters": self.config.num_parameters,

@@ -5,7 +5,7 @@
                                      "max_rows"?, "lease"?}; base is the folder of the base model of
                                     what is in model_dir. The answer has `base`, or `whole_because`
                                     if a whole model shares nothing with it
-    GET    /models                  the loaded models and their bytes of the budget
+    GET    /models                  the loaded models, their bases and bytes of the budget
     DELETE /models/{name}           unload a model
     POST   /models/{name}/generate  {"inputs", "parameters"?, "timeout_s"?, "stream"?,
                                      "request_id"?}; inputs are a text, or an object with the fields

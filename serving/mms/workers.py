@@ -10,7 +10,7 @@ import logging
 from collections import Counter
 from collections.abc import Iterable, Mapping, Set
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import psutil
 
@@ -37,6 +37,17 @@ START_POLL_S, MISSING_POLLS, UNSEEN_POLLS = 1.5, 3, 10
 ENGINE_PARTS = ("reserved_bytes", "row_bytes", "kv_bytes")
 
 logger = logging.getLogger(__name__)
+
+
+class InEngine(NamedTuple):
+    """A model in the engine.
+
+    residency: hot or parked
+    whole_because: why it shares nothing with the base that it was loaded with, or ""
+    """
+
+    residency: str
+    whole_because: str
 
 
 class Workers:
@@ -216,12 +227,12 @@ class Workers:
         """Return whether MMS has the model with this id. Raises `ServingError`."""
         return bool(await self._mms.describe(id))
 
-    async def held_by_engine(self) -> dict[str, str]:
-        """Return the residency (hot or parked) of the models in the engine, by engine name.
-
-        Raises `EngineError`.
-        """
-        return {model["name"]: model["residency"] for model in await self._engine.models()}
+    async def held_by_engine(self) -> dict[str, InEngine]:
+        """Return the models in the engine, by engine name. Raises `EngineError`."""
+        return {
+            model["name"]: InEngine(model["residency"], model.get("whole_because", ""))
+            for model in await self._engine.models()
+        }
 
     async def held_bytes(self, models: Iterable[Model], engine_only: bool) -> dict[str, int]:
         """Return the bytes of memory of each of the loaded `models`, by id.

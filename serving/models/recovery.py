@@ -100,7 +100,10 @@ class Recovery:
         registered = await self._workers.registered()
         held = await self._workers.held_by_engine()
         for model, _ in seen:
-            model.residency = held.get(model.engine_name, "")
+            state = held.get(model.engine_name)
+            model.residency = "" if state is None else state.residency
+            if state is not None and model.base is not None:
+                model.whole_because = state.whole_because  # a restarted engine loaded it again
         lacking = (m.id for m, _ in seen if m.in_engine and m.engine_name not in held)
         self._missed = Counter({id: self._missed[id] + 1 for id in lacking})
         listening = await self._workers.listening()

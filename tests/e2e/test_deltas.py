@@ -94,6 +94,8 @@ def test_a_base_is_unloaded_and_replaced_while_its_fine_tunes_answer(
     finally:
         (store.parent / "alt").rename(store / BASE)
         server.unload(name)
+        eventually(lambda: server.load(BASE).status_code == 200)  # a missing name is cached
+        server.unload(BASE)
 
 
 def test_a_fine_tune_that_sagemaker_brings_has_a_base_of_the_store(
@@ -132,6 +134,17 @@ def test_fine_tunes_outlive_the_gateway_and_the_engine(
     assert text(server.predict(name, SHORT)) == texts[name]
     (model,) = (m for m in statistics(server)["models"] if m["name"].startswith(f"{name}#"))
     assert model["base"].endswith(BASE)
+    (server.store / BASE).rename(server.store.parent / "옛것")
+    try:
+        server.forget_log()
+        server.descendants("-m engine ")[0].kill()
+        eventually(lambda: server.predict(name, SHORT).status_code == 200)
+        reason = "its base: there is no such model folder"
+        eventually(lambda: server.get(f"/models/{name}").json().get("wholeBecause") == reason)
+        assert bases(server)[name] is None
+    finally:
+        (server.store.parent / "옛것").rename(server.store / BASE)
+        server.unload(name)
 
 
 def test_a_delta_in_place_of_weights_is_a_model_that_needs_its_base(

@@ -17,6 +17,7 @@ from serving.api.gateway import Gateway
 from serving.api.metrics import Metrics
 from serving.console.journal import Journal
 from serving.errors import ModelNotInStore
+from serving.mms.workers import InEngine
 from serving.models.admission import Admission
 from serving.models.bases import Base
 from serving.models.evictor import Evictor
@@ -56,6 +57,7 @@ class FakeWorkers:
         self.settle_s = 0.0  # from when the engine has a model to when its load has ended
         self.listing_s = 0.0
         self.residency = "hot"  # of all that the engine has
+        self.whole_because = ""
         self.hung: set[str] = set()  # names that do not start
         self.starting: set[str] = set()  # ids that cannot be ended
         self.slow: asyncio.Event | None = None  # what `registered` and `held_by_engine` wait for
@@ -128,8 +130,8 @@ class FakeWorkers:
     async def is_registered(self, id: str) -> bool:
         return id in await self.registered()
 
-    async def held_by_engine(self) -> dict[str, str]:
-        return dict.fromkeys(self.in_engine, self.residency)
+    async def held_by_engine(self) -> dict[str, InEngine]:
+        return dict.fromkeys(self.in_engine, InEngine(self.residency, self.whole_because))
 
     async def listening(self) -> set[str]:
         return {model.socket for model in self.running.values()} - self.dead

@@ -17,6 +17,7 @@ from serving.models.model import Model
 from serving.models.model_settings import ModelSettings
 from serving.models.recovery import MISSING_POLLS_IN_USE
 from tests.serving.fakes import START_S, FakeWorkers, Parts
+from tests.serving.models.test_registry import with_base
 
 pytestmark = pytest.mark.virtual_time
 
@@ -57,6 +58,18 @@ async def test_where_the_engine_has_a_models_weights_is_known(parts: Parts) -> N
         parts.workers.in_engine.clear()
         await asyncio.sleep(2)
         assert model.residency == ""
+
+
+async def test_whether_a_restarted_engine_shares_a_models_base_is_known(parts: Parts) -> None:
+    with_base(parts)
+    model = await parts.load("봄")
+    async with watched(parts):
+        parts.workers.whole_because = "its base: there is no such model folder"
+        await asyncio.sleep(2)
+        assert (model.whole_because, model.shared_base) == (parts.workers.whole_because, None)
+        parts.workers.whole_because = ""
+        await asyncio.sleep(2)
+        assert (model.whole_because, model.shared_base) == ("", model.stored_base)
 
 
 @pytest.mark.parametrize(
