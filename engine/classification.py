@@ -15,6 +15,7 @@ from engine.artifacts.classifier import BIAS, WEIGHT, Classifier
 from engine.artifacts.tensor_index import read_tensor
 from engine.backends.interface import BackendModel, Logits, Piece, Row
 from engine.native import library
+from engine.sampling import check_finite
 from engine.sequence import Scheduled, Sequence
 
 
@@ -112,7 +113,9 @@ class Classification(Sequence):
 
     def take(self, part: Scheduled, logits: Logits, model: BackendModel) -> bool:
         if part.piece.states is not None:
-            self._logits += self.head.logits(part.piece.states).tolist()
+            logits = self.head.logits(part.piece.states)
+            check_finite(float(np.abs(logits).max()))
+            self._logits += logits.tolist()
         if part.completes:
             self.finish()
             self.send(Outputs(self.index, self._logits))

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from common.errors import ArtifactError
 from common.parameters import Parameters
 from engine.backends.interface import Logits
 from engine.native import library
@@ -54,7 +55,10 @@ class Sampler:
     def choose(
         self, logits: Logits, ids: Seq[int], constraint: Constraint | None = None
     ) -> tuple[int, TokenLogprobs | None]:
-        """Choose the next token that `constraint` allows; add log-probabilities if requested."""
+        """Choose the next token that `constraint` allows; add log-probabilities if requested.
+
+        Raises `ArtifactError` as `check_finite`.
+        """
         p = self._p
         raw = logits
         if p.repetition_penalty != 1.0 or self._counts or self._biased.size or self._rules:
@@ -68,6 +72,7 @@ class Sampler:
         else:
             values, tokens = constraint.allowed(logits)
             token = int(tokens[self._draw(values)])
+        check_finite(raw[token])
         return token, None if p.logprobs is None else logprobs_of(raw, token, p.logprobs)
 
     def pick(self, logprobs: Weights) -> int:
@@ -112,6 +117,12 @@ class Sampler:
         return token
 
 
+def check_finite(number: float) -> None:
+    """Raise `ArtifactError` for NaN or infinity, which damaged weights lead to."""
+    if not math.isfinite(number):
+        raise ArtifactError("the model's numbers are not finite: its weights are damaged")
+
+
 def top_indices(logits: Logits, k: int) -> NDArray[np.int32]:
     """Indices of the k largest values, largest first; equal values in index order."""
     logits, scratch = np.ascontiguousarray(logits), np.empty(len(logits), np.float32)
@@ -124,9 +135,13 @@ def top_indices(logits: Logits, k: int) -> NDArray[np.int32]:
 
 
 def logprobs_of(logits: Logits, token: int, count: int) -> TokenLogprobs:
-    """Return the log-probabilities of a token and of the `count` most likely tokens."""
+    """Return the log-probabilities of a token and of the `count` most likely tokens.
+
+    Raises `ArtifactError` as `check_finite`.
+    """
     logits, weights = np.ascontiguousarray(logits), np.empty(len(logits), np.float32)
     total = library.softmax_weights(logits.ctypes.data, len(logits), 1.0, weights.ctypes.data)
     shift = float(logits.max()) + math.log(total)
+    check_finite(shift)
     top = [(int(i), float(logits[i]) - shift) for i in top_indices(logits, count)] if count else []
     return TokenLogprobs(float(logits[token]) - shift, top)

@@ -12,7 +12,7 @@ from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from typing import Any
 
-from common.errors import EngineError, EngineUnavailable, InvalidRequest, OutOfMemory
+from common.errors import ArtifactError, EngineError, EngineUnavailable, InvalidRequest, OutOfMemory
 from engine.backends import nvidia
 from engine.backends.interface import BackendModel, Logits, WeightsLost
 from engine.model import Core, Model
@@ -299,7 +299,7 @@ class Loop:
         """Fail only this sequence if the block raises an error."""
         try:
             yield
-        except InvalidRequest as error:  # from the request's form
+        except (ArtifactError, InvalidRequest) as error:  # from the weights, the request's form
             sequence.fail(error)
         except Exception as error:
             sequence.fail(self._fault(core, error))

@@ -183,6 +183,16 @@ def test_a_fault_of_the_head_ends_its_text_alone(
     assert len(logits(engine, TEXTS[:1])) == 1
 
 
+def test_logits_that_overflow_fail_their_text(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    head = engine._find("c").head
+    assert head is not None
+    monkeypatch.setattr(head, "_weight", np.full_like(head._weight, np.inf))
+    with pytest.raises(ArtifactError, match="its weights are damaged"):
+        logits(engine, TEXTS[:1])
+
+
 # Adapters
 
 

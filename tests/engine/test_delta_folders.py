@@ -22,7 +22,7 @@ from scripts.artifacts import conversion
 from tests.engine.adapters import make_adapter
 from tests.engine.conftest import NewEngine
 from tests.engine.deltas import change_metadata, fine_tuned
-from tests.engine.engines import Request, make_talkative
+from tests.engine.engines import Pause, Request, make_talkative
 from tests.engine.models import params_of, write_params
 
 PROMPT = "오늘은 날씨가"
@@ -188,14 +188,14 @@ def test_metadata_of_anything_else_are_refused(
     assert refused(engine, delta, base)  # again, from what is known by then
 
 
-def write_numbers(name: str) -> Callable[[Path], None]:
-    """Writes NaN where a tensor ends, which is where a rest has its scales."""
+def write_numbers(name: str, number: bytes = b"\xff" * 4) -> Callable[[Path], None]:
+    """Writes NaN, or another number, where a tensor ends, which is where a rest has its scales."""
 
     def damage(file: Path) -> None:
         index, _, begin = read_safetensors(file)
         tensor, data = index[name], bytearray(file.read_bytes())
         end = tensor.offset + tensor.nbytes
-        data[end - 4 : end] = b"\xff" * 4
+        data[end - 4 : end] = number
         file.write_bytes(data)
         digest = prepared.digest(np.frombuffer(data, np.uint8)[begin:])
         change_metadata(file, blake3=digest)
@@ -220,6 +220,33 @@ def test_damaged_files_are_refused(
 ) -> None:
     damage(delta / "delta.safetensors")
     assert message in refused(engine, delta, base)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"do_sample": False},
+        {"do_sample": True, "seed": 1, "logprobs": 3},
+        {"choice": ["오늘", "날씨"]},
+        {"logprobs": 1, "decoder_input_details": True},
+        {"regex": "(오늘|날씨)+"},
+    ],
+)
+def test_numbers_that_overflow_fail_their_own_requests(
+    engine: Engine, base: Path, whole: Path, delta: Path, options: dict[str, Any]
+) -> None:
+    huge = np.float32(3e38).tobytes()
+    write_numbers("final_norm.gamma", huge)(delta / "delta.safetensors")
+    for folder in (whole, delta):
+        engine.load(folder.name, str(folder), base=str(base))
+    alone = ask(engine, "시")
+    with Pause(engine):
+        good = Request(engine, "시", PROMPT, max_new_tokens=16)
+        bad = Request(engine, "시의 델타", PROMPT, max_new_tokens=16, **options)
+    assert good.wait().ids() == alone
+    error = bad.wait().error
+    assert error is not None
+    assert (error.status, "its weights are damaged" in error.message) == (400, True)
 
 
 def test_the_file_of_another_version_says_what_to_do(delta: Path) -> None:
