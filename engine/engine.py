@@ -28,12 +28,13 @@ from common.parameters import Parameters
 from engine.backends.interface import Adapter, WeightsLost
 from engine.budget import Budget
 from engine.classification import Classification, Outputs, without_padding
+from engine.contents import Request
 from engine.cores import Cores
 from engine.futures import after, completed
 from engine.generation import FormGeneration, Generation, TextSequence, Token
 from engine.guesses import Guesser
 from engine.labels import Choice, Labels, check_lengths
-from engine.loader import Loader, Request
+from engine.loader import Loader
 from engine.model import Core, Model
 from engine.native.model import release_memory
 from engine.prefixes import Prefixes

@@ -3,32 +3,29 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import logging
 import time
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 from common.errors import ArtifactError, EngineError, ModelNotFound
 from common.memory import MIB, return_freed_memory
-from common.model_files import ADAPTER, DELTA, is_adapter, is_delta
 from engine import backends
 from engine.artifacts import adapter as adapters
 from engine.artifacts.artifact import Artifact
-from engine.artifacts.merged import Merged, merge
 from engine.backends.interface import BackendModel
 from engine.budget import Budget
 from engine.classification import head_bytes, head_of
+from engine.contents import Contents, Reader, Request, check_unchanged, while_unchanged
 from engine.cores import Cores
 from engine.model import Core, Model
 from engine.native.adapter import NativeAdapter, load_adapter, num_bytes
-from engine.native.delta import Delta, NoDelta, open_delta
-from engine.native.delta_folder import open_folder
+from engine.native.delta import Delta
 from engine.prefixes import Prefixes
 from engine.prepared.folder import prune
-from engine.prepared.manifest import Manifests, Run, Stamps, stamps_of
+from engine.prepared.manifest import Manifests, Run
 from engine.residency import Residency
 from engine.sandbox.reading import Reading
 from engine.scheduler import Batch
@@ -38,32 +35,6 @@ from engine.text.process import TextProcesses
 from engine.text.texts import Texts
 
 logger = logging.getLogger(__name__)
-
-
-@dataclasses.dataclass(frozen=True)
-class Request:
-    """A model to load: the folder of a whole model, adapter or delta, and of its base if any."""
-
-    name: str
-    path: Path
-    backend: str
-    precision: str
-    max_rows: int
-    base: Path | None = None
-
-
-@dataclasses.dataclass(frozen=True)
-class Source:
-    """The contents of a request's folders."""
-
-    artifact: Artifact  # what the core computes with
-    adapter: adapters.Adapter | Delta | None  # what is computed beside it
-    described: Artifact  # the tokenizer and the generation settings
-    stamps: Mapping[Path, Stamps]  # of the folders that the artifact's weights are read from
-    run: Run  # in sandboxes; raises `ArtifactError` if files change that the contents are of
-    key: Hashable  # equal for equal weights, backend and precision
-    whole_because: str = ""  # why a whole model that has a base is no delta of it
-    labeled: Artifact | adapters.Adapter | None = None  # with the head of a classifier
 
 
 class Loader:
@@ -103,91 +74,21 @@ class Loader:
 
     def needs(self, request: Request, reading: Reading) -> tuple[int, int]:
         """Return the bytes of weights that a load adds, and the K/V bytes of a full row."""
-        source = self._source(request, reading)
-        needed, row = self._bytes(source.artifact, request.precision)
-        if source.adapter is not None:
-            needed = 0 if self._cores.has(source.key) else needed
-            needed += _num_bytes(source.adapter, request.precision)
-        if source.labeled is not None:
-            needed += head_bytes(source.labeled)
-        if isinstance(source.adapter, Delta):
-            source.adapter.close()
+        contents = self._read(request, reading)
+        needed, row = self._bytes(contents.artifact, request.precision)
+        if contents.adapter is not None:
+            needed = 0 if self._cores.has(contents.key) else needed
+            needed += _num_bytes(contents.adapter, request.precision)
+        if contents.labeled is not None:
+            needed += head_bytes(contents.labeled)
+        if isinstance(contents.adapter, Delta):
+            contents.adapter.close()
         return needed, row
 
-    def _source(self, request: Request, reading: Reading) -> Source:
-        """Read a request's folders; a delta is to be closed.
-
-        Raises `ArtifactError`, also if adapter and base do not fit, and if files change meanwhile.
-        """
-        path, base = request.path, request.base
-        files = {path: stamps_of(path)}
-        run = _while_unchanged(reading.run, files)
-        has_adapter, has_delta = is_adapter(path), is_delta(path)
-        if has_adapter and has_delta:
-            raise ArtifactError(f"the folder has {ADAPTER} and {DELTA}: one of them must go")
-        whole: Artifact | None = None
-        adapter: adapters.Adapter | Delta | None = None
-        of_base, whole_because = None, ""
-        if base is None or not (has_adapter or has_delta):
-            whole = self._manifests.open(path, run)
-        if base is not None:
-            try:
-                files[base] = stamps_of(base)
-                of_base = self._manifests.open(base, run)
-            except ArtifactError as error:
-                whole_because = f"its base: {error.message}"
-                if whole is None:
-                    raise ArtifactError(whole_because) from None
-        labeled: Artifact | adapters.Adapter | None = None
-        if whole is not None:
-            labeled = whole
-        elif has_delta:
-            assert of_base is not None
-            folder = open_folder(self._manifests, path, run)
-            try:
-                self._check_deltas(request)
-            except NoDelta as error:
-                raise ArtifactError(
-                    f"a delta needs int8 on a CPU: {error.message}; serve the whole fine-tune"
-                ) from None
-            labeled = folder.described
-            adapter = folder.open(of_base, self._cache_dir, run)
-        else:
-            assert of_base is not None
-            labeled = adapter = self._manifests.open_adapter(path, run)
-            if of_base.classifier is not None and adapter.classifier is None:
-                raise ArtifactError(
-                    "the base is a classifier: an adapter of it must have a head of its own"
-                    " (task_type SEQ_CLS or TOKEN_CLS)"
-                )
-            if self._settings.device == "gpu" or not adapter.is_thin:
-                whole, adapter = merge(of_base, adapter), None
-            else:
-                adapter.check_fits(of_base.config)
-        if whole is not None and of_base is not None:
-            try:
-                self._check_deltas(request)
-                adapter = open_delta(whole, of_base, self._cache_dir, run)
-            except NoDelta as error:
-                whole_because = error.message
-        if adapter is not None and of_base is not None:
-            artifact, described, of_weights = of_base, adapter.described(of_base), {base}
-        else:
-            assert whole is not None
-            artifact = described = whole
-            of_weights = {path, base} if isinstance(whole, Merged) else {path}
-        stamps = {folder: of for folder, of in files.items() if folder in of_weights}
-        read = json.dumps([*map(str, stamps), *stamps.values()])
-        key = (request.backend, request.precision, artifact.content, read)
-        with_labels = labeled if labeled and labeled.classifier else None
-        return Source(artifact, adapter, described, stamps, run, key, whole_because, with_labels)
-
-    def _check_deltas(self, request: Request) -> None:
-        """Raise `NoDelta` for a model that is not computed in int8 on a CPU."""
-        if self._settings.device == "gpu":
-            raise NoDelta("a GPU computes no deltas")
-        if request.precision != "int8":
-            raise NoDelta(f"its precision is {request.precision}, and deltas have int8")
+    def _read(self, request: Request, reading: Reading) -> Contents:
+        """Read a request's folders. Raises as `contents.Reader.read`."""
+        device = self._settings.device
+        return Reader(request, self._manifests, reading.run, device, self._cache_dir).read()
 
     def _bytes(self, artifact: Artifact, precision: str) -> tuple[int, int]:
         config = artifact.config
@@ -205,25 +106,25 @@ class Loader:
         `discard` removes a model from its core and frees it while no step of the core is computed.
         """
         started = time.monotonic()
-        source = self._source(request, reading)
-        artifact = source.artifact
-        if source.whole_because:
+        contents = self._read(request, reading)
+        artifact = contents.artifact
+        if contents.whole_because:
             logger.info(
                 "%s shares nothing with its base, and takes %d MiB of its own: %s", request.name,
-                self._bytes(artifact, request.precision)[0] // MIB, source.whole_because,
+                self._bytes(artifact, request.precision)[0] // MIB, contents.whole_because,
             )  # fmt: skip
         statistics = Statistics()
         with ExitStack() as undo:
             undo.callback(return_freed_memory)
             packed = None
-            if isinstance(source.adapter, Delta):
-                undo.callback(source.adapter.close)
-                logger.info("%s is a delta of its base: %s", request.name, source.adapter.summary)
-            if source.adapter is not None:
-                packed = self._pack(request, source.adapter, source, undo)
+            if isinstance(contents.adapter, Delta):
+                undo.callback(contents.adapter.close)
+                logger.info("%s is a delta of its base: %s", request.name, contents.adapter.summary)
+            if contents.adapter is not None:
+                packed = self._pack(request, contents.adapter, contents, undo)
 
             head = None
-            if (labeled := source.labeled) is not None:
+            if (labeled := contents.labeled) is not None:
                 if self._settings.device == "gpu":
                     raise ArtifactError("the model is a classifier, which needs a CPU")
                 size, row = (
@@ -237,12 +138,12 @@ class Loader:
             # Their process starts while weights are opened. Not under the engine's lock: the
             # tokenizer's files are read and hashed, and no token is made while that is held.
             texts = Texts(
-                source.described, statistics, self._settings.max_queue, self._text_processes
+                contents.described, statistics, self._settings.max_queue, self._text_processes
             )
             undo.callback(texts.close, ModelNotFound("the model was not loaded"))
             model = self._cores.load(
-                source.key,
-                lambda: self._open_core(request, source, texts, reading),
+                contents.key,
+                lambda: self._open_core(request, contents, texts, reading),
                 lambda core: Model(
                     request.name,
                     request.path,
@@ -250,11 +151,11 @@ class Loader:
                     texts,
                     packed,
                     request.base,
-                    source.whole_because,
+                    contents.whole_because,
                     head,
                     statistics,
                 ),
-                is_adapter=source.adapter is not None,
+                is_adapter=contents.adapter is not None,
             )
             undo.pop_all()
         try:
@@ -274,11 +175,11 @@ class Loader:
         self,
         request: Request,
         adapter: adapters.Adapter | Delta,
-        source: Source,
+        contents: Contents,
         undo: ExitStack,
     ) -> NativeAdapter:
         """Load an adapter's matrices. Raises as `Budget.declare`."""
-        base = source.artifact
+        base = contents.artifact
         size = _num_bytes(adapter, request.precision)
         row = backends.row_bytes(base.config, request.precision)
         self._budget.declare(size, row, request.name)
@@ -286,16 +187,18 @@ class Loader:
         if isinstance(adapter, Delta):
             packed = adapter.load()
         else:
-            packed = load_adapter(adapter, base, request.precision, self._cache_dir, source.run)
+            packed = load_adapter(adapter, base, request.precision, self._cache_dir, contents.run)
         undo.callback(packed.close)
         packed.read_in()
         return packed
 
-    def _open_core(self, request: Request, source: Source, texts: Texts, reading: Reading) -> Core:
-        artifact = source.artifact
+    def _open_core(
+        self, request: Request, contents: Contents, texts: Texts, reading: Reading
+    ) -> Core:
+        artifact = contents.artifact
         needed, row = self._bytes(artifact, request.precision)
         name = self._cores.take_name(
-            request.name if source.adapter is None else f"the base of {request.name}"
+            request.name if contents.adapter is None else f"the base of {request.name}"
         )
         with ExitStack() as undo:
             undo.callback(self._cores.free_name, name)
@@ -303,11 +206,11 @@ class Loader:
             undo.callback(self._budget.withdraw, needed, row, name)
             core = Core(
                 name=name,
-                key=source.key,
+                key=contents.key,
                 backend=request.backend,
                 precision=request.precision,
                 artifact=artifact,
-                open=self._opener(request, source, texts),
+                open=self._opener(request, contents, texts),
                 batch=Batch(request.max_rows, self._budget, self._prefixes),
                 reserved_bytes=needed,
             )
@@ -338,7 +241,7 @@ class Loader:
         self._text_processes.close()
 
     def _opener(
-        self, request: Request, source: Source, texts: Texts
+        self, request: Request, contents: Contents, texts: Texts
     ) -> Callable[[Run], BackendModel]:
         """Return a function that opens the artifact's weights, also again after an eviction.
 
@@ -349,13 +252,13 @@ class Loader:
         def load(run: Run) -> BackendModel:
             def checked(*arguments: Any, **options: Any) -> Any:
                 texts.ready()
-                return _while_unchanged(run, source.stamps)(*arguments, **options)
+                return while_unchanged(run, contents.stamps)(*arguments, **options)
 
             if self._settings.device == "gpu":
                 texts.ready()
-                _check_unchanged(source.stamps)
+                check_unchanged(contents.stamps)
             return backends.load(
-                dataclasses.replace(source.artifact),  # a copy: mappings end with it
+                dataclasses.replace(contents.artifact),  # a copy: mappings end with it
                 request.backend,
                 request.precision,
                 device=self._settings.device,
@@ -364,31 +267,6 @@ class Loader:
             )
 
         return load
-
-
-def _while_unchanged(run: Run, folders: Mapping[Path, Stamps]) -> Run:
-    """Return `run`, which also raises `ArtifactError` if files change before its end.
-
-    Without that, a prepared file of one content could have the numbers of another, for ever.
-    """
-
-    def checked(*arguments: Any, **options: Any) -> Any:
-        _check_unchanged(folders)
-        value = run(*arguments, **options)
-        _check_unchanged(folders)
-        return value
-
-    return checked
-
-
-def _check_unchanged(folders: Mapping[Path, Stamps]) -> None:
-    """Raise `ArtifactError` if the files of a folder are no more those of its stamps."""
-    for folder, stamps in folders.items():
-        if stamps_of(folder) != stamps:
-            raise ArtifactError(
-                "the files of the model or its base have changed since they were read:"
-                " load it again"
-            )
 
 
 def _num_bytes(adapter: adapters.Adapter | Delta, precision: str) -> int:
