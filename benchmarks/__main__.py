@@ -8,7 +8,7 @@ from benchmarks import bench, profile
 from benchmarks.gpu import check as gpu_check
 from command import program
 
-app = program.application("Measures this server beside others.")
+app = program.application("Measure this server beside others.")
 program.add(app, "bench", bench.run)
 program.add(app, "profile", profile.run)
 program.add(app, "gpu-check", gpu_check.run)

@@ -14,11 +14,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from benchmarks.process import WORKDIR
-from command.documents import write_json
+from command.documents import check_writable, read_text, write_json
 from command.errors import Problem
 from command.options import option, seconds
 
 if TYPE_CHECKING:
+    from benchmarks.report.tables import Results
     from benchmarks.run import Run
 
 ENGINES = "benchmark"  # the run that no option names, and its files
@@ -90,6 +91,17 @@ def chosen(options: Bench, kinds: Mapping[str, type[Run]]) -> str:
 
 def _flag(name: str) -> str:
     return "the run that no option names" if name == ENGINES else f"--{name.replace('_', '-')}"
+
+
+def read_results(file: Path) -> Results:
+    """Read what an earlier run wrote. Raises `Problem`."""
+    try:
+        results = json.loads(read_text(file))
+    except ValueError:
+        results = None
+    if not isinstance(results, dict) or not {"commit", "plan", "wanted", "skipped"} <= {*results}:
+        raise Problem(f"--add: {file} is no JSON of kogpt2 bench")
+    return results
 
 
 def run(options: Bench) -> int:
@@ -169,8 +181,11 @@ def run(options: Bench) -> int:
     print(f"working in {workdir}", file=sys.stderr)
     measured = kind(plan, wanted, workdir)
     file = options.json or workdir / f"{name}.json"
+    plot = options.plot or workdir / f"{name}.png"
+    for written in (file, plot):
+        check_writable(written)
     if options.add and file.exists():
-        measured.add_to(json.loads(file.read_text(encoding="utf-8")))
+        measured.add_to(read_results(file))
     results = measured.results
     began -= results.get("seconds", 0.0)
 
@@ -182,7 +197,6 @@ def run(options: Bench) -> int:
     save()
     print(f"{kind.LINES(results)}\n\n{file}, {results['seconds']:.0f} s in all")
     if "sweep" in results or results.get("contenders"):
-        plot = options.plot or workdir / f"{name}.png"
         try:
             peers.draw(file, plot, measured.log("plot"))
             print(plot)

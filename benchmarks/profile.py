@@ -56,6 +56,8 @@ def run(options: Profile) -> None:
     from engine.artifacts.open import open_artifact
     from testbed import random_model
 
+    if options.model is not None and not options.model.is_dir():
+        raise Problem(f"there is no folder {options.model}")
     folder = options.model or random_model.make(WORKDIR / "models", random_model.FULL, 0)
     artifact = open_artifact(folder)
     if options.prompt is not None:

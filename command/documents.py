@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -23,6 +25,19 @@ def read_text(path: Path) -> str:
         ) from None
     except OSError as error:
         raise Problem(f"cannot read {path}: {error.strerror}") from None
+
+
+def check_writable(path: Path) -> None:
+    """Check that a file can be written, before the work whose results it gets. Raises `Problem`."""
+    code = 0
+    if path.is_dir():
+        code = errno.EISDIR
+    elif not path.exists() and not path.absolute().parent.is_dir():
+        code = errno.ENOENT
+    elif not os.access(path if path.exists() else path.absolute().parent, os.W_OK):
+        code = errno.EACCES
+    if code:
+        raise Problem(f"cannot write {path}: {os.strerror(code)}")
 
 
 def write_json(path: Path, value: Any, indent: int = 1) -> None:

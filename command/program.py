@@ -54,6 +54,8 @@ def explain(error: Exception) -> tuple[int, str]:
         return 2, error.format_message()
     if isinstance(error, Problem):
         return 2, str(error)
+    if isinstance(error, OSError) and error.strerror:  # without its number
+        return 1, f"{error.filename}: " * (error.filename is not None) + error.strerror
     if isinstance(error, Failed | OSError):
         return 1, str(error)
     if isinstance(error, EngineError):
@@ -95,7 +97,9 @@ def run(
         if status == INTERRUPTED:  # by Ctrl-C, of which Typer prints nothing
             print(f"{name}: interrupted", file=sys.stderr)
         return int(status)
-    except BrokenPipeError:  # the reader has closed, such as `| head`
+    except (BrokenPipeError, SystemExit) as error:  # the reader has closed, such as `| head`
+        if not any(isinstance(e, BrokenPipeError) for e in (error, error.__context__)):
+            raise  # Rich exits with 1 then
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except click.exceptions.NoArgsIsHelpError as error:

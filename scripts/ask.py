@@ -37,7 +37,7 @@ class Ask(Prompt):
 
 
 def run(options: Ask) -> int:
-    """Has a fine-tune continue a prompt, and prints the text while it is generated.
+    """Continue a prompt with a fine-tune, and print the text while it is generated.
 
     With --file it answers a file of JSON lines, each as /predictions takes it: an object with
     inputs and parameters, or a text. Sampling options are for all lines that do not set them. The

@@ -32,7 +32,7 @@ from scripts import (
     upload,
 )
 
-app = program.application("Serves many KoGPT2 fine-tunes at once, and manages them.")
+app = program.application("Serve many KoGPT2 fine-tunes at once, and manage them.")
 PANELS: dict[str, dict[str, Callable[[Any], int | None]]] = {
     "A server's models": {
         "ask": ask.run,
@@ -59,14 +59,14 @@ PANELS: dict[str, dict[str, Callable[[Any], int | None]]] = {
 }
 # Commands that are separate programs, by panel. They print their own --help.
 SHELL = {
-    "serve": "Starts the server on this machine, without a container.",
-    "build": "Builds an image of the server.",
-    "run": "Runs the image in a container with as few rights as possible.",
+    "serve": "Start the server on this machine, without a container.",
+    "build": "Build an image of the server.",
+    "run": "Run the image in a container with as few rights as possible.",
 }
 BENCHMARKS = {
-    "bench": "Measures this server's engine side by side with others.",
-    "profile": "Shows where a decode step's time goes in the native library.",
-    "gpu-check": "Checks and measures both backends on this machine's GPU.",
+    "bench": "Measure this server's engine side by side with others.",
+    "profile": "Show where a decode step's time goes in the native library.",
+    "gpu-check": "Check and measure both backends on this machine's GPU.",
 }
 
 

@@ -6,7 +6,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from command.documents import read_documents
+from command.documents import check_writable, read_documents
 from command.errors import Problem
 from scripts.artifacts.training_options import CORPUS, FineTune
 
@@ -57,8 +57,5 @@ def check(options: FineTune) -> list[tuple[Path, Path]]:
             raise Problem(f"{out} must be a file NAME.tar.gz")
         if out.exists() and not options.demo:
             raise Problem(f"{out} exists: remove it or choose another name")
-        try:
-            tempfile.TemporaryFile(dir=out.parent).close()
-        except OSError as error:
-            raise Problem(f"cannot write into {out.parent}: {error.strerror}") from None
+        check_writable(out)
     return jobs

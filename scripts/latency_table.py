@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from command.documents import write_json
+from command.documents import check_writable, write_json
 from command.errors import Problem
 from command.options import option
 from command.tables import table
@@ -47,6 +47,8 @@ def run(options: LatencyTable) -> None:
 
     if not options.text.strip():
         raise Problem("--text is empty")
+    if options.json:
+        check_writable(options.json)
     # The guides' client writes JSON in ASCII.
     target, call = open_target(options), Call(options.model, json.dumps(options.text).encode())
     if options.dry_run:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from command.documents import write_json
+from command.documents import check_writable, write_json
 from command.environments import use_load_environment
 from command.errors import Problem
 from command.options import option, seconds
@@ -100,8 +100,8 @@ def check(options: LoadTest) -> None:
         raise Problem("--cloudwatch is for --endpoint")
     if options.stream and options.endpoint and options.models:
         raise Problem("SageMaker streams from endpoints of a single model only: leave out --stream")
-    if options.json is not None and not options.json.absolute().parent.is_dir():
-        raise Problem(f"there is no folder {options.json.parent} to write {options.json.name} into")
+    if options.json is not None:
+        check_writable(options.json)
 
 
 def measure(options: LoadTest, models: tuple[str, ...] | None, prompts: tuple[str, ...]) -> int:

@@ -44,7 +44,7 @@ def run(options: Package) -> None:
     from command.documents import read_text
     from command.errors import Problem
     from common.misnamed import misnamed
-    from scripts.artifacts.archive import SUFFIX, check, write_archive
+    from scripts.artifacts.archive import SUFFIX, check, check_target, write_archive
     from scripts.artifacts.comparison import report
     from scripts.artifacts.folder import model_folder
 
@@ -52,7 +52,9 @@ def run(options: Package) -> None:
     given = options.folder.resolve()
     target = options.out or given.with_name(given.name + SUFFIX)
     if given.is_file() and not (options.check or options.out):
-        raise Problem(f"{options.folder} is an archive: give --out NAME{SUFFIX}, or --check")
+        raise Problem(f"{options.folder} is a file: give --out NAME{SUFFIX}, or --check")
+    if not options.check:
+        check_target(target)
     with contextlib.ExitStack() as opened:
         folder = opened.enter_context(model_folder(given))
         for warning in misnamed(folder):

@@ -65,14 +65,14 @@ def inspect(image: str) -> dict[str, Any]:
 
 
 def run(options: Push) -> None:
-    """Pushes a local image to ECR and prints its digest.
+    """Push a local image to ECR and print its digest.
 
     Creates a missing repository, which scans images, does not let tags move (so an endpoint keeps
     its image), and deletes images without a tag after 14 days. Pushing the same image again changes
     nothing. In ECR the image's user is root, which SageMaker expects; the server gives that up.
 
     Examples:
-    docker build -f Dockerfile.cpu -t kogpt2-serving:cpu .
+    kogpt2 build cpu
     kogpt2 push kogpt2-serving:cpu --region us-east-1
     kogpt2 push kogpt2-serving:cpu --tag v1
     """

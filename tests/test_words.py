@@ -46,9 +46,9 @@ ALLOWED = {"ModelNotFound", "ResourceNotFound"}  # types of errors, which client
 PROSE = re.compile(r"\b(whoever|nobody|somebody|anybody|everybody|whom|told|asked|said)\b", re.I)
 # The first word of a function's docstring is a verb in the imperative, or begins a noun phrase.
 DESCRIBING = re.compile(
-    r"(Adds|Answers|Calls|Changes|Checks|Chooses|Closes|Computes|Continues|Converts|Copies|Counts|"
-    r"Creates|Deletes|Ends|Fetches|Gives|Holds|Kills|Lists|Loads|Makes|Opens|Parses|Prints|Puts|"
-    r"Raises|Reads|Registers|Removes|Returns|Runs|Sends|Sets|Shows|Starts|Stops|Takes|Unloads|"
+    r"(Adds|Answers|Builds|Calls|Changes|Checks|Chooses|Closes|Computes|Continues|Converts|Copies|Counts|"
+    r"Creates|Deletes|Ends|Fetches|Gives|Has|Holds|Kills|Lists|Loads|Makes|Measures|Opens|Parses|Prints|Pushes|Puts|"
+    r"Raises|Reads|Registers|Removes|Returns|Runs|Sends|Serves|Sets|Shows|Starts|Stops|Takes|Unloads|"
     r"Waits|Writes|Yields)\b"
 )
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from benchmarks.process import WORKDIR, Worker
-from command.documents import write_json
+from command.documents import check_writable, write_json
 from command.options import option
 from testbed.process import ProgramError
 
@@ -64,8 +64,9 @@ def run(options: GpuCheck) -> int:
     workdir = options.workdir.resolve()
     print(f"working in {workdir}", file=sys.stderr)
     workdir.mkdir(parents=True, exist_ok=True)
-    results = measure(plan, options.device, [options.only] if options.only else BACKENDS, workdir)
     file = options.json or workdir / "gpu_check.json"
+    check_writable(file)
+    results = measure(plan, options.device, [options.only] if options.only else BACKENDS, workdir)
     write_json(file, results)
     print("\n".join(gpu_table.lines(results)))
     failures = list(gpu_table.failures(results))

@@ -14,6 +14,7 @@ from typing import IO, Any
 
 from tqdm.utils import CallbackIOWrapper
 
+from command.documents import check_writable
 from command.errors import Problem
 from common.errors import EngineError, ServiceError
 from common.model_files import BASE_NAME, is_adapter, is_delta
@@ -172,6 +173,15 @@ def _files(folder: Path) -> Iterator[Path]:
         yield entry
 
 
+def check_target(target: Path) -> None:
+    """Raise `Problem` unless `target` can be written as a new archive."""
+    if not target.name.endswith(SUFFIX) or target.name == SUFFIX:
+        raise Problem(f"{target} must be called NAME{SUFFIX}")
+    if target.exists():
+        raise Problem(f"{target} exists: remove it or choose another name")
+    check_writable(target)
+
+
 def write_archive(
     checked: Checked, target: Path, progress: Callable[[int], object] = lambda size: None
 ) -> None:
@@ -179,10 +189,7 @@ def write_archive(
 
     `progress` is called with bytes read. Raises `Problem` if the file exists.
     """
-    if not target.name.endswith(SUFFIX) or target.name == SUFFIX:
-        raise Problem(f"{target} must be called NAME{SUFFIX}")
-    if target.exists():
-        raise Problem(f"{target} exists: remove it or choose another name")
+    check_target(target)
     try:
         with tempfile.NamedTemporaryFile(dir=target.parent, prefix=f".{target.name}.") as file:
             write_tar(checked.folder, checked.files, file, progress)

@@ -29,15 +29,17 @@ def call(
     """Return the answer's JSON. Raises `Failed` with the server's error message."""
     import requests
 
-    from scripts.client.targets import message_of, session
+    from scripts.client.targets import message_of, root_cause, session
 
     token = os.environ.get("MANAGEMENT_TOKEN") or os.environ.get("INFERENCE_TOKEN")
     url = options.url
     try:
         with session(url, token) as calls:
             answer = calls.request(method, url + path, params=query, timeout=TIMEOUT_S)
+    except requests.Timeout:
+        raise Failed(f"{url} gave no answer within {TIMEOUT_S:g} s") from None
     except requests.RequestException as error:
-        raise Failed(f"{url} does not answer ({type(error).__name__}): is it started?") from None
+        raise Failed(f"{url} cannot be reached: {root_cause(error)}") from None
     if not answer.ok:
         raise Failed(f"{message_of(answer.content)} (status {answer.status_code})")
     try:

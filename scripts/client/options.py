@@ -12,7 +12,8 @@ from command.options import option, seconds, server_url
 
 DEFAULT_URL = "http://localhost:8080"
 _target = partial(option, rich_help_panel="Where")
-_sampling = partial(option, rich_help_panel="Sampling (default: greedy)")
+SAMPLING = "Sampling (default: greedy)"
+_sampling = partial(option, rich_help_panel=SAMPLING)
 
 
 @dataclass(kw_only=True)
@@ -70,7 +71,9 @@ class Sampling:
     logprobs: int | None = _sampling(
         None, "log-probabilities of the N likeliest tokens (with --json)", metavar="N"
     )
-    stop: list[str] = option([], "ends the answer there; repeatable", metavar="TEXT")
+    stop: list[str] = option(
+        [], "ends the answer there; repeatable", metavar="TEXT", rich_help_panel=SAMPLING
+    )
     do_sample: bool = _sampling(False, "samples")
     return_full_text: bool = _sampling(False, "print the prompt before the answer")
     parameters: str | None = _sampling(

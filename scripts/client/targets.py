@@ -126,7 +126,7 @@ class Local:
                     f"{self._url} stopped in its answer for {self._timeouts[1]:g} s", kind="timeout"
                 ) from None
             raise CallFailed(
-                f"{self._url} cannot be reached: {_root(error)}", kind=UNREACHABLE
+                f"{self._url} cannot be reached: {root_cause(error)}", kind=UNREACHABLE
             ) from None
         except requests.exceptions.ChunkedEncodingError:
             raise CallFailed(f"{self._url} broke off its answer", kind="broken answer") from None
@@ -227,7 +227,7 @@ def kind_of(answer: requests.Response) -> str:
     return str(answer.status_code)
 
 
-def _root(error: BaseException) -> str:
+def root_cause(error: BaseException) -> str:
     """Return the operating system's message from a chain of wrapped errors."""
     cause: BaseException | None = error
     while cause is not None:

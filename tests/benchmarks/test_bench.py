@@ -221,6 +221,29 @@ def test_an_option_of_another_run_is_refused(options: str, message: str) -> None
     assert refused.startswith(f"bench: {message}")
 
 
+@pytest.mark.parametrize("option", ["--json", "--plot"])
+def test_a_file_that_cannot_be_written_is_refused_before_measuring(
+    tmp_path: Path, option: str
+) -> None:
+    file = tmp_path / "없음" / "그림"
+    given = ("--quick", "--only", "int8", "--workdir", tmp_path, option, file)
+    done = command.run("bench", *given, main=main)
+    assert done.returncode == 2
+    assert done.stderr.endswith(f"bench: cannot write {file}: No such file or directory\n")
+    assert not (tmp_path / "models").exists()
+
+
+@pytest.mark.parametrize("content", ["{", "[1]", '{"plan": {}}'])
+def test_what_no_run_has_written_is_not_added_to(tmp_path: Path, content: str) -> None:
+    file = tmp_path / "잰 것.json"
+    file.write_text(content, encoding="utf-8")
+    given = ("--quick", "--hard", "--workdir", tmp_path, "--add", "--json", file)
+    done = command.run("bench", *given, main=main)
+    assert done.returncode == 2
+    assert done.stderr.endswith(f"bench: --add: {file} is no JSON of kogpt2 bench\n")
+    assert file.read_text(encoding="utf-8") == content
+
+
 def test_a_goal_is_the_median_over_rounds_and_one_not_measured_has_no_value() -> None:
     def contender(*seconds: list[float]) -> dict[str, Any]:
         """A contender's results for one row and for eight."""

@@ -43,6 +43,14 @@ def test_both_backends_are_right_on_the_cpu_and_what_is_wrong_is_said(tmp_path: 
     assert "mxnet" not in text
 
 
+def test_a_file_that_cannot_be_written_is_refused_before_measuring(tmp_path: Path) -> None:
+    file = tmp_path / "없음" / "a.json"
+    done = command.run(*GPU_CHECK, tmp_path, "--device", "cpu", "--json", file, main=main)
+    assert done.returncode == 2
+    assert done.stderr.endswith(f"gpu-check: cannot write {file}: No such file or directory\n")
+    assert [*tmp_path.iterdir()] == []
+
+
 def test_logits_that_are_no_numbers_are_wrong(tmp_path: Path) -> None:
     def load(folder: str) -> BackendModel:
         model = accuracy.int8(folder)

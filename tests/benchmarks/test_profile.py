@@ -41,6 +41,7 @@ def test_a_prompt_of_several_passes_has_its_time_by_part(tmp_path: Path) -> None
 def test_what_is_no_model_or_no_number_is_one_line(model: Path) -> None:
     for status, arguments, message in (
         (1, ("--model", model.parent), "model"),
+        (2, ("--model", model / "없음"), f"there is no folder {model / '없음'}"),
         (2, ("--rows", "0"), "--rows"),
         (2, ("--model", model, "--behind", "5000"), "--behind is 5000, must be at most"),
         (2, ("--model", model, "--prompt", "5000"), "--prompt is 5000, must be at most"),

@@ -22,6 +22,7 @@ from tests.e2e.server import REPOSITORY, Server
 from tests.fleet.upstream import upstreams
 from tests.scripts.command import output, refusal
 from tests.scripts.conftest import Run
+from tests.test_words import DESCRIBING
 
 GROUPS = [typer.main.get_command(app) for app in (cli.app, benchmark_cli.app)]
 COMMANDS = {
@@ -147,8 +148,10 @@ def test_ctrl_c_while_modules_are_imported_leaves_no_traceback(tmp_path: Path) -
     assert (process.returncode, process.stdout, process.stderr) == (-signal.SIGINT, b"", b"")
 
 
-def test_without_a_command_all_are_listed(run: Run) -> None:
+def test_without_a_command_all_are_listed_in_one_mood(run: Run) -> None:
     listed = output(run("--help"))
+    summaries = [cli.app.info.help, *cli.SHELL.values(), *cli.BENCHMARKS.values()]
+    assert [text for text in summaries if DESCRIBING.match(str(text))] == []
     assert all(re.search(rf"^│ {name} ", listed, re.M) for name in [*COMMANDS, *cli.SHELL])
 
 
@@ -192,4 +195,25 @@ def test_an_answer_that_is_not_this_servers_is_a_failure(run: Run) -> None:
 def test_a_server_that_is_not_there_is_a_failure(run: Run) -> None:
     for command in (["models"], ["ask", "시", "가"]):
         said = refusal(run(*command, "--url", "http://127.0.0.1:9"), 1)
-        assert said.startswith(f"{command[0]}: http://127.0.0.1:9 ")
+        reason = "http://127.0.0.1:9 cannot be reached: Connection refused"
+        assert said == f"{command[0]}: {reason}\n"
+
+
+def test_an_error_of_the_system_is_a_sentence_without_its_number(run: Run, tmp_path: Path) -> None:
+    file = tmp_path / "파일"
+    file.touch()
+    model = REPOSITORY / "model_store" / "sowol.tar.gz"
+    said = refusal(run("convert", model, file / "모델", "--to", "hf"), 1)
+    assert said == f"convert: {file}: File exists\n"
+
+
+@pytest.mark.parametrize("arguments", [["settings"], ["--help"], ["ask", "--help"]])
+def test_a_reader_that_closes_early_is_no_failure(arguments: list[str]) -> None:
+    end, out = os.pipe()
+    os.close(end)
+    with os.fdopen(out, "wb") as pipe:
+        program = [sys.executable, "-m", "scripts.start", *arguments]
+        done = subprocess.run(
+            program, stdout=pipe, stderr=subprocess.PIPE, cwd=REPOSITORY, timeout=60, check=False
+        )
+    assert (done.returncode, done.stderr) == (0, b"")

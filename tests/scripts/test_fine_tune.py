@@ -132,7 +132,7 @@ def test_mistakes_are_explained_before_training(text: Path, tmp_path: Path) -> N
         (("--text", empty, "--out", out), "holds no text"),
         (("--text", korean, "--out", out), "is not UTF-8"),
         (("--text", tmp_path / "none.txt", "--out", out), "cannot read"),
-        (("--text", text, "--out", tmp_path / "none" / "a.tar.gz"), "cannot write into"),
+        (("--text", text, "--out", tmp_path / "none" / "a.tar.gz"), "cannot write"),
         (("--text", text, "--out", tmp_path / "a.zip"), "must be a file NAME.tar.gz"),
         (("--text", text, "--out", out, "--heads", "3"), "--heads 3 does not divide"),
         (("--text", text), "give --text and --out, or --demo"),

@@ -35,5 +35,12 @@ def test_the_table_has_this_machine_and_every_published_one(
         assert line.split()[-2:] == [f"{seconds:.2f}", f"{seconds / here:.1f}x"]
 
 
+def test_a_file_that_cannot_be_written_is_refused_before_a_call(run: Run, tmp_path: Path) -> None:
+    for file, reason in (("없음/a.json", "No such file or directory"), ("", "Is a directory")):
+        command = ("latency-table", "--url", "http://127.0.0.1:9", "--json", tmp_path / file)
+        message = f"latency-table: cannot write {tmp_path / file}: {reason}\n"
+        assert refusal(run(*command), 2) == message
+
+
 def test_an_empty_prompt_is_refused(run: Run) -> None:
     assert "--text is empty" in refusal(run("latency-table", "--text", ""), 2)

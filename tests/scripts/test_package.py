@@ -143,6 +143,7 @@ def test_an_archive_is_checked_and_packed_as_its_folder_is(folder: Path, packed:
     output(run(folder))
     assert "2 layers" in output(run(packed, "--check"))
     assert "give --out" in refusal(run(packed), 2)
+    assert "cannot write" in refusal(run(folder, "--out", folder.parent / "없음" / "a.tar.gz"), 2)
     output(run(packed, "--out", again))
     assert again.read_bytes() == packed.read_bytes()
     packed.write_bytes(b"no archive")
