@@ -72,7 +72,7 @@ def run(options: Push) -> None:
     nothing. In ECR the image's user is root, which SageMaker expects; the server gives that up.
 
     Examples:
-    kogpt2 build cpu
+    scripts/build cpu
     kogpt2 push kogpt2-serving:cpu --region us-east-1
     kogpt2 push kogpt2-serving:cpu --tag v1
     """
