@@ -1,7 +1,10 @@
 """The lines of a request's body, which is read while its lines are used.
 
 A client that sends its whole body before it reads an answer gets through with as many bytes as one
-request may have: so many are read ahead. Beyond them, the body is read as fast as it is used.
+request may have: so many are read ahead. Beyond them, the body is read as fast as it is used. If
+the client then reads no answer for `STALL_S`, as many bytes again are read ahead: a client that has
+stopped altogether, such as curl in front of a pager, sends only what the kernels hold, and goes on
+later. One that still sends would wait for ever, so the rest of its body is dropped.
 """
 
 from __future__ import annotations
@@ -18,9 +21,9 @@ from serving.api.request import Request
 from serving.api.request_body import LARGEST_BODIES
 from serving.errors import BadRequest, BodyTooLarge
 
-# How long a client that does not read its answer may fill up what is read ahead; then the rest of
-# the body is dropped. Longer: clients that send before they read wait longer, and some give up.
-# Shorter: clients lose lines that stop reading for a while.
+# How long a client that does not read its answer may fill up what is read ahead. Longer: clients
+# that send before they read wait longer, and some give up. Shorter: clients lose lines that stop
+# reading for a while and still send.
 STALL_S = 30.0
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 SPACES = b" \t\r"
@@ -39,6 +42,7 @@ class BodyLines:
         self._is_first = True
         self._too_long = False  # the line that arrives is, and its bytes are dropped
         self._complete = False  # all of the body has arrived
+        self._spare = 0  # bytes that are read ahead beyond `_max_line`
         self._drops = False  # whether what arrives is dropped, because the client does not read
         self._refusal: BodyTooLarge | None = None  # takes the place of the first dropped line
         self._next: bytes | BodyTooLarge | None = None  # of `first`
@@ -60,11 +64,15 @@ class BodyLines:
         """
         while True:
             while self._is_full():
+                if self._spare and stalls():  # it has filled that, too: it still sends
+                    self._drop_rest()
+                    break
+                self._spare = 0
                 self._used.clear()
                 with move_on_after(STALL_S) as waiting:
                     await self._used.wait()
                 if waiting.cancelled_caught and stalls():
-                    self._drop_rest()
+                    self._spare = self._max_line
             await self._receive()
             self._arrived.set()
 
@@ -108,7 +116,7 @@ class BodyLines:
     def _is_full(self) -> bool:
         if self._drops:
             return False
-        if len(self._data) > self._max_line:
+        if len(self._data) > self._max_line + self._spare:
             return True
         shared = self._gateway.body_bytes > self._max_bodies
         return shared and self._data.find(b"\n", self._searched) >= 0

@@ -238,6 +238,26 @@ async def test_nothing_is_computed_or_read_for_a_client_that_does_not_read() -> 
     assert world.gateway.body_bytes == 0
 
 
+async def test_a_client_that_pauses_loses_no_lines() -> None:
+    """What the kernels hold of its body arrives meanwhile."""
+    world = World(model(capacity=8), max_request_bytes=10_000)
+    Echo(world)
+    client = Client(world).send(line(0) + b"\n", more=True)
+    for pause in range(3):
+        await settle()
+        client.reads.clear()
+        begun, sent = client.taken, [line(i) + b"\n" for i in range(pause * 500, pause * 500 + 500)]
+        client.send(*sent, more=True)
+        await asyncio.sleep(3 * STALL_S)
+        assert 15_000 < client.taken - begun == sum(map(len, sent))
+        client.reads.set()
+        await asyncio.sleep(STALL_S)
+    client.send(line(1500))
+    answers = [json.loads(line(i)) for i in (0, *range(1501))]
+    assert await client.answers() == answers
+    assert world.gateway.body_bytes == 0
+
+
 async def test_a_client_that_sends_all_before_it_reads_gets_an_answer_with_the_reason() -> None:
     world = World(model(capacity=8), max_request_bytes=10_000)
     Echo(world)
