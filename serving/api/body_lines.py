@@ -10,8 +10,10 @@ later. One that still sends would wait for ever, so the rest of its body is drop
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import re
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 
 from anyio import move_on_after
 from starlette.requests import ClientDisconnect
@@ -42,20 +44,21 @@ class BodyLines:
         self._is_first = True
         self._too_long = False  # the line that arrives is, and its bytes are dropped
         self._complete = False  # all of the body has arrived
-        self._spare = 0  # bytes that are read ahead beyond `_max_line`
+        self._more_bytes = 0  # bytes that are read ahead beyond `_max_line`
         self._drops = False  # whether what arrives is dropped, because the client does not read
         self._refusal: BodyTooLarge | None = None  # takes the place of the first dropped line
         self._next: bytes | BodyTooLarge | None = None  # of `first`
         self._arrived, self._used = asyncio.Event(), asyncio.Event()
+        self.waits_since: float | None = None  # on the monotonic clock, if the next line is awaited
 
     async def first(self) -> None:
         """Wait for the first line. Raises `BadRequest` without any, `ClientDisconnect`."""
-        self._next = self._cut()
-        while self._next is None:
-            if self._complete:
-                raise BadRequest("the body has no lines, must have one JSON value a line")
-            await self._receive()
-            self._next = self._cut()
+        with self._waiting():
+            while (line := self._cut()) is None:
+                if self._complete:
+                    raise BadRequest("the body has no lines, must have one JSON value a line")
+                await self._receive()
+        self._next = line
 
     async def read(self, stalls: Callable[[], bool]) -> None:
         """Read the body as far ahead as the limits allow. Raises `ClientDisconnect` at the end.
@@ -64,15 +67,15 @@ class BodyLines:
         """
         while True:
             while self._is_full():
-                if self._spare and stalls():  # it has filled that, too: it still sends
+                if self._more_bytes and stalls():  # it has filled that, too: it still sends
                     self._drop_rest()
                     break
-                self._spare = 0
+                self._more_bytes = 0
                 self._used.clear()
                 with move_on_after(STALL_S) as waiting:
                     await self._used.wait()
                 if waiting.cancelled_caught and stalls():
-                    self._spare = self._max_line
+                    self._more_bytes = self._max_line
             await self._receive()
             self._arrived.set()
 
@@ -81,15 +84,24 @@ class BodyLines:
         if self._next is not None:
             first, self._next = self._next, None
             return first
-        while (line := self._cut()) is None:
-            if self._refusal is not None:
-                refusal, self._refusal = self._refusal, None
-                return refusal
-            if self._complete:
-                return None
-            self._arrived.clear()
-            await self._arrived.wait()
+        with self._waiting():
+            while (line := self._cut()) is None:
+                if self._refusal is not None:
+                    refusal, self._refusal = self._refusal, None
+                    return refusal
+                if self._complete:
+                    return None
+                self._arrived.clear()
+                await self._arrived.wait()
         return line
+
+    @contextlib.contextmanager
+    def _waiting(self) -> Iterator[None]:
+        self.waits_since = time.monotonic()
+        try:
+            yield
+        finally:
+            self.waits_since = None
 
     def _drop_rest(self) -> None:
         """Drop the line that has not arrived whole, and what arrives from now on."""
@@ -116,7 +128,7 @@ class BodyLines:
     def _is_full(self) -> bool:
         if self._drops:
             return False
-        if len(self._data) > self._max_line + self._spare:
+        if len(self._data) > self._max_line + self._more_bytes:
             return True
         shared = self._gateway.body_bytes > self._max_bodies
         return shared and self._data.find(b"\n", self._searched) >= 0

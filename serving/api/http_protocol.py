@@ -17,6 +17,7 @@ import json
 import logging
 import socket
 import struct
+import time
 import uuid
 from typing import Any
 
@@ -43,7 +44,10 @@ HEALTH_PATHS = frozenset(("/ping", "/health", "/v2/health/live", "/v2/health/rea
 CHUNK_BYTES = 2048
 MAX_PIPELINED = 8  # requests that wait for the answers before theirs; later bytes stay unparsed
 TCP_NOTSENT_LOWAT = 25  # from Linux's tcp.h
-DUPLEX = "kogpt2.duplex"  # key in an ASGI scope: the answer begins before the body ends
+# Key in an ASGI scope, if the answer begins before the body ends. Its value is a function: since
+# when, on the monotonic clock, the server waits for more of the body; None while the client may
+# wait for the server.
+DUPLEX = "kogpt2.duplex"
 FRAMING = (b"content-length", b"transfer-encoding")
 
 
@@ -160,8 +164,18 @@ class HTTPProtocol(HttpToolsProtocol):
     def _sent(self) -> int | None:
         return self._received if self._owes_body() and not self._lingering.discards else None
 
+    def _is_awaited(self) -> bool:
+        """Return whether the server has waited for the client's body for a window of its pace."""
+        if self.flow.read_paused:
+            return False
+        waits_since: Any = self.cycle.scope.get(DUPLEX)
+        if waits_since is None:
+            return True
+        since: float | None = waits_since()
+        return since is not None and time.monotonic() - since >= self.pace_s
+
     def _sends_too_slowly(self) -> None:
-        if self.flow.read_paused:  # by the server
+        if not self._is_awaited():
             self._sending.start()
             return
         pace = f"{self.pace_bytes / self.pace_s:g} bytes a second"

@@ -92,6 +92,8 @@ async def invoke_lines(
         response = LinesResponse(gateway, request, name, chosen, read, lines)
         probe = response.request_of(0, b"")
         probe.state.counted = counted
+        request.scope[DUPLEX] = response.waits_since
+        resources.callback(request.scope.pop, DUPLEX)
         async with AsyncExitStack() as used, loaded(gateway, probe, chosen, used) as (model, _):
             response.places = _places(gateway, model)
         await lines.first()
@@ -143,9 +145,9 @@ class LinesResponse(StreamingResponse):
         self._begun, self._sent = asyncio.Event(), asyncio.Event()
         self._all_begun = False
         self._sending_since: float | None = None  # while an answer is being sent
+        self._sent_at = 0.0  # the last one, on the monotonic clock
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        scope[DUPLEX] = True
         state = self._request.state
         state.batch = self._counts
         _end(state.token)  # each line counts instead
@@ -164,7 +166,7 @@ class LinesResponse(StreamingResponse):
         async def send_noting(message: Message) -> None:
             self._sending_since = time.monotonic()
             await send(message)
-            self._sending_since = None
+            self._sending_since, self._sent_at = None, time.monotonic()
 
         async def never() -> Message:
             await asyncio.Event().wait()
@@ -199,6 +201,13 @@ class LinesResponse(StreamingResponse):
     def _stalls(self) -> bool:
         since = self._sending_since
         return since is not None and time.monotonic() - since >= STALL_S
+
+    def waits_since(self) -> float | None:
+        """Return since when the client owes the next line, None while it may wait for an answer."""
+        since = self._lines.waits_since
+        if since is None or self._pending or self._sending_since is not None:
+            return None
+        return max(since, self._sent_at)
 
     async def _begin(self) -> None:
         """Begin one line after the other, as fast as places and the client's reading allow."""

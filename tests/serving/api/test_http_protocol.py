@@ -43,6 +43,8 @@ class Served:
         self.gone, self.go_on = threading.Event(), threading.Event()
         self.begun = threading.Event()
         self.made = 0  # large answers, and pieces of the endless one
+        self.windows = 0  # of a body of `/duplex`
+        self.waits_since: float | None = None
         routes = [
             Route("/large", self._large),
             Route("/endless", self._endless),
@@ -82,14 +84,20 @@ class Served:
     async def _echo(request: Request) -> Response:
         return Response(await request.body(), headers={"x-trailer": str("x-t" in request.headers)})
 
-    @staticmethod
-    async def _duplex(request: Request) -> Response:
+    async def _duplex(self, request: Request) -> Response:
         class Echo(StreamingResponse):
             async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
                 await self.stream_response(send)  # only `request` receives
 
-        request.scope[http_protocol.DUPLEX] = True
+        request.scope[http_protocol.DUPLEX] = self._waits_since
         return Echo(request.stream())
+
+    def _waits_since(self) -> float | None:
+        """The server computes for three windows of the body's pace, then waits for the client."""
+        self.windows += 1
+        if self.windows == 4:
+            self.waits_since = time.monotonic()
+        return self.waits_since
 
     async def _large(self, request: Request) -> Response:
         self.made += 1
@@ -361,6 +369,15 @@ def test_a_client_that_sends_and_reads_at_once_is_not_silent() -> None:
         answer = read_all(busy)
         assert b"def" in answer
         assert b"HTTP/1.1 200" in answer
+
+
+def test_a_client_that_may_wait_for_an_answer_owes_no_body() -> None:
+    with Served(pace_s=0.05) as served, served.connect() as client:
+        client.sendall(post("/duplex", length=None) + b"3\r\nabc\r\n")
+        answer = read_all(client)  # until the server has waited for a whole window
+        assert b"abc" in answer
+        assert not answer.endswith(b"0\r\n\r\n")
+        assert served.windows >= 5
 
 
 def is_reset(client: socket.socket) -> bool:

@@ -13,6 +13,7 @@ import pytest
 
 from common.errors import ModelNotFound
 from serving.api.body_lines import STALL_S
+from serving.api.http_protocol import DUPLEX
 from serving.api.json_lines import MAX_PENDING, PATIENCE_S
 from serving.mms.client import Answer
 from tests.serving.api.gateways import (
@@ -49,9 +50,8 @@ class Client:
         self.headers: dict[str, str] = {}
         self.body = b""
         self.complete = False
-        self._call = asyncio.create_task(
-            world.app(world.scope("POST", path, **sent), self._receive, self._send)
-        )
+        self.scope = world.scope("POST", path, **sent)
+        self._call = asyncio.create_task(world.app(self.scope, self._receive, self._send))
 
     def send(self, *pieces: bytes, more: bool = False) -> Client:
         for i, piece in enumerate(pieces):
@@ -236,6 +236,31 @@ async def test_nothing_is_computed_or_read_for_a_client_that_does_not_read() -> 
     client.reads.set()
     assert len(await client.answers()) == 5000
     assert world.gateway.body_bytes == 0
+
+
+async def test_a_client_owes_a_line_only_while_it_waits_for_no_answer() -> None:
+    world = World(model(capacity=1))
+    Echo(world, lambda number: 20)
+    client, began = Client(world), time.monotonic()
+
+    async def owes_since(after_s: float) -> float | None:
+        await asyncio.sleep(after_s)
+        since: float | None = client.scope[DUPLEX]()
+        return None if since is None else since - began
+
+    assert await owes_since(10) == pytest.approx(0, abs=0.1)
+    client.send(line(0) + b"\n", more=True)
+    assert await owes_since(15) is None  # its line is answered
+    assert await owes_since(15) == pytest.approx(30, abs=0.1)
+    client.send(line(1)[:9], more=True)
+    assert await owes_since(10) == pytest.approx(30, abs=0.1)
+    client.reads.clear()
+    client.send(line(1)[9:] + b"\n", more=True)
+    assert await owes_since(30) is None  # it has yet to read the answer
+    client.reads.set()
+    assert await owes_since(10) == pytest.approx(80, abs=0.1)
+    client.send(b"")
+    assert len(await client.answers()) == 2
 
 
 async def test_a_client_that_pauses_loses_no_lines() -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from common import mxnet_compat  # noqa: F401  # for `import mxnet` in scripts, as their hooks
 from common.errors import EngineError, InvalidRequest
 from common.media_types import JSON
 from handlers.dispatch import handler_for
