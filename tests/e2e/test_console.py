@@ -387,7 +387,7 @@ def test_the_token_is_asked_for_and_kept_nowhere(browser: Browser, server: Serve
     with opened(browser, server) as page:
         expect(page.locator("#token-dialog")).to_contain_text("stay in this page's memory")
         sign_in(page, "wrong", "")
-        expect(page.locator("#token-dialog .reason")).to_have_text("This one was not accepted.")
+        expect(page.locator("#token-dialog .reason")).to_have_text("This token was not accepted.")
         sign_in(page, CALL, "")
         expect(page.locator("#connection")).to_have_attribute("data-state", "live")
         row(page, "여름").get_by_role("button", name="Load: 여름").click()

@@ -105,7 +105,7 @@ const TEXTS = {
   now: ["tokens/s now", "지금 토큰/초"],
   pace: ["Tokens/s in the last minute", "최근 1분의 토큰/초"],
   pace_of: ["Tokens/s in the last minute: {now} now, {most} at most", "최근 1분의 토큰/초: 지금 {now}, 최고 {most}"],
-  journal: ["What happened", "최근 기록"],
+  journal: ["Recent events", "최근 기록"],
   quiet: ["Nothing yet.", "아직 없습니다."],
   was_loaded: ["{model} loaded in {seconds}", "{model} 로드됨, {seconds} 걸림"],
   was_unloaded: ["{model} unloaded in {seconds}", "{model} 언로드됨, {seconds} 걸림"],
@@ -114,8 +114,8 @@ const TEXTS = {
 
   token_title: ["The server's tokens", "서버 토큰"],
   token_why: [
-    "Needed where the server asks for one. They stay in this page's memory and go with the page.",
-    "서버가 요구할 때만 필요합니다. 이 페이지의 메모리에만 있고, 페이지를 닫으면 사라집니다.",
+    "Needed only if the server requires one. They stay in this page's memory until it is closed.",
+    "서버가 요구할 때만 필요합니다. 이 페이지의 메모리에만 보관하고, 페이지를 닫으면 사라집니다.",
   ],
   token_wrong: ["This token was not accepted.", "토큰이 맞지 않습니다."],
   token_call: ["To call models (INFERENCE_TOKEN)", "모델 호출용 (INFERENCE_TOKEN)"],
