@@ -20,7 +20,7 @@ from command.errors import Problem
 from command.logits import logits_after
 from command.model_writer import write_params, write_safetensors
 from common.errors import EngineError, ServiceError
-from common.model_files import BASE_NAME, DELTA, WEIGHTS, is_delta, visible
+from common.model_files import BASE_NAME, DELTA, WEIGHTS, is_adapter, is_delta, visible
 from engine import backends
 from engine.artifacts import adapter as adapters
 from engine.artifacts import hugging_face
@@ -265,8 +265,10 @@ def prepare(folder: Path, precision: str) -> None:
 def to_whole(source: Path, base: Artifact, target: Path) -> list[str]:
     """Write the whole model of a delta, or of an adapter, as `to_hugging_face` does.
 
-    Returns lines for the user.
+    Returns lines for the user. Raises `Problem`.
     """
+    if not (is_delta(source) or is_adapter(source)):
+        raise Problem(f"{source} holds neither a delta nor an adapter: only these become whole")
     return (_whole_delta if is_delta(source) else _merge)(source, base, target)
 
 

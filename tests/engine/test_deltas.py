@@ -9,7 +9,6 @@ import shutil
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -201,19 +200,6 @@ def test_a_delta_that_is_prepared_twice_has_the_same_bits(
         paths.append(delta.file.path)
         delta.close()
     assert paths[0].read_bytes() == paths[1].read_bytes()
-
-
-def test_a_head_of_its_own_is_a_delta_of_the_tied_one(base: Path, tmp_path: Path) -> None:
-    """As an adapter with a trained head is merged: the embedding stays, the head is untied."""
-    whole = fine_tuned(tmp_path / "whole", base)
-    artifact, cache = open_artifact(whole), tmp_path / "cache"
-    weights = dict(artifact.weights)
-    head = np.array(weights["_embed.weight"]) * np.float32(1.02)
-    untied = replace(artifact, config=replace(artifact.config, tie_word_embeddings=False))
-    untied.__dict__["weights"] = {**weights, "_logits_proj.weight": head}
-    assert set(deltas.matrices(untied.config)) > set(deltas.matrices(artifact.config))
-    with pytest.raises(NoDelta, match="units is"):
-        open_delta(replace(artifact, config=replace(artifact.config, units=8)), untied, cache)
 
 
 # --- In the engine --------------------------------------------------------------------------------
@@ -462,6 +448,25 @@ def theirs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def ids_of(folder: Path, text: str) -> list[int]:
     return list(Tokenizer.from_file(str(folder / "tokenizer.json")).encode(text).ids)
+
+
+def test_a_head_of_its_own_is_a_delta_of_the_tied_one(theirs: Path, tmp_path: Path) -> None:
+    """As an adapter with a trained head is merged: the embedding stays, the head is untied."""
+    path = with_more_tokens(tmp_path / "시", theirs, [], tied=False)
+    untied, tied = open_artifact(path), open_artifact(theirs)
+    assert set(deltas.matrices(untied.config)) == {*deltas.matrices(tied.config), "head"}
+    ids = ids_of(theirs, "오늘은 날씨가")
+    with closing(NativeModel(prepared(untied, "fp32", tmp_path))) as exact:
+        expected = logits_of(exact, ids)
+    with closing(NativeModel(prepared(untied, "int8", tmp_path))) as int8:
+        error = kl(logits_of(int8, ids), expected)
+    with (
+        closing(NativeModel(prepared(tied, "int8", tmp_path))) as model,
+        closing(open_delta(untied, tied, tmp_path).load()) as adapter,
+    ):
+        assert kl(logits_of(model, ids, adapter), expected) < 1.5 * error
+    with pytest.raises(NoDelta, match="tie_word_embeddings is True"):
+        open_delta(tied, untied, tmp_path)
 
 
 @pytest.mark.parametrize("tied", [True, False])

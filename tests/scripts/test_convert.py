@@ -257,6 +257,8 @@ def test_what_is_no_delta_is_refused_with_the_reason(tmp_path: Path) -> None:
     write_json(whole / "serving.json", {"precision": "fp32"})
     assert "says that the model must be whole" in refused(whole, *options)
     assert "need --base" in refused(whole, tmp_path / "델타", "--to", "delta")
+    message = refused(whole, tmp_path / "다시", "--to", "whole", "--base", base)
+    assert "시 holds neither a delta nor an adapter: only these become whole" in message
 
 
 # Refusals
