@@ -263,6 +263,7 @@ def build(
     more = config.vocab_size - of_base.config.vocab_size
     base = PreparedFile(Path(path), lambda _: layout_of_base, of_base.content)
     factors = [rotation.head_factors(of_base.weights, i) for i in range(config.num_layers)]
+    changes, reason = dict[str, Change](), ""
     with ThreadPoolExecutor(cpu_count()) as pool:  # the largest first
         tasks = {
             name: pool.submit(_change, whole, base, factors, name, shape[0])
@@ -274,7 +275,11 @@ def build(
             changes = {name: task.result() for name, task in tasks.items()}
         except NoDelta as error:
             pool.shutdown(cancel_futures=True)
-            return write_arrays(file, [], {"source": content, "whole": error.message}, {})
+            reason = error.message
+    if base.is_lost():
+        raise ArtifactError("the base's prepared file was overwritten while it was read")
+    if reason:
+        return write_arrays(file, [], {"source": content, "whole": reason}, {})
     arrays = {name: array for change in changes.values() for name, array in change.arrays.items()}
     positions = rotation.floats(whole.weights[names.POSITIONS])
     rotation.rotate_rows(positions, config.units)
@@ -283,15 +288,11 @@ def build(
     for part in ("gamma", "beta"):
         vector = np.asarray(whole.weights[f"{names.FINAL_NORM}.{part}"], np.float32)
         arrays[f"final_norm.{part}"] = padded(vector)
-    if base.is_lost():
-        raise ArtifactError("the base's prepared file was overwritten while it was read")
     choices = {name: change.choice for name, change in changes.items()}
     entries = list(layout(config, choices, more))
     size, most = sum(e.num_bytes for e in entries), prepared.num_bytes(config, "int8")
-    if size > min(MOST_BYTES, most):
-        reason = (
-            f"it is too far from its base: a delta would have {size} bytes, a whole model {most}"
-        )
+    if size > (most := min(MOST_BYTES, most)):
+        reason = f"it is too far from its base: a delta would have {size} bytes of at most {most}"
         return write_arrays(file, [], {"source": content, "whole": reason}, {})
 
     metadata = {"source": content, "choices": json.dumps(choices)}

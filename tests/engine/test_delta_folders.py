@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import shutil
 from collections.abc import Callable
@@ -9,9 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 
 from common.errors import ArtifactError, EngineError
+from common.memory import MIB
 from common.model_files import visible
 from engine.artifacts.files import read_json
 from engine.artifacts.read_safetensors import read_safetensors
@@ -22,7 +25,7 @@ from scripts.artifacts import conversion
 from tests.engine.adapters import make_adapter
 from tests.engine.conftest import NewEngine
 from tests.engine.deltas import change_metadata, fine_tuned
-from tests.engine.engines import Pause, Request, make_talkative
+from tests.engine.engines import Pause, Request, make_talkative, settle
 from tests.engine.models import params_of, write_params
 
 PROMPT = "오늘은 날씨가"
@@ -93,6 +96,35 @@ def test_its_bytes_are_counted_and_returned(engine: Engine, base: Path, made: Pa
         assert ask(engine, "시")
         engine.unload("시")
     assert engine.budget.weight_bytes == before
+
+
+@pytest.mark.slow
+def test_300_loads_and_unloads_leave_memory_and_disk_where_they_were(
+    new_engine: NewEngine, base: Path, whole: Path, made: Path, tmp_path: Path
+) -> None:
+    engine = new_engine(memory_mib=64, backend="native", cache_dir=str(tmp_path / "cache"))
+    process = psutil.Process()
+
+    def load_and_unload(times: int) -> None:
+        for i in range(times):
+            folder = (whole, made)[i % 2]
+            engine.load(f"시 {i}", str(folder), base=str(base))
+            assert ask(engine, f"시 {i}")
+            engine.unload(f"시 {i}")
+
+    def used() -> tuple[int, ...]:
+        gc.collect()
+        settle(engine)
+        files = sum(path.is_file() for path in (tmp_path / "cache").iterdir())
+        maps = Path("/proc/self/maps").read_text("utf-8").count(str(tmp_path))
+        budget = engine.budget.weight_bytes + engine.budget.kv_bytes + engine.budget.declared_bytes
+        return process.num_fds(), files, maps, budget
+
+    load_and_unload(50)
+    before, size = used(), process.memory_info().rss
+    load_and_unload(300)
+    assert used() == before
+    assert process.memory_info().rss - size < 8 * MIB
 
 
 def test_a_file_that_is_overwritten_harms_no_loaded_model(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import os
 import re
 import shutil
 from collections.abc import Callable, Iterator
@@ -29,7 +30,7 @@ from engine.native import prepared as of_wholes
 from engine.native.adapter import NativeAdapter, load_adapter
 from engine.native.delta import Delta, NoDelta, open_delta
 from engine.native.model import NativeModel
-from engine.native.prepared import prepared
+from engine.native.prepared import Stored, prepared
 from engine.prepared.manifest import Manifests
 from engine.sandbox.reading import Reading
 from tests.engine.adapters import make_adapter
@@ -273,6 +274,26 @@ def test_what_is_no_delta_is_whole_and_says_why(
     assert alone.core is not model.core
 
 
+def test_a_delta_that_is_too_large_is_whole(
+    base: Path, wholes: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = unprepared(wholes[0], tmp_path)
+    artifacts = open_artifact(whole), open_artifact(base)
+    with closing(open_delta(*artifacts, tmp_path / "cache")) as delta:
+        size = sum(entry.num_bytes for entry in layout(delta))
+    monkeypatch.setattr(deltas, "MOST_BYTES", size)
+    open_delta(*artifacts, tmp_path / "fits").close()
+    monkeypatch.setattr(deltas, "MOST_BYTES", size - 1)
+    for _ in range(2):  # again, from what is known by then
+        with pytest.raises(NoDelta, match=f"would have {size} bytes of at most {size - 1}"):
+            open_delta(*artifacts, tmp_path / "too large")
+
+
+def layout(delta: Delta) -> list[Stored]:
+    choices = deltas.choices_of(delta.file.metadata)
+    return list(deltas.layout(delta.whole.config, choices, delta.more))
+
+
 def test_a_model_of_another_shape_is_no_delta(engine: Engine, base: Path, tmp_path: Path) -> None:
     other = make_artifact(tmp_path / "남", layers=1, units=64, vocab=160)
     described = engine.load("남", str(other), base=str(base)).describe()
@@ -298,6 +319,23 @@ def test_a_base_that_is_replaced_while_its_deltas_answer_serves_them_on(
     assert ask(engine, "시").wait().ids() == before
 
 
+def test_a_bases_file_that_is_cut_off_while_a_delta_is_prepared_is_noticed(
+    base: Path, wholes: list[Path], tmp_path: Path
+) -> None:
+    artifacts = [open_artifact(unprepared(path, tmp_path)) for path in (wholes[0], base)]
+    with closing(prepared(artifacts[1], "int8", tmp_path / "cache")) as of_base:
+        path = of_base.file.path
+    whole = path.read_bytes()
+
+    def cut_off() -> None:
+        os.truncate(path, len(whole) // 2)
+
+    with pytest.raises(ArtifactError, match="overwritten while it was read"):
+        open_delta(*artifacts, tmp_path / "cache", progress=cut_off)
+    path.write_bytes(whole)
+    open_delta(*artifacts, tmp_path / "cache").close()
+
+
 class Interrupted(Reading):
     """Calls `meanwhile` before a sandbox does its work, when the files have been checked."""
 
@@ -317,10 +355,7 @@ def test_files_that_change_while_a_delta_is_prepared_leave_no_wrong_file(
     engine: Engine, base: Path, wholes: list[Path], tmp_path: Path, replaced: str, work: Any
 ) -> None:
     """As a new version is moved in, and back: what is prepared has the hash of one of them."""
-    copies = {
-        name: shutil.copytree(path, tmp_path / name, ignore=shutil.ignore_patterns(".prepared"))
-        for name, path in (("시", wholes[0]), ("바탕", base))
-    }
+    copies = {"시": unprepared(wholes[0], tmp_path), "바탕": unprepared(base, tmp_path)}
     expected = ask(engine_with(engine, wholes[0], base), "시").wait().ids()
     engine.unload("시")
     params = copies[replaced] / "kogpt2.params"
@@ -341,6 +376,12 @@ def test_files_that_change_while_a_delta_is_prepared_leave_no_wrong_file(
         engine.load("시", str(copies["시"]), base=str(copies["바탕"]), reading=reading)
     shutil.copy(old, params)
     assert ask(engine_with(engine, copies["시"], copies["바탕"]), "시").wait().ids() == expected
+
+
+def unprepared(folder: Path, parent: Path) -> Path:
+    """A copy of a model without its prepared files."""
+    ignored = shutil.ignore_patterns(".prepared")
+    return shutil.copytree(folder, parent / folder.name, ignore=ignored)
 
 
 def engine_with(engine: Engine, whole: Path, base: Path) -> Engine:
