@@ -141,7 +141,7 @@ class Routes:
             "raw_path": quote(call.path).encode(),
             "root_path": "",
             "query_string": b"",
-            "headers": [(k.encode(), v.encode("latin-1")) for k, v in headers.items()],
+            "headers": [(k.encode(), v.encode()) for k, v in headers.items()],
             "client": None,
             "server": ("", self.port),
             CHOSEN: call.model,

@@ -17,7 +17,7 @@ import pytest
 from common.errors import Overloaded
 from serving.aliases import Alias
 from serving.api.grpc import health, port
-from serving.api.grpc.calls import Idle
+from serving.api.grpc.calls import Call, Idle, Routes
 from serving.api.grpc.health import HEALTH, NOT_SERVING, SERVICE_UNKNOWN, SERVING
 from serving.api.grpc.inference import SERVICE
 from serving.api.grpc.port import grpc_port
@@ -474,6 +474,18 @@ async def test_answers_that_clients_do_not_read_are_limited(
             for _, writer in connections:
                 writer.transport.abort()
             await until(grpc.StatusCode.OK)
+
+
+async def test_metadata_may_be_utf_8() -> None:
+    """gRPC's clients send ASCII only, but a client of HTTP/2 may send any bytes."""
+    headers: dict[bytes, bytes] = {}
+
+    async def asgi(scope: Any, receive: Any, send: Any) -> None:
+        headers.update(scope["headers"])
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+
+    await Routes(asgi, 8080).ask(Call("/v2"), [("x-session-id", "사용자"), ("else", "가")])
+    assert headers == {b"x-session-id": "사용자".encode()}
 
 
 async def until_ended(calls: list[Any], count: int) -> None:
