@@ -215,6 +215,11 @@ def _csv_inputs(text: str) -> list[Any]:
         raise InvalidRequest(
             "the body must be CSV with a header and a column inputs, or text and text_pair"
         )
+    for i, row in enumerate(rows, 1):
+        if None in row:
+            raise InvalidRequest(
+                f"row {i} of the CSV has more cells than the header: quote texts that have commas"
+            )
     if "inputs" in names:
         return [row["inputs"] for row in rows]
     return [{name: row[name] for name in PAIR if row.get(name)} for row in rows]

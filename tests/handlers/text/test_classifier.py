@@ -72,6 +72,11 @@ def test_refusals(body: Any, message: str) -> None:
         parse(json.dumps(body).encode(), JSON)
 
 
+def test_a_text_is_not_cut_at_a_comma_without_quotes() -> None:
+    with pytest.raises(InvalidRequest, match="row 2 of the CSV has more cells than the header"):
+        parse("inputs\n봄\n꽃, 잎\n".encode(), CSV)
+
+
 @pytest.mark.parametrize("body", ["", "a,b\n1,2\n", "inputs\n"])
 def test_csv_without_texts_is_refused(body: str) -> None:
     with pytest.raises(InvalidRequest):
