@@ -33,6 +33,7 @@ class Plan:
     config: GPT2Config = random_model.FULL  # of the base with random weights
     base_steps: int = fine_tunes.PAGES_STEPS
     steps: int = 0  # of each fine-tune; 0: its own
+    fine_tunes: int = 3  # of each base, at most
     prompts: int = 24
     prompt_tokens: int = 16
     new_tokens: int = 32
@@ -88,7 +89,7 @@ def _rows(results: Results) -> Iterator[Row]:
 
 class DeltasRun(Run):
     plan: Plan
-    PLAN, QUICK = Plan(), Plan(random_model.TINY, 2, 2, 4, 8, 8, 2)
+    PLAN, QUICK = Plan(), Plan(random_model.TINY, 2, 2, 1, 4, 8, 8, 2)
     PARTS = DEFAULT = (*fine_tunes.KINDS, "speeds")
     GOALS = GOALS
     LINES = lines
@@ -109,7 +110,8 @@ class DeltasRun(Run):
         models = self.workdir / "fine-tunes"
         base = fine_tunes.make_base(models, name, self.plan.config, self.plan.base_steps)
         results: Results = {}
-        for kind in tqdm(fine_tunes.KINDS[name], desc=name, leave=False, disable=None):
+        kinds = fine_tunes.KINDS[name][: self.plan.fine_tunes]
+        for kind in tqdm(kinds, desc=name, leave=False, disable=None):
             kind = dataclasses.replace(kind, steps=self.plan.steps or kind.steps)
             folder = fine_tunes.fine_tune(models, base, kind)
             title = f"{name}, {kind.steps} steps at {kind.learning_rate:.0e}"
