@@ -25,46 +25,49 @@ if TYPE_CHECKING:
 ENGINES = "benchmark"  # the run that no option names, and its files
 ALONE = ("pages", "install_peers")  # options that measure nothing and take no others
 ANY_RUN = ("quick", "only", "json", "workdir", "add")  # options of all runs
-_switching = partial(option, rich_help_panel="Switching")
+_kind = partial(option, False, rich_help_panel="What to measure, in place of the engine")
+_switching = partial(option, rich_help_panel="For --switching, some for --adapters")
 
 
 @dataclass(kw_only=True)
 class Bench:
     quick: bool = option(False, "a tiny model, one round, some seconds")
-    rounds: int | None = option(None, "(5, or 1 with --quick)", min=1)
-    gateway: bool = option(False, "measure what stands in front of the engine")
-    fleet: bool = option(False, "measure one, two and three servers behind HAProxy")
-    cpus: float | None = option(
-        None, "of each server of --fleet (a core), by root", parser=seconds, metavar="N"
-    )
-    adapters: bool = option(False, "measure adapters (LoRA) of one base")
-    forms: bool = option(False, "measure answers that are held to a form")
-    hard: bool = option(False, "measure how exact int8 is on models with outliers")
-    deltas: bool = option(False, "measure how exact deltas of fine-tunes are")
-    classifiers: bool = option(False, "measure classifiers, beside peers and over HTTP")
-    only: str | None = option(None, "what to measure; a wrong name lists all", metavar="NAME,...")
-    json: Path | None = option(None, "(benchmark.json in the working folder)", metavar="FILE")
-    plot: Path | None = option(None, "(benchmark.png in the working folder)", metavar="FILE")
-    workdir: Path = option(WORKDIR, "kept for later runs")
-    add: bool = option(False, "to what --json has, of the same commit and plan")
+    rounds: int | None = option(None, "how often to measure (5; other runs: their own)", min=1)
+    only: str | None = option(None, "parts of the run; a wrong name lists all", metavar="NAME,...")
+    json: Path | None = option(None, "the results (in the working folder)", metavar="FILE")
+    plot: Path | None = option(None, "their plot (in the working folder)", metavar="FILE")
+    workdir: Path = option(WORKDIR, "for models and logs, kept for later runs")
+    add: bool = option(False, "add to the results in --json, of the same commit and plan")
     pages: bool = option(False, "write docs/develop/benchmark*.json into the pages")
     install_peers: bool = option(False, "make .venv-benchmark, then measure nothing")
-    switching: bool = _switching(False, "measure many models that do not all fit")
+    gateway: bool = _kind("the gateway, and all else in front of the engine")
+    fleet: bool = _kind("one, two and three servers behind HAProxy")
+    switching: bool = _kind("many models that do not all fit")
+    adapters: bool = _kind("adapters (LoRA) of one base")
+    forms: bool = _kind("answers that are held to a form")
+    hard: bool = _kind("how exact int8 is on models with outliers")
+    deltas: bool = _kind("how exact and fast deltas of fine-tunes are")
+    classifiers: bool = _kind("classifiers, beside peers and over HTTP")
+    cpus: float | None = option(
+        None, "for --fleet: cores of each server (1), as root", parser=seconds, metavar="N"
+    )
     models: int | None = _switching(None, "fine-tunes (8), or adapters (1000)", min=1, metavar="N")
-    clients: int | None = _switching(None, "that ask them (4, or 8)", min=1, metavar="N")
+    clients: int | None = _switching(None, "clients (4, or 8 for adapters)", min=1, metavar="N")
     minutes: float | None = _switching(
-        None, "for so long (300 requests, or 2)", parser=seconds, metavar="M"
+        None, "length of a trace (300 requests, or 2 minutes)", parser=seconds, metavar="M"
     )
     zipf: float | None = _switching(
-        None, "exponent of their popularity (1.0)", parser=seconds, metavar="Z"
+        None, "exponent of the models' popularity (1.0)", parser=seconds, metavar="Z"
     )
     one_base: bool = _switching(False, "deltas of one base in place of whole models")
     engine_mib: int | None = _switching(
         None, "ENGINE_MEMORY_MIB (720: five fit)", min=1, metavar="N"
     )
-    container_mib: int | None = _switching(None, "in a control group, by root", min=1, metavar="N")
-    against: str | None = _switching(None, "and the same on another commit", metavar="COMMIT")
-    sweep: bool = _switching(False, "and with less and less memory, with a plot")
+    container_mib: int | None = _switching(
+        None, "memory of a control group for the server, as root", min=1, metavar="N"
+    )
+    against: str | None = _switching(None, "measure another commit, too", metavar="COMMIT")
+    sweep: bool = _switching(False, "measure with less and less memory, too, with a plot")
 
 
 def chosen(options: Bench, kinds: Mapping[str, type[Run]]) -> str:

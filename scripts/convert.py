@@ -69,6 +69,10 @@ def run(options: Convert) -> None:
         raise Problem(f"{options.target} exists: remove it or choose another name")
     if (options.base is None) is (options.to in ("delta", "whole")):
         raise Problem("--to delta and --to whole need --base, and no other kind takes it")
+    if options.spiece is not None and options.to != "v1":
+        raise Problem("--spiece is for --to v1")
+    if options.precision != "int8" and options.to != "prepared":
+        raise Problem("--precision is for --to prepared")
     single_threaded_blas()
     from scripts.artifacts import conversion
     from scripts.artifacts.folder import model_folder

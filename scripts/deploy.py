@@ -40,7 +40,7 @@ class Deploy(Change):
     memory_per_model: int | None = option(
         None, "weights in memory (what the engine counts)", metavar="MIB", min=1
     )
-    budget: float | None = option(None, "of the instances an hour at most", metavar="USD")
+    budget: float | None = option(None, "most that the instances may cost an hour", metavar="USD")
 
 
 def _options() -> Any:

@@ -285,6 +285,16 @@ def test_a_model_that_v1_cannot_express_is_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "v1").exists()
 
 
+@pytest.mark.parametrize(
+    ("option", "kind"), [(("--spiece", "가.spiece"), "v1"), (("--precision", "fp32"), "prepared")]
+)
+def test_an_option_of_another_kind_is_refused(
+    tmp_path: Path, option: tuple[str, str], kind: str
+) -> None:
+    message = refused(tmp_path / "모델", tmp_path / "hf", "--to", "hf", *option)
+    assert message == f"convert: {option[0]} is for --to {kind}\n"
+
+
 def test_a_target_that_exists_and_a_source_without_a_model_are_refused(tmp_path: Path) -> None:
     folder, empty = make_artifact(tmp_path / "m"), tmp_path / "빈 폴더"
     empty.mkdir()
