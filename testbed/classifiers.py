@@ -16,6 +16,7 @@ from engine.artifacts.adapter import WEIGHT_FILES as ADAPTER_FILES
 from engine.artifacts.config import GPT2Config
 from engine.artifacts.files import read_json
 from testbed import random_model
+from testbed.folders import building
 
 LABELS = ("부정", "긍정")
 ARCHITECTURE = "GPT2ForSequenceClassification"
@@ -26,22 +27,20 @@ def make(trunk: Path, target: Path) -> Path:
     """Write a classifier with the weights of a model in Hugging Face's form, unless it exists."""
     if target.exists():
         return target
-    building = target.with_name(f".{target.name}")
-    shutil.rmtree(building, ignore_errors=True)
-    shutil.copytree(trunk, building)
-    file = building / WEIGHT_FILES[0]
-    weights = load_file(file)
-    weights[HEAD] = _head(weights["transformer.ln_f.weight"].size, 0)
-    save_file(weights, file, {"format": "pt"})
     config = {
-        **read_json(building / "config.json"),
+        **read_json(trunk / "config.json"),
         "architectures": [ARCHITECTURE],
         "id2label": {str(i): label for i, label in enumerate(LABELS)},
         "label2id": {label: i for i, label in enumerate(LABELS)},
         "pad_token_id": random_model.SPECIAL.index("<pad>"),
     }
-    write_json(building / "config.json", config)
-    building.rename(target)
+    with building(target) as new:
+        shutil.copytree(trunk, new, dirs_exist_ok=True)
+        file = new / WEIGHT_FILES[0]
+        weights = load_file(file)
+        weights[HEAD] = _head(weights["transformer.ln_f.weight"].size, 0)
+        save_file(weights, file, {"format": "pt"})
+        write_json(new / "config.json", config)
     return target
 
 
@@ -49,15 +48,11 @@ def make_adapter(base: Path, target: Path, config: GPT2Config, seed: int, rank: 
     """Write an adapter of a base beside it, with a head of its own, unless it exists."""
     if target.exists():
         return target
-    building = target.with_name(f".{target.name}")
-    shutil.rmtree(building, ignore_errors=True)
-    building.mkdir()
-    write_adapter(building, base.name, random_model.low_rank(config, rank, seed), rank)
-    file = building / ADAPTER_FILES[0]
-    save_file(load_file(file) | {f"base_model.model.{HEAD}": _head(config.units, seed)}, file)
-    settings = {**read_json(building / ADAPTER), "task_type": "SEQ_CLS"}
-    write_json(building / ADAPTER, settings)
-    building.rename(target)
+    with building(target) as new:
+        write_adapter(new, base.name, random_model.low_rank(config, rank, seed), rank)
+        file = new / ADAPTER_FILES[0]
+        save_file(load_file(file) | {f"base_model.model.{HEAD}": _head(config.units, seed)}, file)
+        write_json(new / ADAPTER, {**read_json(new / ADAPTER), "task_type": "SEQ_CLS"})
     return target
 
 

@@ -7,7 +7,6 @@ the base was trained before, and size.
 from __future__ import annotations
 
 import hashlib
-import shutil
 import subprocess
 import sys
 import tarfile
@@ -16,6 +15,7 @@ from pathlib import Path
 
 from engine.artifacts.config import GPT2Config
 from testbed import random_model
+from testbed.folders import building
 from testbed.process import ROOT, ProgramError
 
 FORMAT = 1  # increase when the trained models change
@@ -81,18 +81,15 @@ def _train(workdir: Path, name: str, kind: Kind, options: tuple[str, ...]) -> Pa
     folder = workdir / f"{name}-v{FORMAT}"
     if folder.is_dir():
         return folder
-    building = workdir / f".{name}"
-    shutil.rmtree(building, ignore_errors=True)
-    building.mkdir(parents=True)
-    archive = building / "model.tar.gz"
-    given = ["--text", str(kind.text), "--out", str(archive), "--steps", str(kind.steps)]
-    given += ["--learning-rate", str(kind.learning_rate), *kind.batch, *options]
-    program = [sys.executable, "-m", "scripts.start", "fine-tune", *given]
-    done = subprocess.run(program, cwd=ROOT, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise ProgramError(f"{name} was not trained: {done.stderr.strip()[-500:]}")
-    with tarfile.open(archive) as packed:
-        packed.extractall(building, filter="data")
-    archive.unlink()
-    building.rename(folder)
+    with building(folder) as new:
+        archive = new / "model.tar.gz"
+        given = ["--text", str(kind.text), "--out", str(archive), "--steps", str(kind.steps)]
+        given += ["--learning-rate", str(kind.learning_rate), *kind.batch, *options]
+        program = [sys.executable, "-m", "scripts.start", "fine-tune", *given]
+        done = subprocess.run(program, cwd=ROOT, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise ProgramError(f"{name} was not trained: {done.stderr.strip()[-500:]}")
+        with tarfile.open(archive) as packed:
+            packed.extractall(new, filter="data")
+        archive.unlink()
     return folder

@@ -6,7 +6,6 @@ Demo models and random ones have none, so int8 loses little of them whatever its
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Callable
 from functools import partial
@@ -15,10 +14,12 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from command.documents import write_json
 from command.model_writer import write_params
 from engine.artifacts import artifact as names
 from engine.artifacts.config import GPT2Config
 from engine.artifacts.open import open_artifact
+from testbed.folders import building
 
 Weights = dict[str, NDArray[np.float32]]  # by the names of `engine.artifacts.artifact`
 Change = Callable[[Weights, int, GPT2Config, np.random.Generator], None]  # changes one layer
@@ -44,14 +45,11 @@ def make(workdir: Path, source: Path, kind: str) -> Path:
     rng = np.random.default_rng(7)
     for layer in range(artifact.config.num_layers):
         KINDS[kind](weights, layer, artifact.config, rng)
-    building = folder.with_name(f".{folder.name}")
-    shutil.rmtree(building, ignore_errors=True)
-    building.mkdir(parents=True)
-    write_params(building / "kogpt2.params", weights.items(), "float32")
-    shutil.copyfile(artifact.tokenizer_file, building / "kogpt2.spiece")
     described = {"num_heads": artifact.config.num_heads, "activation": "gelu_new"}
-    (building / "config.json").write_text(json.dumps(described), encoding="utf-8")
-    building.rename(folder)
+    with building(folder) as new:
+        write_params(new / "kogpt2.params", weights.items(), "float32")
+        shutil.copyfile(artifact.tokenizer_file, new / "kogpt2.spiece")
+        write_json(new / "config.json", described)
     return folder
 
 

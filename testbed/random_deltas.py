@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -11,15 +10,18 @@ from pathlib import Path
 
 import numpy as np
 
+from command.documents import write_json
 from common.model_files import BASE_NAME, DELTA
 from engine.artifacts.artifact import CONFIG_FILE
 from engine.artifacts.config import GPT2Config
+from engine.artifacts.files import read_json
 from engine.artifacts.open import open_artifact
 from engine.artifacts.read_safetensors import read_safetensors
 from engine.artifacts.tensor_index import map_index
 from engine.native.delta import VERSION, choices_of, layout, open_delta
 from engine.native.prepared import save_arrays
 from testbed import random_model
+from testbed.folders import building
 
 
 def make(store: Path, config: GPT2Config, count: int) -> Iterator[Path]:
@@ -41,27 +43,23 @@ def make(store: Path, config: GPT2Config, count: int) -> Iterator[Path]:
 
 
 def _write_first(folder: Path, base: Path, config: GPT2Config) -> None:
-    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".building-") as work:
+    ignore = shutil.ignore_patterns("*.params")
+    with tempfile.TemporaryDirectory(dir=folder.parent) as work, building(folder) as new:
         whole = next(random_model.fine_tunes_of(base, Path(work), config, 1))
-        building = Path(work) / "delta"
-        shutil.copytree(whole, building, ignore=shutil.ignore_patterns("*.params"))
-        fields = json.loads((building / CONFIG_FILE).read_text("utf-8"))
-        fields[BASE_NAME] = base.name
-        (building / CONFIG_FILE).write_text(json.dumps(fields), encoding="utf-8")
+        shutil.copytree(whole, new, ignore=ignore, dirs_exist_ok=True)
+        config_file = new / CONFIG_FILE
+        write_json(config_file, {**read_json(config_file), BASE_NAME: base.name})
         artifacts = open_artifact(whole), open_artifact(base)
         with closing(open_delta(*artifacts, Path(work))) as delta:
-            shutil.copyfile(delta.file.path, building / DELTA)
-        building.rename(folder)
+            shutil.copyfile(delta.file.path, new / DELTA)
 
 
 def _write_turned(first: Path, folder: Path, config: GPT2Config, turn: int) -> None:
     """Write a copy with the rows of the positions in another order."""
-    building = folder.with_name(f".{folder.name}")
-    shutil.rmtree(building, ignore_errors=True)
-    shutil.copytree(first, building, ignore=shutil.ignore_patterns(DELTA))
     index, metadata, _ = read_safetensors(first / DELTA)
     arrays = map_index(first, index)
     arrays["adapter.positions"] = np.roll(arrays["adapter.positions"], turn, axis=0)
     entries = list(layout(config, choices_of(metadata), 0))
-    save_arrays(building / DELTA, entries, metadata, arrays)
-    building.rename(folder)
+    with building(folder) as new:
+        shutil.copytree(first, new, ignore=shutil.ignore_patterns(DELTA), dirs_exist_ok=True)
+        save_arrays(new / DELTA, entries, metadata, arrays)

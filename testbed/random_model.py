@@ -7,7 +7,6 @@ pieces again, and a loop that tokenizes its text anew at every step sees one tok
 from __future__ import annotations
 
 import itertools
-import json
 import os
 import shutil
 import tarfile
@@ -19,10 +18,12 @@ import numpy as np
 from numpy.typing import NDArray
 from sentencepiece import sentencepiece_model_pb2
 
+from command.documents import write_json
 from command.model_writer import write_params
 from engine.artifacts.artifact import EMBEDDING
 from engine.artifacts.config import KOGPT2, GPT2Config
 from engine.native.adapter import LowRank
+from testbed.folders import building
 from testbed.process import ROOT
 from testbed.weights import random_weights
 
@@ -54,14 +55,11 @@ def make(workdir: Path, config: GPT2Config, seed: int, dtype: str = "float32") -
 def _write(
     folder: Path, config: GPT2Config, weights: Iterable[tuple[str, NDArray[Any]]], dtype: str
 ) -> None:
-    building = folder.with_name(f".{folder.name}")
-    shutil.rmtree(building, ignore_errors=True)
-    building.mkdir(parents=True)
-    write_params(building / "kogpt2.params", weights, dtype)
-    (building / "kogpt2.spiece").write_bytes(spiece(config.vocab_size))
     described = {"num_heads": config.num_heads, "activation": config.activation}
-    (building / "config.json").write_text(json.dumps(described), encoding="utf-8")
-    building.rename(folder)
+    with building(folder) as new:
+        write_params(new / "kogpt2.params", weights, dtype)
+        (new / "kogpt2.spiece").write_bytes(spiece(config.vocab_size))
+        write_json(new / "config.json", described)
 
 
 def fine_tunes(workdir: Path, config: GPT2Config, count: int) -> Iterator[Path]:
@@ -141,10 +139,9 @@ def demo(name: str, workdir: Path) -> Path:
 
 def copy(folder: Path, target: Path) -> None:
     """Copy a model's folder without its prepared files."""
-    building = target.with_name(f".{target.name}")
-    shutil.rmtree(building, ignore_errors=True)
-    shutil.copytree(folder, building, ignore=shutil.ignore_patterns(".prepared"))
-    building.rename(target)
+    ignore = shutil.ignore_patterns(".prepared")
+    with building(target) as new:
+        shutil.copytree(folder, new, ignore=ignore, dirs_exist_ok=True)
 
 
 def pack(folder: Path, archive: Path, level: int = 0) -> Path:
@@ -153,11 +150,11 @@ def pack(folder: Path, archive: Path, level: int = 0) -> Path:
     The default level does not compress, because random numbers hardly shrink.
     """
     if not archive.exists():
-        building = archive.with_name(f".{archive.name}")
-        with tarfile.open(building, "w:gz", compresslevel=level) as tar:
+        new = archive.with_name(f".{archive.name}")
+        with tarfile.open(new, "w:gz", compresslevel=level) as tar:
             for path in sorted(p for p in folder.iterdir() if p.is_file()):
                 tar.add(path, path.name)
-        building.rename(archive)
+        new.rename(archive)
     return archive
 
 

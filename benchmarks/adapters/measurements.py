@@ -28,6 +28,7 @@ from engine.prepared.folder import NAME as PREPARED
 from engine.prepared.manifest import Manifests
 from testbed import process_tree, random_model
 from testbed.control_group import ControlGroup
+from testbed.folders import building
 from testbed.process import ProgramError
 from testbed.server import Server
 from testbed.trace import Kind, trace
@@ -98,10 +99,8 @@ class AdaptersRun(Run):
                     )
                     for key, m in matrices.items()
                 }
-                building = folder.with_name(f".{folder.name}")
-                building.mkdir(exist_ok=True)
-                write_adapter(building, base.name, turned, self.plan.rank)
-                building.rename(folder)
+                with building(folder) as new:
+                    write_adapter(new, base.name, turned, self.plan.rank)
             yield folder.name
 
     # In one process

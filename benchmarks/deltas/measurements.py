@@ -6,26 +6,24 @@ import dataclasses
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass
+from functools import partialmethod
 from pathlib import Path
 
-import numpy as np
 from tqdm import tqdm
 
 from benchmarks.deltas import speeds
+from benchmarks.engine import accuracy
 from benchmarks.report import tables as report
 from benchmarks.report.tables import Results, Row
 from benchmarks.run import Run
-from command.documents import read_documents
 from command.logits import Reference
+from common.memory import MIB
 from engine import backends
 from engine.artifacts.artifact import Artifact
 from engine.artifacts.config import GPT2Config
 from engine.artifacts.open import open_artifact
 from engine.native.delta import NoDelta, open_delta
-from engine.text.sentencepiece import SentencePieceTokenizer
 from testbed import fine_tunes, random_model
-
-MIB = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -63,8 +61,7 @@ def lines(results: Results) -> str:
         f"{plan['prompts']} prompts of {plan['prompt_tokens']} tokens of each fine-tune's text,"
         f" {plan['new_tokens']} new ones"
     )
-    columns = ("likeliest token the same", "logit error", "KL", "greedy texts the same")
-    head = ("fine-tune against its fp32", "", "MiB", *columns)
+    head = ("fine-tune against its fp32", "", "MiB", *accuracy.COLUMNS)
     tables = [(head, _rows(results)), (("random weights", "ms"), speeds.rows(results))]
     return report.page(results, what, tables)
 
@@ -76,15 +73,7 @@ def _rows(results: Results) -> Iterator[Row]:
                 yield name, f"no delta: {measured['whole']}", "", "", "", "", ""
             for way in ("delta", "int8"):
                 if (one := measured.get(way)) is not None:
-                    yield (
-                        name,
-                        way,
-                        f"{one['bytes'] / MIB:.1f}",
-                        f"{one['top1_agreement']:.2%} of {one['tokens']}",
-                        f"{one['relative_logit_error']:.2%}",
-                        f"{one['kl_divergence']:.1e}",
-                        f"{one['same_texts']} of {one['texts']}",
-                    )
+                    yield name, way, f"{one['bytes'] / MIB:.1f}", *accuracy.cells(one)
 
 
 class DeltasRun(Run):
@@ -93,15 +82,6 @@ class DeltasRun(Run):
     PARTS = DEFAULT = (*fine_tunes.KINDS, "speeds")
     GOALS = GOALS
     LINES = lines
-
-    def dongju(self) -> Results:
-        return self._fine_tunes_of("dongju")
-
-    def pages(self) -> Results:
-        return self._fine_tunes_of("pages")
-
-    def random(self) -> Results:
-        return self._fine_tunes_of("random")
 
     def speeds(self) -> Results:
         return speeds.measure(self.workdir, self.plan.config, self.plan.rounds)
@@ -118,10 +98,15 @@ class DeltasRun(Run):
             results[title] = self._compared(open_artifact(folder), open_artifact(base), kind.text)
         return results
 
+    dongju = partialmethod(_fine_tunes_of, "dongju")
+    pages = partialmethod(_fine_tunes_of, "pages")
+    random = partialmethod(_fine_tunes_of, "random")
+
     def _compared(self, whole: Artifact, base: Artifact, text: Path) -> Results:
         """Return the errors of a fine-tune's delta, or why it has none, and of int8."""
         cache, results = self.workdir / "prepared", dict[str, object]()
-        prompts = self._prompts(whole, text)
+        count, size = self.plan.prompts, self.plan.prompt_tokens
+        prompts = accuracy.prompts_of(text, whole.tokenizer_file, count, size)
         with closing(backends.load(whole, "native", "fp32", cache_dir=cache)) as exact:
             reference = Reference(exact, prompts, self.plan.new_tokens)
         with closing(backends.load(whole, "native", "int8", cache_dir=cache)) as int8:
@@ -137,12 +122,3 @@ class DeltasRun(Run):
         ):
             compared = dataclasses.asdict(reference.compare(model, adapter))
             return {"delta": {**compared, "bytes": delta.num_bytes}, **results}
-
-    def _prompts(self, model: Artifact, text: Path) -> list[list[int]]:
-        """Return parts of the text as ids, evenly spread over it."""
-        tokenizer = SentencePieceTokenizer(model.tokenizer_file)
-        lines = (line for document in read_documents(text) for line in document)
-        ids = [i for line in lines for i in tokenizer.encode(line)]
-        size = self.plan.prompt_tokens
-        begins = np.linspace(0, len(ids) - size, self.plan.prompts, dtype=int).tolist()
-        return [ids[begin : begin + size] for begin in begins]

@@ -19,7 +19,7 @@ from benchmarks import profile
 from benchmarks.contenders import peers
 from benchmarks.contenders.contender import CONTENDERS, SYSTEMS, Contender
 from benchmarks.contenders.llama_server import LlamaServer
-from benchmarks.engine import accuracy, process, tables
+from benchmarks.engine import accuracy, loading, tables
 from benchmarks.engine.uses import ROWS, SAMPLED, Ask, measurement
 from benchmarks.process import Worker
 from benchmarks.report.tables import Results
@@ -268,10 +268,10 @@ class EngineRun(Run):
 
     def loading(self) -> Results:
         tries, log = self.plan.load_tries, self.log("loading")
-        return process.measure_loading(self.alone, self.models[0], self.texts[0], tries, log)
+        return loading.measure_loading(self.alone, self.models[0], self.texts[0], tries, log)
 
     def memory(self) -> Results:
-        return process.measure_memory(self.models, self.texts[0], self.log("memory"))
+        return loading.measure_memory(self.models, self.texts[0], self.log("memory"))
 
     def accuracy(self) -> Results:
         """Compare int8 with fp32, on random ids and on lines of the demo models' training texts."""

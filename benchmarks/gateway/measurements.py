@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
 
-from benchmarks.engine.process import measure_cycles
+from benchmarks.engine.loading import measure_cycles
 from benchmarks.gateway import batch, fetching
 from benchmarks.report import tables as report
 from benchmarks.report.tables import Goal, Results, Row, Table, added, in_ms, mb, ratios, shown

@@ -12,14 +12,13 @@ import numpy as np
 from tqdm import tqdm
 
 from benchmarks.contenders.contender import CONTENDERS, Contender
+from benchmarks.engine import accuracy
 from benchmarks.report import tables as report
 from benchmarks.report.tables import Results, Row
 from benchmarks.run import Run
-from command.documents import read_documents
 from command.logits import comparison
 from engine.artifacts.config import GPT2Config
 from engine.artifacts.open import open_artifact
-from engine.text.sentencepiece import SentencePieceTokenizer
 from testbed import fine_tunes, hard_model, random_model
 from testbed.process import ROOT
 
@@ -62,8 +61,7 @@ def lines(results: Results) -> str:
         f" tokens, {plan['new_tokens']} new ones"
     )
     head = ("KL to fp32", *(one.label for one in _compared()))
-    columns = ("likeliest token the same", "logit error", "KL", "greedy texts the same")
-    each = ("of fp32", "engine", *columns)
+    each = ("of fp32", "engine", *accuracy.COLUMNS)
     return report.page(results, what, [(head, _kl_rows(results)), (each, _rows(results))])
 
 
@@ -87,14 +85,7 @@ def _rows(results: Results) -> Iterator[Row]:
     for name, model in _models(results):
         for one in _compared():
             if measured := model.get(one.name):
-                yield (
-                    name,
-                    one.label,
-                    f"{measured['top1_agreement']:.2%} of {measured['tokens']}",
-                    f"{measured['relative_logit_error']:.1%}",
-                    f"{_kl(measured):.1e}",
-                    f"{measured['same_texts']} of {measured['texts']}",
-                )
+                yield name, one.label, *accuracy.cells(measured)
 
 
 class HardRun(Run):
@@ -127,12 +118,9 @@ class HardRun(Run):
 
     def _on_text(self, folder: Path, text: Path) -> Results:
         """Measure a model on parts of its training text."""
-        tokenizer = SentencePieceTokenizer(open_artifact(folder).tokenizer_file)
-        documents = read_documents(text)
-        ids = [i for document in documents for line in document for i in tokenizer.encode(line)]
-        size, rows = self.plan.prompt_tokens, ROWS * self.plan.batches
-        begins = np.linspace(0, len(ids) - size, rows, dtype=int).tolist()
-        return self._measured(folder, [ids[begin : begin + size] for begin in begins])
+        count, size = ROWS * self.plan.batches, self.plan.prompt_tokens
+        tokenizer_file = open_artifact(folder).tokenizer_file
+        return self._measured(folder, accuracy.prompts_of(text, tokenizer_file, count, size))
 
     def _measured(self, source: Path, prompts: Sequence[list[int]]) -> Results:
         """Return the errors of each contender, on each hard model made of `source`."""

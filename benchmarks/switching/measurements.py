@@ -18,7 +18,7 @@ from tqdm import tqdm
 
 from benchmarks.contenders import peers
 from benchmarks.contenders.llama_server import COMPUTE_ALL_PROMPTS, Router
-from benchmarks.engine.process import Engine, drop_pages
+from benchmarks.engine.loading import Engine, drop_pages
 from benchmarks.report.tables import Results
 from benchmarks.run import Run
 from benchmarks.switching import tables
