@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 import time
+from dataclasses import fields
 from pathlib import Path
 
 from command.documents import check_writable, read_documents
@@ -11,6 +12,7 @@ from command.errors import Problem
 from scripts.artifacts.training_options import CORPUS, FineTune
 
 DEMO = ("sowol", "dongju")
+NEW_BASE = ("base_text", "base_steps", "units", "layers", "heads", "vocab_size")  # options
 
 
 def run(options: FineTune) -> None:
@@ -49,6 +51,9 @@ def check(options: FineTune) -> list[tuple[Path, Path]]:
         jobs = [(options.text, options.out)]
     else:
         raise Problem("give --text and --out, or --demo")
+    for field in fields(FineTune):
+        if options.base and field.name in NEW_BASE and vars(options)[field.name] != field.default:
+            raise Problem(f"--{field.name.replace('_', '-')} is for a new base: leave out --base")
     if options.units % options.heads:
         raise Problem(f"--heads {options.heads} does not divide --units {options.units}")
     for text, out in jobs:

@@ -136,6 +136,10 @@ def test_mistakes_are_explained_before_training(text: Path, tmp_path: Path) -> N
         (("--text", text, "--out", tmp_path / "a.zip"), "must be a file NAME.tar.gz"),
         (("--text", text, "--out", out, "--heads", "3"), "--heads 3 does not divide"),
         (("--text", text), "give --text and --out, or --demo"),
+        (
+            ("--text", text, "--out", out, "--base", tmp_path, "--base-steps", "9"),
+            "--base-steps is for a new base: leave out --base",
+        ),
         (("--text", text, "--out", out, "--steps", "0"), "0 is not in the range x>=1"),
         (("--text", text, "--out", taken), "exists"),
         (
