@@ -12,6 +12,9 @@ import pytest
 # none still.
 sys.dont_write_bytecode = False
 
+# What the collection makes stays, so nothing is searched for garbage before its end: a second.
+gc.disable()
+
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Without a path, `-m` or `-k` only the quick tests run."""
@@ -27,9 +30,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    """What the collection has made stays; to search it for garbage takes a third of a second."""
-    gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from common.mxnet_compat import mx
 from handlers.user_code.module import COMPAT
 from tests.engine.engines import uncached_model
 from tests.engine.models import make_artifact
+from tests.lazy import mx
 
 SIZES: dict[str, int] = {"units": 96, "num_heads": 3, "num_layers": 3, "max_length": 64}
 VOCAB = 300
@@ -20,12 +20,13 @@ VOCAB = 300
 @pytest.fixture
 def load(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Loads a model of the package with the parameters of an artifact."""
+    cpu = mx.cpu()  # `kogpt2` imports MXNet itself, so common.mxnet_compat comes first
     monkeypatch.syspath_prepend(COMPAT)
     from kogpt2.model.gpt import GPT2Model
 
     def loaded(path: Path) -> Any:
         model = GPT2Model(vocab_size=VOCAB, dropout=0.1, **SIZES)
-        model.load_parameters(str(path / "kogpt2.params"), ctx=mx.cpu())
+        model.load_parameters(str(path / "kogpt2.params"), ctx=cpu)
         return model
 
     return loaded

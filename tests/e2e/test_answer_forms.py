@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from typing import Any, Literal
 
 import numpy as np
-import openai
 import pytest
 from pydantic import BaseModel, Field
 
@@ -17,6 +16,7 @@ from tests.e2e.console import blocks, ran
 from tests.e2e.server import REPOSITORY, Server
 from tests.e2e.test_openai import TEMPLATE, checked, connected
 from tests.engine.hugging_face import make_hugging_face
+from tests.lazy import openai
 from tests.serving.store.archives import unpack
 
 MODEL, LABELS = "my-chat", "감정"  # the first as docs/api/openai.md calls it

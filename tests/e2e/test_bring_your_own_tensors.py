@@ -8,11 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from common.mxnet_compat import mx
 from tests.e2e.console import blocks, printed, ran, session
 from tests.e2e.server import REPOSITORY, Server
 from tests.e2e.stores import error, packed, small
 from tests.handlers.tensors.graphs import TinyLM
+from tests.lazy import mx
 
 pytestmark = pytest.mark.slow
 

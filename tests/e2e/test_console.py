@@ -16,13 +16,12 @@ from typing import Any
 from urllib.parse import quote
 
 import pytest
-from openai.resources import Completions
-from openai.resources import chat as chat_api
 from playwright.sync_api import Browser, Locator, Page, expect, sync_playwright
 
 from tests.e2e.server import Server, eventually
 from tests.e2e.stores import bearer, greedy, running, serving, slow, small
 from tests.engine.hugging_face import make_hugging_face
+from tests.lazy import openai
 
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 WIDE_MS = 60_000
@@ -364,7 +363,11 @@ def test_the_openai_client_takes_every_field_as_it_is_copied(
     open_page: Callable[..., Page],
 ) -> None:
     page = open_page()
-    for chat, method in ((False, Completions.create), (True, chat_api.Completions.create)):
+    resources = openai.resources
+    for chat, method in (
+        (False, resources.Completions.create),
+        (True, resources.chat.Completions.create),
+    ):
         codes = page.evaluate(CODE_OF_FIELDS, [FOUR[0], chat])
         assert {"typical_p", "min_new_tokens", "no_repeat_ngram_size", "bad_words"} < set(codes)
         known = set(inspect.signature(method).parameters)

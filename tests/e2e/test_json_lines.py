@@ -236,6 +236,7 @@ def test_a_process_that_is_killed_costs_no_other_line(
     assert errors in (["ScriptOutOfMemory"] * count for count in range(most + 1))
 
 
+@pytest.mark.slow
 def test_a_stop_cuts_off_a_batch_that_waits_for_its_client(breakable: Server) -> None:
     small(breakable.store / "봄")
     with contextlib.closing((request := Duplex(breakable)).connection):

@@ -6,18 +6,20 @@ import functools
 import json
 import math
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import openai
 import pytest
-from openai.types import Completion, Model
-from openai.types.chat import ChatCompletion, ChatCompletionChunk
-from openai.types.responses import Response
 from pydantic import BaseModel
 
 from tests.e2e.server import Server
 from tests.e2e.stores import events, greedy, small
 from tests.engine.hugging_face import make_hugging_face, write_json
+from tests.lazy import openai
+
+if TYPE_CHECKING:
+    from openai.types import Completion, Model
+    from openai.types.chat import ChatCompletion, ChatCompletionChunk
+    from openai.types.responses import Response
 
 PROMPT = "나는 오늘"
 TEMPLATE = (

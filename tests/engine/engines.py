@@ -17,10 +17,8 @@ from typing import Any, TypeVar, cast
 import numpy as np
 
 from common.errors import EngineError
-from common.mxnet_compat import mx
 from engine.artifacts.artifact import EMBEDDING, OUTPUT
 from engine.artifacts.open import open_artifact
-from engine.backends.mxnet.gpt2 import GPT2
 from engine.engine import Engine
 from engine.generation import TextSequence, Token
 from engine.http.client import UnixConnection
@@ -28,6 +26,7 @@ from engine.model import Core, Model, Residence
 from engine.scheduler import Batch
 from engine.text.prompts import Inputs
 from tests.engine.models import make_artifact, params_of, write_params
+from tests.lazy import mx, mxnet_model
 from tests.processes import eventually
 
 WAIT_S = 60.0
@@ -183,7 +182,7 @@ class Pause:
 def uncached_model(path: Path) -> Any:
     """The MXNet model of an artifact, to be called with whole texts."""
     artifact = open_artifact(path)
-    return GPT2(artifact.config, artifact.weights)
+    return mxnet_model.GPT2(artifact.config, artifact.weights)
 
 
 def is_greedy(path: Path, prompt: list[int], new: list[int]) -> bool:

@@ -22,7 +22,6 @@ from common.errors import (
     OutOfMemory,
 )
 from common.form import Kind
-from common.mxnet_compat import mx
 from engine.backends.interface import Logits, Piece
 from engine.engine import Engine
 from engine.generation import MAX_SCORED_TOKENS
@@ -34,6 +33,7 @@ from tests.engine.conftest import NewEngine
 from tests.engine.engines import WAIT_S, Pause, Request, settle, uncached_model
 from tests.engine.hugging_face import EOS, make_hugging_face, write_json
 from tests.engine.text.test_constraint import ENDLESS
+from tests.lazy import mx
 from tests.processes import eventually, has_ended
 
 PROMPT = "오늘은 날씨가"

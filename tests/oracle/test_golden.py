@@ -12,9 +12,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from common.mxnet_compat import mx
 from engine.backends.interface import Piece
-from engine.backends.mxnet.gpt2 import GPT2
+from tests.lazy import mx, mxnet_model
 from tests.oracle import oracle
 from tests.oracle.comparison import BACKENDS, TOLERANCE, Golden, agrees_with_oracle, load
 from tests.oracle.weights import CASES, WHOLE, Case
@@ -35,7 +34,7 @@ def golden(case: Case) -> Iterator[Golden]:
 
 
 def test_the_uncached_model_gives_the_logits_of_the_oracle(case: Case, golden: Golden) -> None:
-    model = GPT2(case.config, dict(case.weights()))
+    model = mxnet_model.GPT2(case.config, dict(case.weights()))
     logits = model(mx.nd.array(golden["ids"][None, :])).asnumpy()[0]
     np.testing.assert_allclose(logits, golden["logits"], rtol=0, atol=TOLERANCE)
 

@@ -21,11 +21,11 @@ from engine.artifacts.open import open_artifact
 from engine.engine import Engine
 from engine.settings import Settings
 from scripts.artifacts.archive import check, write_archive
-from scripts.artifacts.training import fine_tune, train_tokenizer
 from scripts.artifacts.training_options import FineTune
 from scripts.fine_tune import DEMO
 from tests.engine.engines import Request
 from tests.engine.hugging_face import make_hugging_face
+from tests.lazy import training
 from tests.scripts import command
 from tests.serving.store.archives import unpack
 
@@ -152,7 +152,7 @@ def test_mistakes_are_explained_before_training(text: Path, tmp_path: Path) -> N
     assert taken.read_bytes() == b"mine"
     assert {path.name for path in tmp_path.iterdir()} == {empty.name, korean.name, taken.name}
     with pytest.raises(Problem, match="more characters than a vocabulary of 10 pieces can hold"):
-        train_tokenizer(read_documents(text), 10)
+        training.train_tokenizer(read_documents(text), 10)
 
 
 def test_a_base_that_cannot_be_trained_is_refused_with_what_to_do(
@@ -162,9 +162,9 @@ def test_a_base_that_cannot_be_trained_is_refused_with_what_to_do(
     write_archive(check(base), packed := tmp_path / "hf.tar.gz")
     for given in (base, packed):
         with pytest.raises(Problem, match=r"use transformers' Trainer.*docs/models/\S+\.md"):
-            fine_tune(given, text, out, FineTune(seed=1))
+            training.fine_tune(given, text, out, FineTune(seed=1))
     with pytest.raises(Problem, match=r"cannot be read as a model: .* holds no model"):
-        fine_tune(text.parent, text, out, FineTune(seed=1))
+        training.fine_tune(text.parent, text, out, FineTune(seed=1))
 
 
 @pytest.fixture(scope="module")

@@ -8,11 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from common.mxnet_compat import mx
 from engine.artifacts.read_params import read_params
 from tests.engine.artifacts import reading
 from tests.engine.artifacts.reading import file_of
 from tests.engine.models import write_params
+from tests.lazy import mx
 
 ARRAYS = {
     "_embed.weight": np.arange(12, dtype=np.float32).reshape(4, 3),

@@ -15,18 +15,17 @@ import pytest
 
 from common.errors import InvalidRequest, PromptTooLong
 from common.memory import return_freed_memory
-from common.mxnet_compat import mx
 from engine import backends
 from engine.artifacts.artifact import Artifact
 from engine.artifacts.open import open_artifact
 from engine.backends.interface import BackendModel, Piece
-from engine.backends.mxnet import model as mxnet_model
 from engine.backends.onnx import gpu
 from engine.backends.onnx.device import CPU
 from tests.engine.backends.running import append, greedy, single, some_ids, status_bytes
 from tests.engine.engines import uncached_model
 from tests.engine.hugging_face import make_hugging_face
 from tests.engine.models import make_artifact
+from tests.lazy import mx, mxnet_model
 
 Load = Callable[[Artifact], BackendModel]
 
@@ -34,7 +33,7 @@ LOADS: dict[str, Load] = {
     "native int8": lambda artifact: backends.load(artifact, "native", "int8"),
     "native fp32": lambda artifact: backends.load(artifact, "native", "fp32"),
     "mxnet int8": lambda artifact: backends.load(artifact, "mxnet", "int8"),
-    "mxnet gpu": partial(mxnet_model.load, ctx=mx.cpu()),
+    "mxnet gpu": lambda artifact: mxnet_model.load(artifact, mx.cpu()),
     "onnxruntime gpu": partial(gpu.load, provider=CPU),
 }
 # Of logits that differ by units: on a GPU the number of rows changes the order of sums. The others

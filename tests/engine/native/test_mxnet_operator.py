@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from common.errors import InvalidRequest
-from engine.native import mxnet_operator
 from tests.engine.native.models import SHAPES, NativeModel, random_weights
+from tests.lazy import mxnet_operator
 
 IDS = np.random.default_rng(0).integers(0, SHAPES[0].vocab, 60).tolist()
 

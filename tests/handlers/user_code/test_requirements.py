@@ -15,7 +15,7 @@ from handlers.user_code.requirements import MAX_LOG_BYTES, _pip
 
 BACKEND = """
 def build_wheel(*arguments, **more):
-    for _ in range(100_000):
+    for _ in range(20_000):
         print("글")
     raise SystemExit("없습니다")
 """

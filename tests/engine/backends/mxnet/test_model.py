@@ -9,14 +9,12 @@ from pathlib import Path
 import pytest
 
 from common.errors import OutOfMemory
-from common.mxnet_compat import mx
 from engine.artifacts.artifact import Artifact
 from engine.artifacts.open import open_artifact
 from engine.backends import dense
-from engine.backends.mxnet import model as mxnet_model
-from engine.backends.mxnet.gpt2 import GPT2
 from tests.engine.backends.running import address_space, append, greedy
 from tests.engine.models import make_artifact
+from tests.lazy import mx, mxnet_model
 
 # Bytes of address space: plenty for everything but an array of `HUGE`. With 1 GiB, MXNet's OpenBLAS
 # now and then finds no buffer for a thread of its own, and calls address 0.
@@ -43,7 +41,7 @@ def test_weights_that_do_not_fit_fail(artifact: Artifact, monkeypatch: pytest.Mo
     """MXNet's own failure to allocate, which its threads meet after the call that asked for it."""
     model = mxnet_model.load(artifact, mx.cpu())
     with monkeypatch.context() as patched:
-        patched.setattr(GPT2, "_array", lambda *_: mx.nd.zeros((HUGE,)))
+        patched.setattr(mxnet_model.GPT2, "_array", lambda *_: mx.nd.zeros((HUGE,)))
         with pytest.raises(OutOfMemory, match=r"cpu\(0\) has no room for \d+ bytes of weights"):
             mxnet_model.load(artifact, mx.cpu())
     other = mxnet_model.load(artifact, mx.cpu())

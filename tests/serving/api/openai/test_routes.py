@@ -9,10 +9,8 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx2
-import openai
 import orjson
 import pytest
-from openai.types import CompletionUsage
 
 from common.errors import EngineError, EngineUnavailable, ModelNotFound, Overloaded
 from serving.api import answering
@@ -20,6 +18,7 @@ from serving.api.openai.answers import Answer
 from serving.api.openai.errors import Refused
 from serving.api.openai.parsing import completion
 from serving.errors import TooManyRequests
+from tests.lazy import openai
 from tests.serving.api.gateways import SAID as TEXT
 from tests.serving.api.gateways import FakeEngine, World, model
 
@@ -140,7 +139,7 @@ async def test_a_stream_ends_with_an_error_if_the_model_is_lost_before_a_later_p
             await anext(aiter(chunks))
 
 
-def guesses(usage: CompletionUsage) -> tuple[int | None, int | None]:
+def guesses(usage: openai.types.CompletionUsage) -> tuple[int | None, int | None]:
     """Accepted and rejected ones."""
     details = usage.completion_tokens_details
     assert details is not None
