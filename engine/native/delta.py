@@ -45,7 +45,7 @@ RANKS, BITS = (8, 16, 32), (1, 2, 3)
 # The rule by which a matrix gets rank and bits: in at most so many of its columns, what they leave
 # of the difference is more than so many times the error of int8 in the fine-tune's own column, in
 # sums of squares. All columns together say too little: of the embedding's rows, few moved, and they
-# are in use. Fourteen fine-tunes had about the KL of int8 or less (docs/develop/benchmark.md).
+# are in use. Fine-tunes had 0.4 to 1.4 times the KL of int8 (docs/develop/benchmark.md).
 WORSE_COLUMNS, MORE_THAN_INT8 = 0.1, 1.2
 LEFT_BY_BITS = {1: 0.571, 2: 0.133, 3: 0.0358}  # of the squares of what the rank leaves
 MOST_BYTES = 60_000_000  # of a delta, which has fewer bytes than the whole model, too

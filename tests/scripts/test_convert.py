@@ -23,6 +23,10 @@ from engine.artifacts.open import open_artifact
 from engine.artifacts.read_params import read_params
 from engine.engine import Engine
 from engine.native.delta import open_delta
+from engine.native.delta_folder import open_folder
+from engine.native.model import NativeModel
+from engine.native.prepared import prepared
+from engine.prepared.manifest import Manifests
 from engine.sandbox.reading import Reading
 from engine.settings import Settings
 from engine.text.prompts import Prompts
@@ -30,10 +34,11 @@ from scripts.artifacts import tokenizer_json
 from scripts.artifacts.archive import check, write_archive
 from scripts.artifacts.conversion import logits
 from tests.engine.artifacts.test_hugging_face import TORCH_FILE
+from tests.engine.backends.running import logits_of
 from tests.engine.deltas import fine_tuned, with_more_tokens
 from tests.engine.engines import Request, make_talkative
 from tests.engine.hugging_face import TINY, make_hugging_face, train_tokenizer, write_json
-from tests.engine.models import make_artifact, spiece
+from tests.engine.models import make_artifact, params_of, spiece, write_params
 from tests.engine.sentences import SENTENCES
 from tests.scripts import command
 from tests.scripts.test_package import harm_int8
@@ -198,6 +203,30 @@ def test_a_delta_becomes_a_whole_model_that_is_as_near_to_the_fine_tune(
     assert "cannot be made whole" in refused(
         tmp_path / "델타", tmp_path / "남", "--to", "whole", "--base", whole
     )
+
+
+def test_a_looked_up_embedding_has_its_few_bits(tmp_path: Path) -> None:
+    """Of a fine-tune that changes some rows in all directions alike: the rank has half of that."""
+    base = make_artifact(tmp_path / "바탕")
+    whole = fine_tuned(tmp_path / "시", base)
+    weights = params_of(whole)
+    changed = np.array(weights["_embed.weight"])
+    few = slice(0, len(changed) // 11)
+    changed[few] += changed.std() * np.random.default_rng(5).standard_normal(changed[few].shape)
+    tied = dict.fromkeys(("_embed.weight", "_logits_proj.weight"), changed)
+    write_params(whole / "kogpt2.params", {**weights, **tied})
+    convert(whole, tmp_path / "델타", "--to", "delta", "--base", base, "--no-compare")
+    convert(tmp_path / "델타", tmp_path / "다시", "--to", "whole", "--base", base)
+    folder = open_folder(Manifests(), tmp_path / "델타")
+    with (
+        closing(NativeModel(prepared(open_artifact(base), "int8", tmp_path))) as model,
+        closing(folder.open(open_artifact(base)).load()) as delta,
+        closing(NativeModel(prepared(open_artifact(tmp_path / "다시"), "fp32", tmp_path))) as exact,
+    ):
+        ids = [*range(few.stop)]
+        expected = logits_of(exact, ids)
+        error = np.sqrt(np.square(logits_of(model, ids, delta) - expected).mean())
+    assert error < 0.05 * np.std(expected)
 
 
 @pytest.mark.parametrize("threads", ["1", "3"])

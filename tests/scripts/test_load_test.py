@@ -208,7 +208,7 @@ def test_an_interrupted_test_with_locusts_page_reports_what_it_has(served: Serve
         (("--seconds", "90000"), "at most 3600"),
         (("--prompts", "/nowhere.txt"), "cannot read /nowhere.txt"),
         (("--models", ","), "names no model"),
-        (("--json", "/nowhere/a.json"), "no folder /nowhere"),
+        (("--json", "/nowhere/a.json"), "cannot write /nowhere/a.json"),
         (("--cloudwatch",), "--cloudwatch is for --endpoint"),
     ],
 )

@@ -62,6 +62,18 @@ async def test_a_row_has_the_aliases_that_its_watcher_may_see(tmp_path: Path) ->
         break
 
 
+async def test_a_row_says_nothing_of_a_base_that_its_watcher_may_not_see(tmp_path: Path) -> None:
+    parts = Parts(tmp_path, names=("봄", "바탕"))
+    feed = feed_of(parts, CountingEngine(parts))
+    await parts.on_demand.ensure("봄")
+    model, reason = parts.registry.get("봄"), "its base 바탕 has 6 layers"
+    model.stored_base, model.whole_because = await parts.lookups.find("바탕"), reason
+    for sees_base, shown in ((True, reason), (False, "")):
+        async for message in feed.watch(lambda name, sees=sees_base: sees or name != "바탕"):
+            assert message["models"]["봄"]["whole_because"] == shown
+            break
+
+
 async def test_who_watches_gets_everything_first_and_then_what_has_changed(tmp_path: Path) -> None:
     parts = Parts(tmp_path, names=("봄", "여름"))
     engine = CountingEngine(parts)

@@ -57,6 +57,19 @@ async def test_a_url_with_a_key_is_not_written_and_its_model_is_found_in_the_cac
     assert cache.acquire(restored.stored).path == cache.acquire(stored).path
 
 
+@pytest.mark.parametrize("kind", ["is_adapter", "is_delta"])
+async def test_how_a_model_depends_on_its_base_is_written(tmp_path: Path, kind: str) -> None:
+    base = StoredModel("바탕", "/바탕", "v1", 10, "folder")
+    written = model(StoredModel("시", "/시", "v1", 10, "folder"))
+    written.stored_base = base
+    setattr(written, kind, True)
+    snapshot = Snapshot(tmp_path)
+    await snapshot.write([written], {})
+    (restored,) = snapshot.read()[0]
+    assert (restored.stored_base, restored.needs_base) == (base, True)
+    assert (restored.is_adapter, restored.is_delta) == (written.is_adapter, written.is_delta)
+
+
 async def test_what_changes_of_one_of_many_models_is_written(tmp_path: Path) -> None:
     snapshot = Snapshot(tmp_path)
     models = several()
