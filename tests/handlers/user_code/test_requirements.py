@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import resource
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -22,8 +23,14 @@ def build_wheel(*arguments, **more):
 
 
 @pytest.fixture
-def short_files() -> Iterator[None]:
-    """No file that pip or this process writes may be longer than the output that is kept."""
+def short_files(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """No file that pip or this process writes may be longer than the output that is kept.
+
+    They write no bytecode: Python before 3.13 would leave files of it that are cut off, for all
+    later imports.
+    """
+    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (MAX_LOG_BYTES, before[1]))
     yield
