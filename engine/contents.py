@@ -59,7 +59,10 @@ class Reader:
         device: str,
         cache_dir: Path | None,
     ) -> None:
-        """Read no file yet; `run` calls functions in sandboxes. Raises `ArtifactError`."""
+        """Note the state of the model's files. Raises `ArtifactError` without a folder.
+
+        run: calls functions in sandboxes
+        """
         self._request, self._manifests = request, manifests
         self._device, self._cache_dir = device, cache_dir
         self._stamps = {request.path: stamps_of(request.path)}

@@ -290,8 +290,9 @@ def build(
         arrays[f"final_norm.{part}"] = padded(vector)
     choices = {name: change.choice for name, change in changes.items()}
     entries = list(layout(config, choices, more))
-    size, most = sum(e.num_bytes for e in entries), prepared.num_bytes(config, "int8")
-    if size > (most := min(MOST_BYTES, most)):
+    size = sum(e.num_bytes for e in entries)
+    most = min(MOST_BYTES, prepared.num_bytes(config, "int8"))
+    if size > most:
         reason = f"it is too far from its base: a delta would have {size} bytes of at most {most}"
         return write_arrays(file, [], {"source": content, "whole": reason}, {})
 

@@ -20,6 +20,7 @@ from tokenizers import Tokenizer
 
 from common.errors import ArtifactError, InvalidRequest, OutOfMemory
 from engine import residency
+from engine.artifacts.artifact import Artifact
 from engine.artifacts.open import open_artifact
 from engine.backends.interface import Piece
 from engine.engine import Engine
@@ -147,16 +148,22 @@ def kl(logits: NDArray[np.float32], expected: NDArray[np.float32]) -> float:
     return float((np.exp(p) * (p - q)).sum(-1).mean())
 
 
+def in_fp32_and_int8(
+    whole: Artifact, ids: list[int], cache: Path
+) -> tuple[NDArray[np.float32], float]:
+    """A model's logits in fp32, and the KL of those in int8."""
+    with closing(NativeModel(prepared(whole, "fp32", cache))) as exact:
+        expected = logits_of(exact, ids)
+    with closing(NativeModel(prepared(whole, "int8", cache))) as int8:
+        return expected, kl(logits_of(int8, ids), expected)
+
+
 def test_a_delta_is_as_exact_as_the_whole_model_in_int8(
     opened: tuple[NativeModel, list[Delta]], wholes: list[Path], tmp_path: Path
 ) -> None:
     model, found = opened
     for delta, path in zip(found, wholes, strict=True):
-        whole = open_artifact(path)
-        with closing(NativeModel(prepared(whole, "fp32", tmp_path))) as exact:
-            expected = logits_of(exact, IDS)
-        with closing(NativeModel(prepared(whole, "int8", tmp_path))) as int8:
-            error = kl(logits_of(int8, IDS), expected)
+        expected, error = in_fp32_and_int8(open_artifact(path), IDS, tmp_path)
         assert kl(logits_of(model, IDS), expected) > 10 * error  # the base is another model
         assert kl(logits_of(model, IDS, delta.load()), expected) < 1.5 * error
 
@@ -497,10 +504,7 @@ def test_a_head_of_its_own_is_a_delta_of_the_tied_one(theirs: Path, tmp_path: Pa
     untied, tied = open_artifact(path), open_artifact(theirs)
     assert set(deltas.matrices(untied.config)) == {*deltas.matrices(tied.config), "head"}
     ids = ids_of(theirs, "오늘은 날씨가")
-    with closing(NativeModel(prepared(untied, "fp32", tmp_path))) as exact:
-        expected = logits_of(exact, ids)
-    with closing(NativeModel(prepared(untied, "int8", tmp_path))) as int8:
-        error = kl(logits_of(int8, ids), expected)
+    expected, error = in_fp32_and_int8(untied, ids, tmp_path)
     with (
         closing(NativeModel(prepared(tied, "int8", tmp_path))) as model,
         closing(open_delta(untied, tied, tmp_path).load()) as adapter,
@@ -519,10 +523,7 @@ def test_tokens_that_the_base_lacks_have_rows_of_their_own(
     ids = ids_of(path, QUESTION + "비가 온다<끝>" + QUESTION)
     added = range(base.config.vocab_size, base.config.vocab_size + len(ADDED))
     assert set(added) < set(ids)
-    with closing(NativeModel(prepared(whole, "fp32", tmp_path))) as exact:
-        expected = logits_of(exact, ids)
-    with closing(NativeModel(prepared(whole, "int8", tmp_path))) as int8:
-        error = kl(logits_of(int8, ids), expected)
+    expected, error = in_fp32_and_int8(whole, ids, tmp_path)
     with (
         closing(NativeModel(prepared(base, "int8", tmp_path))) as model,
         closing(open_delta(whole, base, tmp_path).load()) as adapter,
